@@ -1,0 +1,1 @@
+"""The model zoo: one folder per registered model."""

@@ -1,0 +1,23 @@
+"""Causal attention's core: the one module that context parallel or another kernel replaces."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """With `documents` (batch, tokens), a token sees only tokens of the same number."""
+        grouped = q.size(1) != k.size(1)
+        if documents is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        tokens = q.size(2)
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        mask = causal & (documents[:, None, :, None] == documents[:, None, None, :])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)

@@ -1,0 +1,60 @@
+"""Rotary position embedding over adjacent pairs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+class Rope(nn.Module):
+    """Tables of cosines and sines in float32, made on the device by `reset_buffers` (they are in no checkpoint)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        positions: int,
+        theta: float,
+        *,
+        factor: float = 1.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 1.0,
+        original_positions: int = 0,
+    ) -> None:
+        """factor > 1 stretches wavelengths beyond original_positions / low_freq_factor, as Llama 3.1 does."""
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        self.factor, self.low, self.high = factor, low_freq_factor, high_freq_factor
+        self.original_positions = original_positions
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(positions, head_dim // 2, dtype=torch.float32), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the tables; computed in float64 so that every device holds the same float32 values."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device)
+        frequencies = self.theta ** (-pairs / self.head_dim)
+        if self.factor != 1.0:
+            turns = frequencies * self.original_positions / (2 * math.pi)
+            blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+            frequencies = frequencies * (blend + (1 - blend) / self.factor)
+        angles = torch.outer(torch.arange(self.cos.size(0), device=self.cos.device).double(), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, positions: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for positions (batch, tokens), or 0 to tokens - 1; a head axis to broadcast over."""
+        if positions is None:
+            return self.cos[:tokens], self.sin[:tokens]
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each adjacent pair of (batch, heads, tokens, head_dim), in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,93 @@
+"""Llama 3: flavours, and the one table that says everything the framework needs of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlite.registry import ModelSpec, Rotary, Rule, Shape, normal, ones, register_model
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the long rotary wavelengths."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 128256
+    max_seq_len: int = 131072
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    """The output layer shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads {self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+FLAVORS = {
+    "debugmodel": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=8192, rope_theta=10000.0),
+    "1B": LlamaConfig(2048, 16, 32, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tied=True),
+    "3B": LlamaConfig(3072, 28, 24, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tied=True),
+    "8B": LlamaConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling()),
+    "70B": LlamaConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling()),
+    "405B": LlamaConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling()),
+}
+
+
+def shape(c: LlamaConfig) -> Shape:
+    return Shape(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len)
+
+
+def rules(c: LlamaConfig) -> tuple[Rule, ...]:
+    """The table. Layers that write into the residual stream start smaller the deeper they are."""
+    into, out_of = normal(0.02), normal(0.02, by_depth=True)
+    block, hf = "layers.*.", "model.layers.*."
+    table = (
+        Rule(
+            "tok_embeddings.weight",
+            normal(0.02 if c.tied else 1.0),  # a tied one is the output layer as well
+            "embedding",
+            "model.embed_tokens.weight",
+            tied="output.weight" if c.tied else "",
+        ),
+        Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
+        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", Rotary(c.n_heads)),
+        Rule(
+            block + "attention.wk.weight",
+            into,
+            "column",
+            hf + "self_attn.k_proj.weight",
+            Rotary(c.n_kv_heads),
+        ),
+        Rule(block + "attention.wv.weight", into, "column", hf + "self_attn.v_proj.weight"),
+        Rule(block + "attention.wo.weight", out_of, "row", hf + "self_attn.o_proj.weight"),
+        Rule(block + "ffn_norm.weight", ones, "norm", hf + "post_attention_layernorm.weight"),
+        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.gate_proj.weight"),
+        Rule(block + "feed_forward.w2.weight", out_of, "row", hf + "mlp.down_proj.weight"),
+        Rule(block + "feed_forward.w3.weight", into, "column", hf + "mlp.up_proj.weight"),
+        Rule("norm.weight", ones, "norm", "model.norm.weight"),
+    )
+    head = Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight")
+    return table if c.tied else (*table, head)
+
+
+SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama"))

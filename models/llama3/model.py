@@ -1,0 +1,102 @@
+"""Llama 3 as a plain single-device module; there is no parallelism in here.
+
+A pipeline stage may lack the embedding, the norm and the output, and holds some of `layers`, which is keyed by
+the global layer number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.rope import Rope, rotate
+from titanlite.models.llama3 import LlamaConfig
+
+Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.wq = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
+        self.core = CausalAttention()
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: torch.Tensor | None
+    ) -> torch.Tensor:
+        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: tensor parallel leaves some of the heads
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
+        seen = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
+        return self.wo(seen.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(c.dim, c.hidden_dim, bias=False)
+        self.w2 = nn.Linear(c.hidden_dim, c.dim, bias=False)
+        self.w3 = nn.Linear(c.dim, c.hidden_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.feed_forward = FeedForward(c)
+
+    def forward(
+        self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: torch.Tensor | None
+    ) -> torch.Tensor:
+        h = h + self.attention(self.attention_norm(h), cos, sin, documents)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Llama(nn.Module):
+    tok_embeddings: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: nn.Linear | None
+
+    def __init__(self, c: LlamaConfig, positions: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
+        scaling = asdict(c.rope_scaling) if c.rope_scaling else {}
+        self.rope = Rope(c.head_dim, positions, c.rope_theta, **scaling)
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
+        self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
+        if c.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        head: Head | None = None,
+    ) -> torch.Tensor:
+        """Logits of (batch, tokens); or whatever `head` makes of the last hidden state and the output layer."""
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        cos, sin = self.rope(positions, h.size(1))
+        for block in self.layers.values():
+            h = block(h, cos, sin, documents)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is None:
+            return h
+        return self.output(h) if head is None else head(h, self.output)

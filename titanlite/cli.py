@@ -1,0 +1,93 @@
+"""The `titanlite` command: its verbs, and their help."""
+
+from __future__ import annotations
+
+import sys
+
+from titanlite import __version__
+
+USAGE = """titanlite {version}: pretraining that you can read in an afternoon and prove on your laptop
+
+  titanlite train  [--config FILE.toml …] [--section.key VALUE …]   train; the same as ./run_train.sh
+  titanlite config [--config FILE.toml …] [--section.key VALUE …]   print the resolved config
+                   [--world N]                                        judged for N ranks, not the fewest
+                   [--schema | --markdown]                            JSON schema of configs; docs/config.md
+
+Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
+the command line wins over files. Environment: NGPU (processes on this node), LOG_RANK (whose output is shown),
+NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood as well).
+
+`titanlite train --help` lists every key.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb; the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    verb, rest = (words[0], words[1:]) if words else ("--help", [])
+    if verb in ("--version", "version"):
+        print(f"titanlite {__version__}")
+        return 0
+    if verb in ("--help", "-h", "help"):
+        print(USAGE.format(version=__version__), end="")
+        return 0
+    if verb == "train":
+        if {"--help", "-h"} & set(rest):
+            return _help()
+        from titanlite.launch import launch
+
+        return launch(rest)
+    if verb == "config":
+        return _config(rest)
+    from titanlite.errors import nearest
+
+    close = nearest(verb, ("train", "config", "help"))
+    hint = f"; did you mean {close}?" if close else ""
+    print(
+        f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",
+        end="",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def _help() -> int:
+    from titanlite.config.document import help_text
+
+    print(USAGE.format(version=__version__))
+    print(help_text(), end="")
+    return 0
+
+
+def _config(words: list[str]) -> int:
+    """Print the resolved config, or what describes all configs."""
+    import os
+
+    from titanlite.config.check import job_from
+    from titanlite.config.document import json_schema, markdown
+    from titanlite.config.load import ConfigError, parse_command_line, to_toml
+
+    if "--schema" in words:
+        print(json_schema(), end="")
+        return 0
+    if "--markdown" in words:
+        print(markdown(), end="")
+        return 0
+    if {"--help", "-h"} & set(words):
+        return _help()
+    world: int | None = None
+    if "--world" in words:
+        at = words.index("--world")
+        number = words[at + 1] if at + 1 < len(words) else ""
+        if not number.isdigit() or int(number) < 1:
+            print(f"titanlite: --world needs a number of ranks, not {number or 'nothing'}", file=sys.stderr)
+            return 2
+        world, words = int(number), words[:at] + words[at + 2 :]
+    try:
+        job = job_from(parse_command_line(words, os.environ), world=world, training=False)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# {job.config.model.name} {job.config.model.flavor} on {job.layout.world} ranks: {job.layout}")
+    print(to_toml(job.config), end="")
+    return 0

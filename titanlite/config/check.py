@@ -1,0 +1,356 @@
+"""The rules that several fields make together, and the Job that a sound config describes. No torch.
+
+A rule runs when every field that it reads is valid, so that one bad key never hides another. Degrees are judged
+through a Layout, and every message lists the legal values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.config.load import CommandLine, ConfigError, Entry, Fault, Loaded, load
+from titanlite.config.schema import JobConfig, Section, keys
+from titanlite.errors import UserError
+from titanlite.layout import Batch, Layout, divisors
+from titanlite.registry import ModelSpec, Shape, get_model
+
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config that was found sound, and what follows from it."""
+
+    config: JobConfig
+    layout: Layout
+    batch: Batch
+    spec: ModelSpec
+    model: Any
+    """The model's flavour, overrides applied."""
+    shape: Shape
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence that the model will see."""
+        return max(self.config.training.seq_len, validation_seq_len(self.config))
+
+
+def validation_seq_len(config: JobConfig) -> int:
+    """validation.seq_len, where it follows training.seq_len unless set."""
+    return config.validation.seq_len or config.training.seq_len
+
+
+def job_from(line: CommandLine, *, world: int | None, training: bool) -> Job:
+    """The job that a command line asks for; ConfigError with all its faults.
+
+    `world` None takes the smallest number of ranks that fits. With `training`, techniques that are not built
+    yet are refused by name.
+    """
+    loaded = load(line)
+    faults = list(loaded.faults)
+    judge = _Judge(loaded, world)
+    for rule in _RULES:
+        try:
+            faults += [judge.fault(key, why) for key, why in rule(judge)]
+        except _Unreadable:
+            continue
+    if training:
+        faults += [judge.fault(key, why) for key, why in _not_built(loaded)]
+    if faults:
+        raise ConfigError(faults)
+    config = loaded.config
+    batch = Batch.of(config.training.local_batch_size, config.training.global_batch_size, judge.layout.batch)
+    return Job(config, judge.layout, batch, judge.spec, judge.model, judge.shape)
+
+
+class _Unreadable(Exception):
+    """A rule asked for a field that has no valid value."""
+
+
+class _View:
+    """A section whose invalid fields can't be read."""
+
+    def __init__(self, section: Section, prefix: str, invalid: set[str]) -> None:
+        self._section, self._prefix, self._invalid = section, prefix, invalid
+
+    def __getattr__(self, name: str) -> Any:
+        key = self._prefix + name
+        if key in self._invalid:
+            raise _Unreadable(key)
+        value = getattr(self._section, name)
+        return _View(value, key + ".", self._invalid) if isinstance(value, Section) else value
+
+
+@dataclass
+class _Judge:
+    """What rules read: the config, and what earlier rules derived from it (None until they could)."""
+
+    loaded: Loaded
+    world: int | None
+    _layout: Layout | None = None
+    _spec: ModelSpec | None = None
+    _model: Any = None
+    config: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config = _View(self.loaded.config, "", self.loaded.invalid)
+
+    @property
+    def layout(self) -> Layout:
+        return _readable(self._layout)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return _readable(self._spec)
+
+    @property
+    def model(self) -> Any:
+        return _readable(self._model)
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape(self.model)
+
+    def fault(self, key: str, why: str) -> Fault:
+        """A fault at a key, with the value in force and where it came from."""
+        value: Any = self.loaded.config
+        for part in key.split("."):
+            value = getattr(value, part)
+        entry = self.loaded.entries.get(key, Entry(None, "default"))
+        return Fault(key, why, None if isinstance(value, (Section, dict)) else value, entry.origin)
+
+
+def _readable(value: Any) -> Any:
+    if value is None:
+        raise _Unreadable
+    return value
+
+
+Faults = Iterator[tuple[str, str]]
+_RULES: list[Callable[[_Judge], Faults]] = []
+
+
+def _rule(rule: Callable[[_Judge], Faults]) -> Callable[[_Judge], Faults]:
+    _RULES.append(rule)
+    return rule
+
+
+@_rule
+def _model_exists(judge: _Judge) -> Faults:
+    model = judge.config.model
+    try:
+        judge._spec = get_model(model.name, model.package)
+    except UserError as error:
+        yield ("model.name" if "registered as" in str(error) else "model.package"), str(error)
+        return
+    try:
+        judge._model = judge._spec.configure(model.flavor, model.overrides)
+    except UserError as error:
+        yield ("model.flavor" if "no flavour" in str(error) else "model.overrides"), str(error)
+
+
+_DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+@_rule
+def _degrees_fill_the_world(judge: _Judge) -> Faults:
+    parallelism = judge.config.parallelism
+    degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
+    shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
+    world = judge.world or fixed * max(shard, 1)
+    if world % fixed == 0 and shard in (-1, world // fixed):
+        judge._layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
+        return
+    ranks = f"{world} rank" + "s" * (world > 1)
+    for name, key in _DEGREES.items():
+        others = fixed // degree[name] * max(shard, 1)
+        fits = [d for d in divisors(world) if world % (d * others) == 0]
+        if degree[name] > 1 and degree[name] not in fits:
+            yield f"parallelism.{key}", _does_not_divide(degree[name], ranks, fits or [1])
+    if shard != -1 and (world % shard or world % fixed == 0):
+        fits = [world // fixed] if world % fixed == 0 else divisors(world)
+        yield (
+            "parallelism.data_parallel_shard_degree",
+            f"with {ranks} and the other degrees {fixed} it must be -1 or one of {_listed(fits)}",
+        )
+
+
+def _does_not_divide(degree: int, what: str, fits: list[int]) -> str:
+    return f"{degree} does not divide {what}; legal: {_listed(fits)}"
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+@_rule
+def _tensor_parallel_divides_the_model(judge: _Judge) -> Faults:
+    tp, shape = judge.config.parallelism.tensor_parallel_degree, judge.shape
+    parts = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
+    parts["tokens in a sequence"] = judge.config.training.seq_len
+    fits = divisors(math.gcd(*parts.values(), judge.world or 0))
+    for what, size in parts.items():
+        if size % tp:
+            yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", fits)
+
+
+@_rule
+def _context_and_pipeline_divide(judge: _Judge) -> Faults:
+    parallelism, seq_len, layers = judge.config.parallelism, judge.config.training.seq_len, judge.shape.layers
+    cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
+    if cp > 1 and seq_len % (2 * cp):
+        fits = [d for d in divisors(seq_len // 2)] if seq_len % 2 == 0 else [1]
+        yield "parallelism.context_parallel_degree", _does_not_divide(cp, f"half of {seq_len} tokens", fits)
+    if pp > layers:
+        yield "parallelism.pipeline_parallel_degree", f"{pp} stages for {layers} layers; at most {layers}"
+
+
+@_rule
+def _batch_sizes_divide(judge: _Judge) -> Faults:
+    local, total = judge.config.training.local_batch_size, judge.config.training.global_batch_size
+    unit = local * judge.layout.batch
+    if total != -1 and total % unit:
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        yield (
+            "training.global_batch_size",
+            f"must be a multiple of local_batch_size {local} x data-parallel degree {judge.layout.batch} = {unit}; "
+            f"nearest: {f'{below} or ' if below else ''}{above}",
+        )
+
+
+@_rule
+def _sequences_fit_the_model(judge: _Judge) -> Faults:
+    longest = judge.shape.max_seq_len
+    for key, length in (
+        ("training.seq_len", judge.config.training.seq_len),
+        ("validation.seq_len", judge.config.validation.seq_len or 0),
+    ):
+        if length > longest:
+            yield key, f"the model has positions for {longest} tokens at most"
+
+
+@_rule
+def _byte_tokenizer_fits_the_vocabulary(judge: _Judge) -> Faults:
+    if not judge.config.model.hf_assets_path and judge.shape.vocab_size != BYTE_VOCABULARY:
+        yield (
+            "model.hf_assets_path",
+            f"names no folder with a tokenizer.json, and the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit "
+            f"{judge.config.model.name} {judge.config.model.flavor} with its vocabulary of {judge.shape.vocab_size}",
+        )
+
+
+@_rule
+def _schedule_fits_the_steps(judge: _Judge) -> Faults:
+    schedule, steps = judge.config.lr_scheduler, judge.config.training.steps
+    total = schedule.total_steps or steps
+    if schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
+        yield (
+            "lr_scheduler.decay_ratio",
+            f"{schedule.warmup_steps} steps of warm-up and {round(total * schedule.decay_ratio)} of decay exceed "
+            f"{total}; at most {max(0, total - schedule.warmup_steps) / total:.3g}",
+        )
+
+
+@_rule
+def _optimizer_has_the_keys(judge: _Judge) -> Faults:
+    optimizer = judge.config.optimizer
+    if optimizer.name == "SGD":
+        for key in ("beta1", "beta2", "eps"):
+            if getattr(optimizer, key) != keys()[f"optimizer.{key}"].default:
+                yield f"optimizer.{key}", "SGD has no such value; leave it out, or use AdamW"
+
+
+@_rule
+def _precisions_agree(judge: _Judge) -> Faults:
+    training = judge.config.training
+    for key in ("mixed_precision_param", "mixed_precision_reduce"):
+        if (training.dtype == "float64") != (getattr(training, key) == "float64"):
+            yield (
+                f"training.{key}",
+                f'with training.dtype "{training.dtype}": all three are "float64", or none is',
+            )
+
+
+@_rule
+def _data_sets_have_paths(judge: _Judge) -> Faults:
+    for section in ("training", "validation") if judge.config.validation.enable else ("training",):
+        view = getattr(judge.config, section)
+        if view.dataset.startswith("python-stdlib") and view.dataset_path:
+            yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; leave it out'
+        if view.dataset in ("text", "tokens") and not view.dataset_path:
+            yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
+
+
+@_rule
+def _device_has_what_is_asked(judge: _Judge) -> Faults:
+    if judge.config.job.device == "cpu" and judge.config.training.dataloader.pin_memory:
+        yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
+
+
+@_rule
+def _keep_sharded_over_a_divisor(judge: _Judge) -> Faults:
+    reshard = judge.config.parallelism.fsdp_reshard_after_forward
+    fits = [d for d in divisors(judge.layout.fsdp) if 1 < d < judge.layout.fsdp]
+    if isinstance(reshard, int) and reshard not in fits:
+        legal = f"legal: {_listed(fits)}" if fits else 'use "always" or "never"'
+        yield (
+            "parallelism.fsdp_reshard_after_forward",
+            f"must split {judge.layout.fsdp} sharding ranks; {legal}",
+        )
+
+
+NOT_BUILT = {
+    "parallelism.data_parallel_replicate_degree": "HSDP",
+    "parallelism.tensor_parallel_degree": "tensor parallel",
+    "parallelism.context_parallel_degree": "context parallel",
+    "parallelism.pipeline_parallel_degree": "pipeline parallel",
+    "parallelism.expert_parallel_degree": "expert parallel",
+    "parallelism.fsdp_forward_prefetch": "the explicit prefetch schedule",
+    "parallelism.fsdp_backward_prefetch": "the explicit prefetch schedule",
+    "parallelism.fsdp_keep_whole": "keeping parameters whole",
+    "parallelism.fsdp_blocks_per_group": "grouping blocks",
+    "parallelism.enable_async_tensor_parallel": "async tensor parallel",
+    "parallelism.defer_gradient_sync": "deferring the gradient's reduction",
+    "activation_checkpoint.mode": "activation checkpointing",
+    "compile.enable": "torch.compile",
+    "quantize.linear.float8.enable": "float8",
+    "checkpoint.enable": "checkpoints",
+    "checkpoint.initial_load_path": "loading weights",
+    "training.enable_cpu_offload": "CPU offload",
+    "training.document_mask": "the document mask",
+    "training.loss_chunks": "the chunked loss",
+    "training.mixture": "mixing data sets",
+    "optimizer.state_dtype": "low-precision optimizer state",
+    "metrics.enable_wandb": "the W&B sink",
+    "profiling.enable_profiling": "profiling",
+    "profiling.enable_memory_snapshot": "memory snapshots",
+}
+"""Keys that switch on a technique which is still to be built; everything behind them only tunes it."""
+
+NOT_BUILT_VALUES = {"optimizer.name": ("Muon",), "training.dtype": ("bfloat16",)}
+"""Keys of which only some values are still to be built."""
+
+
+def _not_built(loaded: Loaded) -> Faults:
+    for key, value in _values(loaded):
+        default = keys()[key].default
+        if key in NOT_BUILT and value != default:
+            yield key, f"{NOT_BUILT[key]} is not built yet; leave it out"
+        if value in NOT_BUILT_VALUES.get(key, ()):
+            yield key, f'"{value}" is not built yet; the default is "{default}"'
+
+
+def _values(loaded: Loaded) -> Iterator[tuple[str, Any]]:
+    for key in [*NOT_BUILT, *NOT_BUILT_VALUES]:
+        value: Any = loaded.config
+        for part in key.split("."):
+            value = getattr(value, part)
+        yield key, value

@@ -1,0 +1,15 @@
+"""Errors that a user can cause: they say what is wrong and what would be right, and need no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """What was asked for can't be done; the message names the key, file or tensor, the value, and the remedy."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word closest to `word`, or an empty string where none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")

@@ -1,0 +1,228 @@
+"""`titanlite train` and ./run_train.sh: check everything, start the workers, own the terminal, return the exit code.
+
+The workers run under torch's elastic agent. No worker exists before the whole config and this machine were found
+fit; what fails later is told by the first rank that failed, its traceback last.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.check import Job, job_from
+from titanlite.config.load import CommandLine, ConfigError, parse_command_line
+from titanlite.errors import UserError
+from titanlite.observe.console import LAUNCHED, rank_log, shown_ranks
+from titanlite.runtime import cluster
+from titanlite.runtime.cluster import Nodes
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+OK, REFUSED, INTERRUPTED = 0, 2, 130
+TORCH_RANGE = ((2, 11), (2, 14))
+SECONDS_TO_STOP = 3
+
+
+def launch(argv: list[str]) -> int:
+    """Train as the command line asks; the job's exit code."""
+    environ = dict(os.environ)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
+    try:
+        line = parse_command_line(argv, environ)
+        _check_torch()
+        nodes = cluster.nodes(environ)
+        device, processes = _device_and_processes(line, environ)
+        job = job_from(line, world=nodes.count * processes, training=True)
+        _check_machine(job, device, processes)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("titanlite: stopped before any worker was started", file=sys.stderr)
+        return INTERRUPTED
+    return _run(job, argv, nodes, processes, environ)
+
+
+def _check_torch() -> None:
+    """Refuse a torch outside the supported range, before its import can fail in some other way."""
+    found = version("torch")
+    low, high = TORCH_RANGE
+    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+        raise UserError(
+            f"torch {found} is not supported: titanlite needs torch >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        )
+
+
+def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tuple[str, int]:
+    """The kind of device, and the workers on this node."""
+    choice = "auto"
+    try:
+        choice = job_from(line, world=None, training=False).config.job.device
+    except ConfigError:
+        pass  # told in full once the world is known
+    gpus = 0 if choice == "cpu" else cluster.gpus(environ)
+    device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
+    processes = cluster.processes(environ, device, gpus)
+    if device == "cuda" and processes > gpus:
+        raise UserError(f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu")
+    return device, max(1, processes)
+
+
+def _check_machine(job: Job, device: str, processes: int) -> None:
+    """Name everything that this machine lacks for the job, before any worker is started."""
+    if faults := list(_machine_faults(job, device, processes)):
+        what = f"{job.config.model.name} {job.config.model.flavor}"
+        raise UserError("\n  ".join([f"this machine can't train {what} as asked; nothing was started", *faults]))
+
+
+def _machine_faults(job: Job, device: str, processes: int) -> Iterator[str]:
+    import torch
+
+    from titanlite.data.sources import find_documents
+    from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.observe.memory import machine_bytes, readable, state_bytes
+    from titanlite.optim import state_per_element
+    from titanlite.parallel.parallelize import build_model
+
+    config = job.config
+    if device == "cuda" and not torch.cuda.is_available():
+        yield f"there are GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false"
+        return
+    if device == "cpu" and config.training.dataloader.pin_memory:
+        yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
+    asked = [("training", config.training)] + [("validation", config.validation)] * config.validation.enable
+    checks = [lambda: open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)]
+    checks += [lambda key=key, s=s: find_documents(key, s.dataset, s.dataset_path) for key, s in asked]
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
+    model, _ = build_model(job)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    size = next(model.parameters()).element_size()
+    total = sum(state_bytes(elements, elements, size, state_per_element(config.optimizer)))
+    needed = total * processes // job.layout.fsdp
+    has = torch.cuda.get_device_properties(0).total_memory * processes if device == "cuda" else machine_bytes()
+    if needed > has:
+        ranks = -(-total // (has // processes))
+        yield (
+            f"memory: parameters, gradients and optimizer state take {readable(needed)} here "
+            f"({readable(needed // processes)} in each of {processes} processes), and there are {readable(has)}\n"
+            f"  what could: {ranks} or more ranks with as much memory as one has here; "
+            f"{-(-total // (60 << 30))} or more GPUs of 80 GB; or here a smaller flavour: {_smaller(job, has)}"
+        )
+
+
+def _smaller(job: Job, has: int) -> str:
+    """Flavours in words; sizes are the model's own business, so all but this one are named."""
+    return ", ".join(f"--model.flavor {name}" for name in job.spec.flavors if name != job.config.model.flavor)
+
+
+def _run(job: Job, argv: list[str], nodes: Nodes, processes: int, environ: Mapping[str, str]) -> int:
+    """Start the workers and wait for them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from titanlite.observe.run_folder import move_previous_aside
+    from titanlite.observe.terminal import Terminal
+    from titanlite.runtime.elastic import run_workers
+    from titanlite.runtime.rendezvous import RollCall
+
+    folder = Path(job.config.job.dump_folder)
+    first = nodes.rank * processes
+    ranks = range(first, first + processes)
+    shown = {rank: rank_log(folder, rank) for rank in sorted(shown_ranks(environ) & set(ranks)) or [first]}
+    terminal = Terminal(
+        shown,
+        folder / "metrics.jsonl",
+        job.config.training.steps,
+        colour=not job.config.metrics.disable_color_printing,
+    )
+    try:
+        if nodes.count > 1:
+            print(
+                f"titanlite: node {nodes.rank} of {nodes.count} (from {nodes.source}), waiting for the others",
+                flush=True,
+            )
+        roll_call = RollCall(nodes, processes, job.config.comm.init_timeout_seconds)
+        if nodes.rank == 0 and (aside := move_previous_aside(folder, job.config.metrics.save_tb_folder)):
+            print(f"titanlite: an earlier run's files are now in {aside}", flush=True)
+        roll_call.wait_for("folder", done_here=nodes.rank == 0)
+        terminal.start()
+        run_workers(argv, roll_call, nodes.count, processes, folder, _worker_environment(nodes, processes, environ))
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return 1
+    except ChildFailedError as error:
+        terminal.stop()
+        _report(error.get_first_failure()[1], folder)
+        return 1
+    except (KeyboardInterrupt, SignalException) as error:
+        terminal.stop()
+        number = getattr(error, "sigval", signal.SIGINT)
+        reached = terminal.last_record.get("step", 0)
+        print(f"\ntitanlite: stopped at step {reached} of {job.config.training.steps}; metrics and logs are in {folder}, "
+              "no checkpoint was asked for")  # fmt: skip
+        return INTERRUPTED if number == signal.SIGINT else 128 + number
+    terminal.stop()
+    _farewell(job, folder)
+    return OK
+
+
+def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that workers get unless they are set."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, cluster.cores() // processes)),
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHED: "1",
+    }
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if nodes.count == 1:  # a laptop's host name need not resolve
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _report(failure: ProcessFailure, folder: Path) -> None:
+    """Who failed first, and its traceback as the last thing on the console."""
+    import socket
+
+    log = rank_log(folder, failure.global_rank)
+    print(
+        f"\ntitanlite: rank {failure.global_rank} on {socket.gethostname()} failed first; its log: {log}",
+        file=sys.stderr,
+    )
+    message = failure.message
+    if isinstance(message, dict) and "extraInfo" in message:
+        expected = message["message"].startswith(("UserError", "NotFinite", "ConfigError"))
+        kind, _, words = message["message"].partition(": ")
+        text = words if expected else message["extraInfo"]["py_callstack"].rstrip()
+        print(text if expected else text, file=sys.stderr)
+    else:
+        print(f"it wrote no traceback: {message or 'exit code ' + str(failure.exitcode)}", file=sys.stderr)
+
+
+def _farewell(job: Job, folder: Path) -> None:
+    """Where everything lies, and what to type next."""
+    config = job.config
+    rows = {"metrics": folder / "metrics.jsonl", "config": folder / "config.toml", "logs": folder / "logs"}
+    if config.metrics.enable_tensorboard:
+        rows["TensorBoard"] = folder / config.metrics.save_tb_folder
+    print(f"\ntitanlite: step {config.training.steps} reached")
+    for name, path in rows.items():
+        print(f"  {name:<12} {path}")
+    if config.metrics.enable_tensorboard:
+        print(f"  next         tensorboard --logdir {rows['TensorBoard']}")
+    print(
+        f"  {'or' if config.metrics.enable_tensorboard else 'next':<12} ./run_train.sh --help, and train_configs/ to begin your own"
+    )

@@ -1,0 +1,80 @@
+"""Layout: how the ranks are split, and the batch arithmetic that follows. Pure Python, no process behind it.
+
+`config/check.py` judges a layout against a world size and a model; `parallel/mesh.py` builds its device mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh. `ep` is no dimension of its own: experts are a second view of dp_shard x cp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """One degree per mesh dimension, in the order of DIMENSIONS."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def world(self) -> int:
+        return prod(self.degrees)
+
+    @property
+    def batch(self) -> int:
+        """How many groups of ranks read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Over how many ranks parameters are sharded."""
+        return self.dp_shard * self.cp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each dimension of the mesh."""
+        place: dict[str, int] = {}
+        for name, degree in zip(reversed(DIMENSIONS), reversed(self.degrees), strict=True):
+            rank, place[name] = divmod(rank, degree)
+        return {name: place[name] for name in DIMENSIONS}
+
+    def batch_coordinate(self, rank: int) -> int:
+        """Which of the `batch` data streams a rank reads."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def __str__(self) -> str:
+        used = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
+        return " x ".join(used) or "one rank"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples in a step: total = local x data-parallel degree x accumulation."""
+
+    local: int
+    data_parallel: int
+    accumulation: int = 1
+
+    @classmethod
+    def of(cls, local: int, total: int, data_parallel: int) -> Batch:
+        """The batch for a global size, where -1 means local x data-parallel; the sizes were checked before."""
+        return cls(local, data_parallel, 1 if total == -1 else total // (local * data_parallel))
+
+    @property
+    def total(self) -> int:
+        return self.local * self.data_parallel * self.accumulation

@@ -1,0 +1,35 @@
+"""The learning rate as a pure function of (config, step): nothing to save, nothing to get wrong on resume."""
+
+from __future__ import annotations
+
+import math
+
+from titanlite.config.schema import JobConfig
+
+
+def learning_rate(config: JobConfig, step: int) -> float:
+    """The rate of optimizer step `step`, the first being 1: linear warm-up, plateau, decay to the minimum.
+
+    Neither the first nor the last step has a rate of zero: both ramps end one step outside the run.
+    """
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or config.training.steps
+    warmup = min(schedule.warmup_steps, total)
+    decay = total - warmup if schedule.decay_ratio is None else round(total * schedule.decay_ratio)
+    if step <= warmup:
+        factor = step / (warmup + 1)
+    elif step <= total - decay:
+        factor = 1.0
+    else:
+        progress = min(1.0, (step - (total - decay)) / (decay + 1)) if step <= total else 1.0
+        factor = _decayed(schedule.decay_type, progress)
+        factor = schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
+    return config.optimizer.lr * factor
+
+
+def _decayed(shape: str, progress: float) -> float:
+    if shape == "linear":
+        return 1 - progress
+    if shape == "sqrt":
+        return 1 - math.sqrt(progress)
+    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,80 @@
+"""The dump folder of a run: earlier runs are moved aside, and what a run was is written down."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from titanlite.config.check import Job
+from titanlite.config.load import to_toml
+from titanlite.layout import DIMENSIONS
+
+MOVED = ("metrics.jsonl", "logs", "config.toml", "environment.json")
+
+
+def move_previous_aside(dump_folder: Path, tb_folder: str) -> Path | None:
+    """Move what an earlier run wrote to previous/<time>/; the place, or None where there was nothing."""
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    found = [dump_folder / name for name in (*MOVED, tb_folder) if (dump_folder / name).exists()]
+    if not found:
+        return None
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    aside = dump_folder / "previous" / stamp
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = dump_folder / "previous" / f"{stamp}_{number}"
+    aside.mkdir(parents=True)
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
+def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
+    """Write config.toml and environment.json."""
+    (dump_folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
+    environment = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "git_revision": git_revision(),
+        "versions": versions(),
+        "device": device,
+        "host": platform.node(),
+        "world_size": job.layout.world,
+        "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
+        "seed": seed,
+    }
+    (dump_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"python": platform.python_version()}
+    for name in ("titanlite", "torch", "torchdata", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def git_revision() -> str | None:
+    """The revision of the checkout that runs, marked where files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if not git("ls-files", __file__):
+        return None  # installed inside somebody else's checkout
+    revision = git("rev-parse", "HEAD")
+    return f"{revision} with changes" if revision and git("status", "--porcelain") else revision

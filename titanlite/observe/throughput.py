@@ -1,0 +1,41 @@
+"""FLOPs of a model and what a device could do: counted or known, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from titanlite.registry import Rule, Shape
+
+PEAK_BF16_TFLOPS = {
+    "A100": 312, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "B200": 2250,
+    "GB300": 2500, "B300": 2500, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500,
+}  # fmt: skip
+"""Dense bf16 peaks by a part of the device's name; more special names first."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The device's peak, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    for name, peak in PEAK_BF16_TFLOPS.items():
+        if all(word in words for word in name.split()):
+            return float(peak)
+    return None
+
+
+def flops_per_token(
+    parameters: Iterable[tuple[str, torch.Tensor]], table: dict[str, Rule], shape: Shape, seq_len: int
+) -> int:
+    """Training FLOPs per token: 6 for each parameter that multiplies (4 where it is frozen), and attention.
+
+    An embedding is looked up, not multiplied, unless it is the output layer as well.
+    """
+    flops = 6 * shape.layers * shape.heads * 2 * shape.head_dim * seq_len
+    for name, parameter in parameters:
+        rule = table[name]
+        if parameter.dim() >= 2 and (rule.tensor != "embedding" or rule.tied):
+            flops += (6 if parameter.requires_grad else 4) * parameter.numel()
+    return flops

@@ -1,0 +1,29 @@
+"""The device mesh of a Layout, and the sub-meshes that the rest asks for by purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.layout import DIMENSIONS, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh with all dimensions, and its views by purpose."""
+
+    world: DeviceMesh
+    fsdp: DeviceMesh
+    """Who shards parameters."""
+    loss: dist.ProcessGroup
+    """Who sums the loss and the valid tokens."""
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    world = init_device_mesh(device_type, layout.degrees, mesh_dim_names=DIMENSIONS)
+    # _flatten is private in torch 2.11 to 2.13, and the only way to one group over several dimensions (tried on 2.13)
+    loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+    fsdp = world["dp_shard"] if layout.cp == 1 else world["dp_shard", "cp"]._flatten("fsdp")
+    return Mesh(world, fsdp, loss.get_group())

@@ -1,0 +1,37 @@
+"""THE fixed order in which techniques are applied, for every registered model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titanlite.config.check import Job
+from titanlite.parallel import fsdp
+from titanlite.parallel.init import materialise, shared_names
+from titanlite.parallel.mesh import Mesh
+from titanlite.registry import Rule, assign
+
+
+def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
+    """The model on the meta device, in training.dtype, and the row of the model's table for each parameter."""
+    with torch.device("meta"):
+        model = job.spec.module(job.model, job.positions)
+    table = assign(
+        job.spec.rules(job.model), [name for name, _ in model.named_parameters()], ties=shared_names(model)
+    )
+    for parameter in model.parameters():  # buffers keep their own types
+        parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
+    return model, table
+
+
+def parallelize(
+    model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule], seed: int, device: torch.device
+) -> None:
+    """Apply everything the job asks for to a model on the meta device, then give it values on `device`.
+
+    Each step relies on those before it: what changes layers comes before what shards their parameters, and
+    nothing has memory until every rank knows its shard.
+    """
+    if fsdp.does_something(job):
+        fsdp.shard(model, job, mesh, tied=any(rule.tied for rule in table.values()))
+    materialise(model, table, seed, device)

@@ -1,0 +1,169 @@
+"""Where this process stands among nodes and ranks, read from the environment. No torch.
+
+Three tongues are understood: plain variables (NNODES NODE_RANK MASTER_ADDR MASTER_PORT, and a worker's RANK
+WORLD_SIZE LOCAL_RANK), Kubeflow's PET_*, and SLURM_*.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.errors import UserError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job as one launcher sees them."""
+
+    count: int
+    rank: int
+    master_addr: str
+    master_port: int
+    source: str
+    """Which variables said so."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the job."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    host: str
+
+
+def nodes(environ: Mapping[str, str]) -> Nodes:
+    """The nodes that the environment announces; one where it announces none."""
+    if "NNODES" in environ:
+        source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
+    elif "PET_NNODES" in environ:
+        source, prefix = "PET_*", "PET_"
+    elif _number(environ, "SLURM_NNODES", 1) > 1:
+        return _slurm_nodes(environ)
+    else:
+        return Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")
+    count = _number(environ, f"{prefix}NNODES", 1)
+    if count == 1:
+        return Nodes(1, 0, "127.0.0.1", 0, source)
+    endpoint = environ.get("PET_RDZV_ENDPOINT", "") if prefix else ""
+    host, _, port = endpoint.partition(":")
+    addr = environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host
+    if not addr:
+        raise UserError(
+            f"{prefix}NNODES={count} announces several nodes, but MASTER_ADDR is not set: "
+            "it is the host name of the node with NODE_RANK=0, the same on all nodes"
+        )
+    if f"{prefix}NODE_RANK" not in environ:
+        raise UserError(
+            f"{prefix}NNODES={count} announces several nodes, but {prefix}NODE_RANK is not set: 0 to {count - 1}"
+        )
+    rank = _number(environ, f"{prefix}NODE_RANK", 0)
+    if rank >= count:
+        raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
+    default_port = int(port) if port.isdigit() else _number(environ, "MASTER_PORT", DEFAULT_PORT)
+    return Nodes(count, rank, addr, _number(environ, f"{prefix}MASTER_PORT", default_port), source)
+
+
+def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
+    count = _number(environ, "SLURM_NNODES", 1)
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", count)
+    if tasks > count:
+        raise UserError(
+            f"srun started {tasks} launchers on {count} nodes: use --ntasks-per-node=1, "
+            "or run `python -m titanlite.train` for one task per GPU"
+        )
+    addr, port = _slurm_master(environ)
+    return Nodes(count, _number(environ, "SLURM_NODEID", 0), addr, port, "SLURM_*")
+
+
+def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The first node of the job, and a port that other jobs on it are unlikely to use."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
+    addr = environ.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else "")
+    if not addr:
+        raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    return addr, _number(environ, "MASTER_PORT", 20000 + job % 10000)
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """This worker's place; alone where the environment says nothing. torchrun and srun both will do."""
+    host = socket.gethostname()
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        local = _number(environ, "LOCAL_RANK", 0)
+        return Place(
+            _number(environ, "RANK", 0),
+            _number(environ, "WORLD_SIZE", 1),
+            local,
+            _number(environ, "LOCAL_WORLD_SIZE", local + 1),
+            host,
+        )
+    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+        return Place(
+            _number(environ, "SLURM_PROCID", 0),
+            _number(environ, "SLURM_STEP_NUM_TASKS", 1),
+            _number(environ, "SLURM_LOCALID", 0),
+            int(per_node.group()) if per_node else 1,
+            host,
+        )
+    return Place(0, 1, 0, 1, host)
+
+
+def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:
+    """Where the ranks of a job that was not started by an elastic agent meet; None for a rank alone."""
+    if world == 1:
+        return None
+    if "RANK" not in environ:
+        return _slurm_master(environ)
+    if "MASTER_ADDR" not in environ:
+        raise UserError(f"WORLD_SIZE={world} announces several ranks, but MASTER_ADDR is not set")
+    return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", DEFAULT_PORT)
+
+
+def processes(environ: Mapping[str, str], device: str, gpus: int) -> int:
+    """Workers on this node: NGPU, else one per GPU, else two on the CPU."""
+    if "NGPU" in environ:
+        return _number(environ, "NGPU", 1, least=1)
+    if environ.get("PET_NPROC_PER_NODE", "").isdigit():
+        return _number(environ, "PET_NPROC_PER_NODE", 1, least=1)
+    return gpus if device == "cuda" else min(2, cores())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that this process may use, counted without torch."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return len([part for part in listed if part and part != "-1"])
+    if nodes := [p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()]:
+        return len(nodes)
+    if shutil.which("nvidia-smi"):  # WSL has no device nodes
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        return len([line for line in listing.stdout.splitlines() if line.startswith("GPU ")])
+    return 0
+
+
+def _number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit() or int(text) < least:
+        raise UserError(f"{name}={text} must be a whole number >= {least}")
+    return int(text)

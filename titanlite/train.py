@@ -1,0 +1,76 @@
+"""What a worker runs: `python -m titanlite.train [--config …] [--section.key value …]`.
+
+Started by titanlite's launcher, by torchrun, or by srun with one task per GPU; it needs nothing but the usual
+variables. It leaves by os._exit: the interpreter's own end can abort in a communication thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from titanlite.config.check import Job, job_from
+from titanlite.config.load import ConfigError, parse_command_line, to_toml
+from titanlite.errors import UserError
+from titanlite.finite import NotFinite
+from titanlite.observe.console import LAUNCHED, open_log
+from titanlite.observe.run_folder import move_previous_aside
+from titanlite.runtime.cluster import Place, place
+from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.trainer import Trainer
+
+
+def main(argv: list[str]) -> int:
+    """Train; the exit code. Whatever goes wrong is written where the launcher finds it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even inside a collective
+    environ = dict(os.environ)
+    if LAUNCHED in environ:
+        os.dup2(2, 1)  # one log file for both streams
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        where = place(environ)
+        job = job_from(parse_command_line(argv, environ), world=where.world, training=True)
+        run(job, where, environ)
+        return 0
+    except BaseException as error:
+        handler.record_exception(error)
+        if isinstance(error, ConfigError | UserError | NotFinite):
+            print(error if isinstance(error, ConfigError) else f"titanlite: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def run(job: Job, where: Place, environ: dict[str, str]) -> None:
+    """Train a sound job on this rank."""
+    folder = Path(job.config.job.dump_folder)
+    device = pick_device(job.config.job.device, where.local_rank)
+    with process_group(where, device, job.config.comm, folder, environ):
+        aside = None
+        if LAUNCHED not in environ:
+            if where.rank == 0:
+                aside = move_previous_aside(folder, job.config.metrics.save_tb_folder)
+            dist.barrier()
+        log = open_log(folder, where.rank, environ)
+        if aside:
+            log.info(f"an earlier run's files are now in {aside}")
+        if job.config.job.print_config:
+            log.info(to_toml(job.config))
+        trainer = Trainer(job, where, device, log)
+        for line in trainer.describe():
+            log.info(line)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,40 @@
+"""Loss on held-out data: equal to what one process would find, and every rank takes part in every batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.config.schema import Dataloader
+from titanlite.data.loader import Windows, load_batches
+from titanlite.data.order import Share
+from titanlite.loss import count_valid, token_loss_sum
+
+
+def validation_loss(
+    model: nn.Module,
+    windows: Windows,
+    share: Share,
+    steps: int,
+    settings: Dataloader,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> float:
+    """Mean token loss over `steps` batches (-1: the whole set), the same batches every time.
+
+    The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another.
+    """
+    batches = load_batches(windows, share, 0, None if steps == -1 else steps, settings, device)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            batch = batch.to(device)
+            totals[0] += token_loss_sum(model(batch.tokens), batch.labels)
+            totals[1] += count_valid(batch.labels)
+    model.train()
+    batches.close()
+    dist.all_reduce(totals, group=group)
+    loss, tokens = totals.tolist()
+    return loss / tokens
