@@ -1,0 +1,137 @@
+"""Print the interpreter to run titanlite with, after making `.venv` if the active one can't.
+
+    python scripts/environment.py [--dev]
+
+Only the standard library is used. Many nodes may start on one shared disk: one makes `.venv`, the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
+NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build")
+TORCH_RANGE = ((2, 11), (2, 14))
+
+
+def main() -> None:
+    dev = "--dev" in sys.argv[1:]
+    if active_can_run(dev):
+        print(sys.executable)
+        return
+    if not made(dev):
+        with lock():
+            if not made(dev):  # another start may have made it while this one waited
+                make(dev)
+    print(PYTHON)
+
+
+def active_can_run(dev: bool) -> bool:
+    """Whether this interpreter imports this checkout's titanlite and all that it needs."""
+    sys.path[0] = os.devnull  # not what happens to lie beside this script
+    spec = importlib.util.find_spec("titanlite")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != ROOT:
+        return False
+    wanted = NEEDED + (NEEDED_DEV if dev else ())
+    return all(importlib.util.find_spec(name) for name in wanted)
+
+
+def marker(dev: bool) -> Path:
+    """A file that exists when `.venv` holds all that this version of pyproject.toml asks for."""
+    version = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
+    return VENV / f"titanlite-{version}{'-dev' if dev else ''}"
+
+
+def made(dev: bool) -> bool:
+    return PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
+
+
+def make(dev: bool) -> None:
+    """Make `.venv` and install titanlite in it, in place."""
+    try:
+        import ensurepip  # noqa: F401  (Debian ships venv without it)
+        import venv
+    except ImportError:
+        fail(
+            f"{sys.executable} has no working venv module; install it (Debian, Ubuntu: "
+            f"apt install python3-venv), or activate an environment with titanlite in it"
+        )
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True, clear=VENV.exists())
+    if torch_folder := folder_of_active_torch():
+        (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
+    say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
+    target = f"{ROOT}[dev]" if dev else str(ROOT)
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on", "-e", target]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        fail(f"the installation failed; see above. To begin anew: rm -r {VENV}")
+    marker(dev).touch()
+
+
+def folder_of_active_torch() -> str | None:
+    """Where the active interpreter has a torch in range, so that `.venv` need not download another."""
+    try:
+        found = distribution("torch")
+    except PackageNotFoundError:
+        return None
+    numbers = re.match(r"(\d+)\.(\d+)", found.version)
+    if not numbers or not TORCH_RANGE[0] <= tuple(map(int, numbers.groups())) < TORCH_RANGE[1]:
+        return None
+    return str(found.locate_file("").resolve())
+
+
+def site_packages() -> Path:
+    return VENV / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+class lock:
+    """A lock that goes with the process, also when it is killed."""
+
+    def __enter__(self) -> None:
+        self.file = (ROOT / ".venv.lock").open("w")
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            say(f"another start is making {VENV}; waiting for it")
+        except OSError as error:
+            say(f"this file system has no locks ({error.strerror}); do not start several nodes before {VENV} is made")
+            return
+        while True:
+            try:
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(1)
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def say(text: str) -> None:
+    print(f"titanlite: {text}", file=sys.stderr, flush=True)
+
+
+def fail(text: str) -> None:
+    say(text)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("stopped")
+        sys.exit(130)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All checks: ./scripts/test.sh [pytest arguments]. With arguments only pytest runs, and gets them.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$here/scripts/python.sh"
+python=$("$python" "$here/scripts/environment.py" --dev)
+cd "$here"
+if [ $# -gt 0 ]; then
+    exec "$python" -m pytest "$@"
+fi
+"$python" -m ruff check --output-format concise .
+"$python" -m ruff format --check .
+"$python" -m pyrefly check --output-format min-text
+exec "$python" -m pytest
