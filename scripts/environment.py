@@ -74,7 +74,17 @@ def make(dev: bool) -> None:
         (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
     target = f"{ROOT}[dev]" if dev else str(ROOT)
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on", "-e", target]
+    command = [
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "on",
+        "-e",
+        target,
+    ]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         fail(f"the installation failed; see above. To begin anew: rm -r {VENV}")
     marker(dev).touch()

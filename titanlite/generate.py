@@ -13,32 +13,29 @@ from titanlite.runtime.determinism import derive_seed
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    settings: Generate,
-    positions: int,
-    seed: int,
-    device: torch.device,
+    model: nn.Module, tokenizer: Tokenizer, settings: Generate, positions: int, seed: int, device: torch.device
 ) -> str:
     """The prompt and what follows it, until the end of the document or settings.tokens."""
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
-    prompt = len(tokens) if settings.prompt else 1
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()
     for _ in range(settings.tokens):
-        window = torch.tensor([tokens[-positions:]], device=device)
-        logits = model(window)[0, -1].float().cpu()
-        choice = _sample(logits, settings.temperature, generator)
-        dist.broadcast(choice_on := choice.to(device), src=0)
-        tokens.append(int(choice_on))
+        logits = model(torch.tensor([tokens[-positions:]], device=device))[0, -1].float().cpu()
+        choice = _sample(logits, settings.temperature, generator).to(device)
+        dist.broadcast(choice, src=0)
+        tokens.append(int(choice))
         if tokens[-1] == tokenizer.end:
             break
     model.train()
-    shown = tokens if settings.prompt else tokens[prompt:]
-    return tokenizer.decode([token for token in shown if token != tokenizer.end])
+    return printable(tokenizer.decode([token for token in tokens if token != tokenizer.end]))
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     if temperature == 0:
         return logits.argmax()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+
+
+def printable(text: str) -> str:
+    """Nothing that a model writes reaches the terminal as a control sequence."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -7,7 +7,9 @@ fit; what fails later is told by the first rank that failed, its traceback last.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.check import Job, job_from
-from titanlite.config.load import CommandLine, ConfigError, parse_command_line
+from titanlite.config.load import CommandLine, ConfigError, load, parse_command_line
 from titanlite.errors import UserError
 from titanlite.observe.console import LAUNCHED, rank_log, shown_ranks
 from titanlite.runtime import cluster
@@ -24,9 +26,8 @@ from titanlite.runtime.cluster import Nodes
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-OK, REFUSED, INTERRUPTED = 0, 2, 130
+OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 TORCH_RANGE = ((2, 11), (2, 14))
-SECONDS_TO_STOP = 3
 
 
 def launch(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def launch(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("titanlite: stopped before any worker was started", file=sys.stderr)
         return INTERRUPTED
-    return _run(job, argv, nodes, processes, environ)
+    return _run(job, argv, nodes, device, processes, environ)
 
 
 def _check_torch() -> None:
@@ -64,11 +65,7 @@ def _check_torch() -> None:
 
 def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tuple[str, int]:
     """The kind of device, and the workers on this node."""
-    choice = "auto"
-    try:
-        choice = job_from(line, world=None, training=False).config.job.device
-    except ConfigError:
-        pass  # told in full once the world is known
+    choice = load(line).config.job.device
     gpus = 0 if choice == "cpu" else cluster.gpus(environ)
     device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
     processes = cluster.processes(environ, device, gpus)
@@ -97,6 +94,8 @@ def _machine_faults(job: Job, device: str, processes: int) -> Iterator[str]:
     if device == "cuda" and not torch.cuda.is_available():
         yield f"there are GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false"
         return
+    if fault := _folder_fault(Path(config.job.dump_folder)):
+        yield fault
     if device == "cpu" and config.training.dataloader.pin_memory:
         yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
     asked = [("training", config.training)] + [("validation", config.validation)] * config.validation.enable
@@ -123,12 +122,22 @@ def _machine_faults(job: Job, device: str, processes: int) -> Iterator[str]:
         )
 
 
+def _folder_fault(folder: Path) -> str:
+    """Why nothing can be written to the dump folder, or an empty string."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return ""
+    return f'job.dump_folder = "{folder}": {place} is not a folder that can be written to'
+
+
 def _smaller(job: Job, has: int) -> str:
     """Flavours in words; sizes are the model's own business, so all but this one are named."""
     return ", ".join(f"--model.flavor {name}" for name in job.spec.flavors if name != job.config.model.flavor)
 
 
-def _run(job: Job, argv: list[str], nodes: Nodes, processes: int, environ: Mapping[str, str]) -> int:
+def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> int:
     """Start the workers and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -149,11 +158,7 @@ def _run(job: Job, argv: list[str], nodes: Nodes, processes: int, environ: Mappi
         colour=not job.config.metrics.disable_color_printing,
     )
     try:
-        if nodes.count > 1:
-            print(
-                f"titanlite: node {nodes.rank} of {nodes.count} (from {nodes.source}), waiting for the others",
-                flush=True,
-            )
+        print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
         roll_call = RollCall(nodes, processes, job.config.comm.init_timeout_seconds)
         if nodes.rank == 0 and (aside := move_previous_aside(folder, job.config.metrics.save_tb_folder)):
             print(f"titanlite: an earlier run's files are now in {aside}", flush=True)
@@ -162,21 +167,31 @@ def _run(job: Job, argv: list[str], nodes: Nodes, processes: int, environ: Mappi
         run_workers(argv, roll_call, nodes.count, processes, folder, _worker_environment(nodes, processes, environ))
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except ChildFailedError as error:
         terminal.stop()
-        _report(error.get_first_failure()[1], folder)
-        return 1
+        _report(error.failures, folder)
+        return FAILED
     except (KeyboardInterrupt, SignalException) as error:
         terminal.stop()
         number = getattr(error, "sigval", signal.SIGINT)
         reached = terminal.last_record.get("step", 0)
-        print(f"\ntitanlite: stopped at step {reached} of {job.config.training.steps}; metrics and logs are in {folder}, "
-              "no checkpoint was asked for")  # fmt: skip
+        print(
+            f"\ntitanlite: stopped at step {reached} of {job.config.training.steps}; "
+            f"metrics and logs are in {folder}, no checkpoint was asked for"
+        )
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     terminal.stop()
     _farewell(job, folder)
     return OK
+
+
+def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
+    """How many processes, and which variables said so."""
+    count = f"{processes} process{'es' if processes > 1 else ''} on the {'GPUs' if device == 'cuda' else 'CPU'}"
+    by = "from NGPU" if "NGPU" in environ else "NGPU sets another number"
+    where = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
+    return f"{count} ({by}){where}"
 
 
 def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -193,36 +208,33 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def _report(failure: ProcessFailure, folder: Path) -> None:
+def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:
     """Who failed first, and its traceback as the last thing on the console."""
-    import socket
 
-    log = rank_log(folder, failure.global_rank)
-    print(
-        f"\ntitanlite: rank {failure.global_rank} on {socket.gethostname()} failed first; its log: {log}",
-        file=sys.stderr,
-    )
-    message = failure.message
-    if isinstance(message, dict) and "extraInfo" in message:
-        expected = message["message"].startswith(("UserError", "NotFinite", "ConfigError"))
+    def when(rank: int) -> float:  # one that was killed left no word; those that did may only have lost their peer
+        message = failures[rank].message
+        return message["extraInfo"].get("time", 0.0) if isinstance(message, dict) else 0.0
+
+    rank = min(failures, key=when)
+    message = failures[rank].message
+    who = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
+    if isinstance(message, dict):
         kind, _, words = message["message"].partition(": ")
-        text = words if expected else message["extraInfo"]["py_callstack"].rstrip()
-        print(text if expected else text, file=sys.stderr)
+        told = kind in ("UserError", "NotFinite", "ConfigError")  # what needs no traceback
+        text = words if told else message["extraInfo"]["py_callstack"].rstrip()
     else:
-        print(f"it wrote no traceback: {message or 'exit code ' + str(failure.exitcode)}", file=sys.stderr)
+        text = f"it left no traceback: {message or f'exit code {failures[rank].exitcode}'}"
+    print(f"\ntitanlite: {who}\n{text}", file=sys.stderr)
 
 
 def _farewell(job: Job, folder: Path) -> None:
     """Where everything lies, and what to type next."""
     config = job.config
     rows = {"metrics": folder / "metrics.jsonl", "config": folder / "config.toml", "logs": folder / "logs"}
+    lines = [f"{name:<12} {path}" for name, path in rows.items()]
     if config.metrics.enable_tensorboard:
-        rows["TensorBoard"] = folder / config.metrics.save_tb_folder
-    print(f"\ntitanlite: step {config.training.steps} reached")
-    for name, path in rows.items():
-        print(f"  {name:<12} {path}")
-    if config.metrics.enable_tensorboard:
-        print(f"  next         tensorboard --logdir {rows['TensorBoard']}")
-    print(
-        f"  {'or' if config.metrics.enable_tensorboard else 'next':<12} ./run_train.sh --help, and train_configs/ to begin your own"
-    )
+        command = shutil.which("tensorboard") and "tensorboard" or Path(sys.executable).parent / "tensorboard"
+        lines.append(f"TensorBoard  {command} --logdir {folder / config.metrics.save_tb_folder}")
+    train = "./run_train.sh" if Path("run_train.sh").exists() else "titanlite train"
+    lines.append(f"next         {train} --help lists every key; train_configs/debug.toml is a config to begin with")
+    print("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))

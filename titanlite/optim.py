@@ -42,11 +42,16 @@ def build_optimizer(
         {"params": exempt, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    flags = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    flags = {name: name == implementation(config) for name in ("fused", "foreach")}
     if config.name == "SGD":
         return torch.optim.SGD(groups, lr=config.lr, **flags)
     algorithm = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
     return algorithm(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, **flags)
+
+
+def implementation(config: schema.Optimizer) -> str:
+    """How the step is really computed: torch 2.11 to 2.13 have no fused SGD for sharded parameters."""
+    return "foreach" if (config.name, config.implementation) == ("SGD", "fused") else config.implementation
 
 
 def state_per_element(config: schema.Optimizer) -> int:

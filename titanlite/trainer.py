@@ -30,7 +30,7 @@ from titanlite.observe.metrics import JsonLines, Sink, StepRecord, TensorBoard
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
-from titanlite.optim import build_optimizer, split_by_decay, state_per_element
+from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model, parallelize
 from titanlite.runtime.cluster import Place
@@ -143,6 +143,7 @@ class Trainer:
             decayed=len(self.decayed),
             exempt=len(self.exempt),
             states=state_per_element(self.job.config.optimizer),
+            implementation=implementation(self.job.config.optimizer),
         )
 
     # ---------------------------------------------------------------- running

@@ -179,7 +179,7 @@ def _degrees_fill_the_world(judge: _Judge) -> Faults:
         fits = [world // fixed] if world % fixed == 0 else divisors(world)
         yield (
             "parallelism.data_parallel_shard_degree",
-            f"with {ranks} and the other degrees {fixed} it must be -1 or one of {_listed(fits)}",
+            f"{shard} does not fill {ranks} with the other degrees' {fixed}; legal: -1, {_listed(fits)}",
         )
 
 
@@ -207,7 +207,7 @@ def _context_and_pipeline_divide(judge: _Judge) -> Faults:
     parallelism, seq_len, layers = judge.config.parallelism, judge.config.training.seq_len, judge.shape.layers
     cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
     if cp > 1 and seq_len % (2 * cp):
-        fits = [d for d in divisors(seq_len // 2)] if seq_len % 2 == 0 else [1]
+        fits = divisors(seq_len // 2) if seq_len % 2 == 0 else [1]
         yield "parallelism.context_parallel_degree", _does_not_divide(cp, f"half of {seq_len} tokens", fits)
     if pp > layers:
         yield "parallelism.pipeline_parallel_degree", f"{pp} stages for {layers} layers; at most {layers}"

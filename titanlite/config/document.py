@@ -36,7 +36,7 @@ def markdown() -> str:
         "",
         "A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command",
         "line > later file > earlier file > default. Every fault is named before anything starts, exit code 2.",
-        "Marked **+**: TorchTitan (v0.2.2) does not have it. Marked **≠**: TorchTitan has another default or meaning.",
+        "Marked **+**: TorchTitan (v0.2.2) does not have it. **≠**: TorchTitan has another default or meaning.",
         "",
     ]
     for name, cls in sections():

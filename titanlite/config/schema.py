@@ -143,7 +143,7 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of the parameters that `no_decay` does not exempt."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How the step is computed, fastest first."""
+    """How the step is computed, fastest first. (SGD has no fused form for sharded parameters and takes foreach.)"""
     no_decay: list[str] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"

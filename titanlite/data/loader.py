@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -100,6 +101,8 @@ def load_batches(
             "multiprocessing_context": context,
             "snapshot_every_n_steps": 1 << 30,  # the position is the trainer's count, not the loader's state
         }
+    # torchdata 0.11 calls what torch 2.13 deprecates
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(windows, batch_sampler=IndexSampler(share, consumed, steps), **options)
     return Ahead(loader, device)
 
@@ -108,16 +111,17 @@ class Ahead:
     """Runs a loader in a thread, so that the next batch is ready before it is asked for."""
 
     def __init__(self, loader: StatefulDataLoader, device: torch.device) -> None:
+        self.loader = loader
         self._ready: queue.Queue[MicroBatch | BaseException | None] = queue.Queue(maxsize=2)
         self._stopped = threading.Event()
         self._pin = device.type == "cuda"
-        self._thread = threading.Thread(target=self._run, args=(loader,), name="data", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._thread.start()
 
-    def _run(self, loader: StatefulDataLoader) -> None:
+    def _run(self) -> None:
         last: BaseException | None = None
         try:
-            for batch in loader:
+            for batch in self.loader:
                 tensor = torch.as_tensor(batch)
                 tensor = tensor.pin_memory() if self._pin else tensor
                 if not self._put(MicroBatch(tensor[:, 0], tensor[:, 1])):

@@ -66,10 +66,8 @@ def allocator_tags(device: torch.device) -> dict[str, float]:
 
 def readable(size: float) -> str:
     """Bytes in the unit that a person would use."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    else:
-        unit = "TiB"
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        units.pop(0)
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

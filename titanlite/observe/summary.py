@@ -31,6 +31,7 @@ def describe_start(
     decayed: int,
     exempt: int,
     states: int,
+    implementation: str,
 ) -> list[str]:
     """Lines for the console."""
     config, batch, layout = job.config, job.batch, job.layout
@@ -61,7 +62,7 @@ def describe_start(
         f"(parameters {config.training.dtype}, reduction {config.training.mixed_precision_reduce})",
         "memory": "per rank: "
         + " + ".join(f"{what} {readable(size)}" for what, size in zip(_STATE, bytes_each, strict=True)),
-        "optimizer": f"{config.optimizer.name} ({config.optimizer.implementation}), weight decay "
+        "optimizer": f"{config.optimizer.name} ({implementation}), weight decay "
         f"{config.optimizer.weight_decay:g} on {decayed} tensors, none on {exempt}",
         "seed": f"{seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),
     }

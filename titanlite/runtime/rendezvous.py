@@ -28,26 +28,28 @@ class RollCall(RendezvousHandler):
         """Meet the other launchers; UserError if not all come in time, or they disagree."""
         self._nodes, self._rounds = nodes, 0
         deadline = time.monotonic() + timeout_seconds
-        try:
-            self._store = dist.TCPStore(
-                nodes.master_addr,
-                nodes.master_port,
-                is_master=nodes.rank == 0,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_seconds),
-            )
-        except (dist.DistError, TimeoutError, RuntimeError) as error:
-            where = f"{nodes.master_addr}:{nodes.master_port}"
-            if nodes.rank == 0:
-                raise UserError(
-                    f"node 0 cannot listen at {where}, its MASTER_ADDR and MASTER_PORT: {error}"
-                ) from None
-            raise UserError(
-                f"1 of {nodes.count} nodes came: node 0 did not answer at {where} within {timeout_seconds} s; "
-                "is it started, is MASTER_ADDR its address, is the port open?"
-            ) from None
+        self._store = self._open_store(deadline, timeout_seconds)
         if nodes.count > 1:
             self._meet(processes, deadline, timeout_seconds)
+
+    def _open_store(self, deadline: float, timeout_seconds: int) -> dist.TCPStore:
+        """Listen on node 0; elsewhere call it again and again, so that Ctrl-C is heard in between."""
+        address = self._nodes.master_addr, self._nodes.master_port
+        here = self._nodes.rank == 0
+        while True:
+            try:
+                patience = timedelta(seconds=timeout_seconds if here else 2)
+                return dist.TCPStore(*address, is_master=here, wait_for_workers=False, timeout=patience)
+            except (dist.DistError, RuntimeError) as error:
+                if here:
+                    where = f"{address[0]}:{address[1]}, its MASTER_ADDR and MASTER_PORT"
+                    raise UserError(f"node 0 cannot listen at {where}: {error}") from None
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"1 of {self._nodes.count} nodes came: node 0 did not answer at {address[0]}:{address[1]} "
+                        f"within {timeout_seconds} s (comm.init_timeout_seconds); is it started, is MASTER_ADDR its "
+                        "address, is the port open?"
+                    ) from None
 
     def _meet(self, processes: int, deadline: float, timeout_seconds: int) -> None:
         me = self._nodes.rank

@@ -1,0 +1,49 @@
+"""docs/config.md and the editors' schema say what the code says; every shipped config is sound."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.check import job_from
+from titanlite.config.document import help_text, json_schema, markdown
+from titanlite.config.load import parse_command_line, shipped_configs
+from titanlite.config.schema import keys
+from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_docs_config_md_is_current():
+    assert (ROOT / "docs/config.md").read_text() == markdown(), "run: titanlite config --markdown > docs/config.md"
+
+
+def test_the_json_schema_is_current():
+    assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), (
+        "run: titanlite config --schema > docs/config.schema.json"
+    )
+
+
+def test_every_key_is_explained():
+    assert all(info.description for info in keys().values())
+    assert all(f"--{key} = " in help_text() for key in keys())
+
+
+def test_the_differences_from_torchtitan_name_existing_keys():
+    assert set(NEW) <= keys().keys() and set(DIFFERENT) <= keys().keys()
+    assert not FOREIGN.keys() & keys().keys()
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_a_shipped_config_is_sound_and_names_its_schema(name):
+    job_from(parse_command_line(["--config", name], {}), world=8, training=True)
+    text = (ROOT / "train_configs" / name).read_text()
+    assert text.startswith("#:schema ../docs/config.schema.json")
+    assert json.loads(json_schema())["properties"].keys() >= {"job", "training"}
+
+
+def test_the_config_verb_imports_no_torch():
+    code = "import sys, titanlite.cli as c; c.main(['config']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,153 @@
+"""Every fault of a config is named at once, with where it came from and what would be right."""
+
+import pytest
+
+from titanlite.config.check import NOT_BUILT, NOT_BUILT_VALUES, job_from
+from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
+from titanlite.config.schema import keys
+
+
+def job(*argv: str, world: int | None = None, training: bool = False, files: tuple[str, ...] = ("debug.toml",)):
+    return job_from(parse_command_line(["--config", *files, *argv], {}), world=world, training=training)
+
+
+def faults(*argv: str, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        job(*argv, **options)
+    return str(caught.value)
+
+
+def test_the_three_faults_of_one_command_line_are_all_named():
+    text = faults(
+        "--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3", world=2
+    )
+    assert text.startswith("titanlite: 3 faults")
+    assert "training.stepz = 5" in text and "nearest is training.steps" in text
+    assert 'optimizer.lr = "x"' in text and "a number > 0" in text
+    assert "3 does not divide 2 ranks; legal: 1, 2" in text
+
+
+def test_a_bad_field_does_not_hide_a_rule_on_others():
+    text = faults("--training.steps", "none", "--training.global_batch_size", "17", world=2)
+    assert "training.steps" in text and "training.global_batch_size = 17" in text and "16 or 32" in text
+
+
+def test_a_rule_is_silent_where_it_reads_a_bad_field():
+    assert "1 fault " in faults("--training.local_batch_size", "0", "--training.global_batch_size", "17", world=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--training.seq_len", "9000"], "positions for 8192 tokens at most"),
+        (["--model.flavor", "8b"], "debugmodel, 1B, 3B, 8B, 70B, 405B"),
+        (["--model.name", "lama3"], "did you mean llama3?"),
+        (["--model.package", "no_such_package"], "there is no package no_such_package"),
+        (["--model.overrides.n_layer", "4"], "nearest: n_layers"),
+        (["--model.overrides.n_layers", "many"], "n_layers: Input should be a valid integer"),
+        (["--model.overrides.dim", "100"], "must be a multiple of 2 x n_heads 8"),
+        (["--model.overrides.vocab_size", "512"], "byte tokenizer's 256 tokens do not fit"),
+        (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
+        (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD has no such value"),
+        (["--training.dataset", "text"], "needs a folder or file"),
+        (["--training.dataset_path", "/data"], "has no path"),
+        (["--training.dtype", "float64"], 'all three are "float64"'),
+        (
+            ["--parallelism.data_parallel_shard_degree", "3"],
+            "does not fill 4 ranks with the other degrees' 1; legal: -1, 4",
+        ),
+        (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
+        (["--parallelism.fsdp_reshard_after_forward", "3"], "legal: 2"),
+        (["--parallelism.fsdp_reshard_after_forward", "sometimes"], '"default", "always", "never" or a whole number'),
+        (["--activation_checkpoint.selective_ac_option", "0"], "matching"),
+        (["--job.device", "cpu", "--training.dataloader.pin_memory"], "for copies to a GPU"),
+        (["--job", "x"], "--job"),
+        (["--debug", "1"], "is not an option"),
+        (["--model.overrides", "4"], "is a table"),
+        (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
+        (["--training.steps=3", "stray"], "stray\n      is not an option"),
+    ],
+)
+def test_the_message_says_what_would_be_right(argv, says):
+    assert says in faults(*argv, world=4)
+
+
+def test_files_that_are_missing_or_broken_are_named(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[training\nsteps = 3")
+    text = faults("--training.stepz=3", files=("absent.toml", str(broken)))
+    assert "absent.toml" in text and "debug.toml" in text and "broken.toml" in text and "training.stepz" in text
+
+
+def test_later_files_and_the_command_line_win(tmp_path):
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    one.write_text("[training]\nsteps = 1\nseq_len = 64\nlocal_batch_size = 2\n")
+    two.write_text("[training]\nsteps = 2\nseq_len = 32\n")
+    training = job("--training.steps=3", files=("debug.toml", str(one), str(two))).config.training
+    assert (training.steps, training.seq_len, training.local_batch_size) == (3, 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--validation.enable"], "validation.enable", True),
+        (["--validation.no_enable"], "validation.enable", False),
+        (["--validation.enable=false"], "validation.enable", False),
+        (["--validation.enable", "false"], "validation.enable", False),
+        (["--training.local-batch-size", "4"], "training.local_batch_size", 4),
+        (["--optimizer.no_decay", "[]"], "optimizer.no_decay", []),
+        (["--optimizer.no_decay=['biases']"], "optimizer.no_decay", ["biases"]),
+        (["--job.description", "5"], "job.description", "5"),
+        (["--job.description=a = b"], "job.description", "a = b"),
+        (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
+        (["--debug.seed", "none"], "debug.seed", None),
+        (["--training.max_norm", "inf"], "training.max_norm", float("inf")),
+        (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
+    ],
+)
+def test_every_way_to_write_an_override(words, key, value):
+    section, _, name = key.rpartition(".")
+    found = getattr(getattr(job(*words).config, section), name)
+    assert found == value and type(found) is type(value)
+
+
+def test_the_old_spelling_of_config_and_the_variable_name_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[training]\nsteps = 7\n")
+    assert parse_command_line(["--job.config_file", str(path)], {}).files == [str(path)]
+    assert parse_command_line([], {"CONFIG_FILE": str(path)}).files == [str(path)]
+    assert parse_command_line(["--config", "debug.toml"], {"CONFIG_FILE": str(path)}).files == ["debug.toml"]
+
+
+def test_the_resolved_config_reads_back_to_the_same(tmp_path):
+    found = job("--model.overrides.n_layers=2", '--job.description=say "hi"', "--lr_scheduler.decay_ratio=0.5")
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(found.config))
+    assert job(files=(str(path),)).config == found.config
+
+
+@pytest.mark.parametrize("key", [*NOT_BUILT, *NOT_BUILT_VALUES])
+def test_what_is_not_built_is_refused_by_name_in_training_alone(key):
+    default = keys()[key].default
+    other = {
+        "activation_checkpoint.mode": "full",
+        "training.mixture": '[{dataset = "text"}]',
+        "checkpoint.initial_load_path": "x",
+        "optimizer.name": "Muon",
+        "training.dtype": "bfloat16",
+        "optimizer.state_dtype": "bfloat16",
+        "parallelism.fsdp_keep_whole": '["*"]',
+    }.get(key) or ("true" if default is False else "2")
+    argv = [f"--{key}={other}"]
+    assert job(*argv, world=4 if "expert" not in key else None)
+    text = faults(*argv, world=4, training=True)
+    assert f"  {key} = " in text and "not built yet" in text
+
+
+def test_a_flag_given_twice_takes_the_last(tmp_path):
+    assert job("--training.steps=3", "--training.steps=4").config.training.steps == 4
+
+
+def test_invalid_fields_keep_their_defaults_while_others_are_judged():
+    loaded = load(parse_command_line(["--config", "debug.toml", "--training.steps=x", "--training.seq_len=64"], {}))
+    assert loaded.invalid == {"training.steps"} and loaded.config.training.seq_len == 64

@@ -1,0 +1,221 @@
+"""Every key is read by code, and every key that is flipped changes something or is refused."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite
+from tests.jobs import TINY, job, trainer, weights
+from titanlite.config.check import NOT_BUILT
+from titanlite.config.load import ConfigError
+from titanlite.config.schema import keys
+
+SOURCE = Path(titanlite.__file__).parent
+BEHIND = {  # a technique that is not built yet, and the section that only tunes it
+    "checkpoint.enable": "checkpoint.",
+    "profiling.enable_profiling": "profiling.",
+    "quantize.linear.float8.enable": "quantize.linear.float8.",
+    "activation_checkpoint.mode": "activation_checkpoint.",
+    "compile.enable": "compile.",
+}
+BEHIND_KEYS = {
+    "parallelism.disable_loss_parallel": "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
+    "comm.checkpoint_timeout_seconds": "checkpoint.enable",
+}
+
+
+def waits_for(key: str) -> bool:
+    """Whether a key belongs to a technique that is refused by name until it is built."""
+    tuned = any(switch in NOT_BUILT and key.startswith(section) for switch, section in BEHIND.items())
+    return key in NOT_BUILT or tuned or BEHIND_KEYS.get(key) in NOT_BUILT
+
+
+def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
+    code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py") if p.name not in ("schema.py", "torchtitan.py"))
+    unread = []
+    for key in keys():
+        section, name = key.split(".")[-2:]
+        local = r"(?:settings|config|schedule|view)"  # a section passed on under a shorter name
+        if not re.search(rf"\b(?:{section}|{local})\.{name}\b", code) and not waits_for(key):
+            unread.append(key)
+    assert unread == []
+
+
+def observe(argv: list[str], folder: str) -> dict[str, Any]:
+    """What can be seen of a run, without what only repeats the config, and without times."""
+    lines: list[str] = []
+    collections: list[int] = []
+    log = logging.Logger("observe")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    callback = lambda phase, info: collections.append(info["generation"]) if phase == "stop" else None  # noqa: E731
+    gc.callbacks.append(callback)
+    run = trainer(argv, folder, log)
+    timeouts = [run_timeout()]
+    try:
+        gc.collect()
+        collections.clear()
+        run.train()
+        outcome = "reached"
+    except Exception as error:
+        outcome = repr(error)
+    finally:
+        gc.callbacks.remove(callback)
+        gc.enable()
+    timeouts.append(run_timeout())
+    loader = run.batches.loader
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
+    return {
+        "outcome": outcome,
+        "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
+        "weights": {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()},
+        "types": [str(w.dtype) for w in weights(run).values()],
+        "log": [line for line in lines if not line.startswith("step:")],
+        "start": run.describe(),
+        "files": sorted(
+            re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
+        ),
+        "collections": len(collections),
+        "timeouts": timeouts,
+        "groups": [group["weight_decay"] for group in run.optimizer.param_groups],
+        "optimizer": {k: str(run.optimizer.defaults.get(k)) for k in ("fused", "foreach")},
+        "loader": [loader.num_workers, loader.prefetch_factor, loader.persistent_workers],
+    }
+
+
+def run_timeout() -> str:
+    return str(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
+
+
+VALIDATING = "--validation.enable --validation.steps=2 --validation.freq=2"
+SAMPLING = "--generate.at_end --generate.tokens=5"
+RAISED = "--training.steps=6 --lr_scheduler.warmup_steps=0"
+
+# key: (flipped value, what else is set in both runs)
+FLIPS: dict[str, tuple[str, str]] = {
+    "job.description": ("other", ""),
+    "model.freeze": ("['tok_embeddings.*']", ""),
+    "training.dataset": ("python-stdlib-validation", ""),
+    "training.local_batch_size": ("4", ""),
+    "training.global_batch_size": ("4", ""),
+    "training.seq_len": ("8", ""),
+    "training.max_norm": ("0.01", "--optimizer.name=SGD"),
+    "training.steps": ("4", ""),
+    "training.gc_freq": ("1", ""),
+    "training.repeat": ("false", "--training.dataset=text --training.dataset_path={text}"),
+    "training.mixed_precision_param": ("bfloat16", ""),
+    "training.mixed_precision_reduce": ("bfloat16", "--training.mixed_precision_param=bfloat16"),
+    "training.dataloader.num_workers": ("1", ""),
+    "training.dataloader.prefetch_factor": ("3", "--training.dataloader.num_workers=1"),
+    "training.dataloader.persistent_workers": ("true", "--training.dataloader.num_workers=1"),
+    "optimizer.name": ("SGD", ""),
+    "optimizer.lr": ("0.1", ""),
+    "optimizer.beta1": ("0.5", ""),
+    "optimizer.beta2": ("0.5", ""),
+    "optimizer.eps": ("0.1", ""),
+    "optimizer.weight_decay": ("0.5", ""),
+    "optimizer.implementation": ("foreach", ""),
+    "optimizer.no_decay": ("[]", ""),
+    "lr_scheduler.warmup_steps": ("2", ""),
+    "lr_scheduler.total_steps": ("9", RAISED),
+    "lr_scheduler.decay_ratio": ("0.5", RAISED),
+    "lr_scheduler.decay_type": ("cosine", RAISED),
+    "lr_scheduler.min_lr_factor": ("0.5", RAISED),
+    "validation.enable": ("true", "--validation.steps=1"),
+    "validation.dataset": ("python-stdlib", VALIDATING),
+    "validation.local_batch_size": ("3", VALIDATING),
+    "validation.seq_len": ("8", VALIDATING),
+    "validation.freq": ("1", VALIDATING),
+    "validation.steps": ("1", VALIDATING),
+    "generate.at_end": ("true", "--generate.tokens=5"),
+    "generate.prompt": ("import", SAMPLING),
+    "generate.tokens": ("9", SAMPLING),
+    "generate.temperature": ("0.0", SAMPLING),
+    "metrics.log_freq": ("4", "--training.steps=6"),
+    "metrics.enable_tensorboard": ("true", ""),
+    "metrics.save_tb_folder": ("events", "--metrics.enable_tensorboard"),
+    "comm.train_timeout_seconds": ("50", ""),
+    "debug.seed": ("1", ""),
+}
+REFUSED = {  # flipped to a value that can't be honoured here
+    "model.name": ("other", "Known: llama3"),
+    "model.flavor": ("other", "no flavour"),
+    "training.dataset_path": ("/nowhere", "has no path"),
+    "training.dtype": ("float64", "all three"),
+    "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
+    "parallelism.data_parallel_shard_degree": ("2", "does not fill 1 rank"),
+    "parallelism.fsdp_reshard_after_forward": ("2", "must split 1 sharding ranks"),
+}
+ELSEWHERE = {  # shown by another test, named here
+    "job.dump_folder": "tests/launch/test_launch.py: the files of every run",
+    "job.print_config": "tests/launch/test_launch.py::test_print_config_prints_the_resolved_config",
+    "job.device": "tests/launch/test_launch.py::test_a_gpu_that_is_not_there_is_refused",
+    "model.converters": "tests/config/test_torchtitan.py",
+    "model.package": "tests/config/test_torchtitan.py, tests/models/test_outside.py",
+    "model.hf_assets_path": "tests/data/test_sources.py",
+    "model.overrides": "tests/jobs.py: every tiny job",
+    "validation.dataset_path": "tests/test_validate.py",
+    "metrics.disable_color_printing": "tests/launch/test_terminal.py",
+    "comm.init_timeout_seconds": "tests/launch/test_nodes.py",
+    "comm.trace_buf_size": "read by NCCL alone; needs a GPU",
+    "comm.save_traces_folder": "read by NCCL alone; needs a GPU",
+    "debug.deterministic": "tests/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
+}
+
+
+def test_the_table_of_flips_is_complete():
+    waiting = {key for key in keys() if waits_for(key)}
+    assert keys().keys() - FLIPS.keys() - REFUSED.keys() - ELSEWHERE.keys() - waiting == set()
+
+
+@pytest.fixture(scope="module")
+def seen(pool, tmp_path_factory):
+    """Observations by command line, each run once."""
+    text = tmp_path_factory.mktemp("text") / "short.txt"
+    text.write_text("abcdefg " * 10)
+    cache: dict[tuple[str, int], Any] = {}
+
+    def look(words: str, world: int = 1) -> Any:
+        if (words, world) not in cache:
+            argv = [*TINY, "--lr_scheduler.warmup_steps=0", *words.format(text=text).split()]
+            cache[words, world] = pool.run(observe, argv, str(tmp_path_factory.mktemp("run")), world=world)[0]
+        return cache[words, world]
+
+    return look
+
+
+@pytest.mark.parametrize("key", FLIPS)
+def test_a_flipped_key_changes_what_can_be_seen(seen, key):
+    value, others = FLIPS[key]
+    world = 2 if key == "training.mixed_precision_reduce" else 1  # one rank has nothing to reduce
+    changed, plain = dict(seen(f"{others} --{key}={value}", world)), dict(seen(others, world))
+    if key != "job.description":  # what the start prints only repeats the config
+        del changed["start"], plain["start"]
+    assert changed != plain
+
+
+def test_two_runs_of_one_config_look_the_same(seen):
+    assert seen("") == seen("--training.seq_len=16")
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_flipped_key_that_cannot_be_honoured_is_refused(key):
+    value, says = REFUSED[key]
+    with pytest.raises(ConfigError) as caught:
+        job([*TINY, f"--{key}={value}"], world=1)
+    assert key in str(caught.value) and says in str(caught.value)

@@ -1,0 +1,59 @@
+"""TorchTitan's TOML files load as they are; what they ask for that titanlite lacks is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.check import job_from
+from titanlite.config.load import ConfigError, parse_command_line
+
+FILES = Path(__file__).parent / "torchtitan"
+
+
+def resolve(*argv: str, training: bool = False):
+    return job_from(parse_command_line(list(argv), {}), world=None, training=training)
+
+
+@pytest.mark.parametrize(
+    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 8, "405B")]
+)
+def test_a_v022_file_resolves(file, ranks, parameters):
+    found = resolve("--config", str(FILES / f"{file}.toml"))
+    assert found.layout.world == ranks
+    assert found.config.model.flavor == (parameters or "debugmodel")
+
+
+def test_the_float8_converter_switches_its_section_on():
+    assert resolve("--config", str(FILES / "405b.toml")).config.quantize.linear.float8.enable
+    assert resolve("--model.converters=['float8']").config.quantize.linear.float8.enable
+    with pytest.raises(ConfigError, match='no converter "mx"'):
+        resolve("--model.converters=['mx']")
+
+
+def test_custom_import_is_the_old_spelling_of_package():
+    found = resolve("--experimental.custom_import=parrot", "--model.name=parrot", "--model.flavor=small")
+    assert found.spec.name == "parrot"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--fault_tolerance.enable", "TorchFT is not supported"),
+        ("--checkpoint.enable_checkpoint", "spelled checkpoint.enable here"),
+        ("--checkpoint.create_seed_checkpoint", "the same on every mesh"),
+        ("--training.seed=1", "spelled debug.seed here"),
+        ("--float8.filter_fqns=output", "spelled [quantize.linear.float8] here"),
+        ("--metrics.save_for_all_ranks", "every rank has its log file"),
+    ],
+)
+def test_a_key_that_titanlite_lacks_says_what_to_use_instead(argv, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv", ["--fault_tolerance.enable=false", "--fault_tolerance.group_size=2", "--memory_estimation.enable=false"]
+)
+def test_a_key_that_asks_for_nothing_is_accepted(argv):
+    assert resolve(argv)

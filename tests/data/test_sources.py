@@ -1,0 +1,120 @@
+"""Sources: the stream of a data set, its fingerprint, and clear errors."""
+
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titanlite.data.loader import Windows
+from titanlite.data.sources import find_documents, open_source
+from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
+from titanlite.errors import UserError
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A folder with a small BPE tokenizer."""
+    folder = tmp_path_factory.mktemp("assets")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end_of_text|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(["def f(x): return x + 1\n" * 20, "the cat sat on the mat"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x")
+    (tmp_path / "b" / "c.txt").write_text("")
+    (tmp_path / "b" / "d.txt").write_text("the cat")
+    (tmp_path / "ignored.py").write_text("not text")
+    return tmp_path
+
+
+def test_the_standard_library_is_split_without_overlap():
+    train, held_out = (find_documents("training", f"python-stdlib{s}", "") for s in ("", "-validation"))
+    assert sum(train.sizes) >= 5_000_000
+    assert not set(train.names) & set(held_out.names)
+    assert 0.03 < len(held_out.names) / len(train.names + held_out.names) < 0.05
+    assert not any("site-packages" in name or "/test/" in f"/{name}" for name in train.names)
+
+
+def test_bytes_are_the_documents_with_an_end_after_each(texts):
+    source = open_source("training", "text", str(texts), BYTES)
+    expected = b"def f(x):\n    return x\0\0the cat\0"
+    assert source.tokens == len(expected)
+    for start in range(len(expected)):
+        for count in (1, 5, len(expected) - start):
+            found = source.read(start, min(count, len(expected) - start))
+            assert bytes(found.astype(np.uint8)) == expected[start : start + count]
+
+
+def test_a_tokenizer_makes_one_cache_and_the_same_stream(texts, assets):
+    tokenizer = open_tokenizer(str(assets), 1000)
+    expected = []
+    for name in ("a.txt", "b/c.txt", "b/d.txt"):
+        expected += [*tokenizer.encode((texts / name).read_text()), tokenizer.end]
+    with ThreadPoolExecutor(4) as threads:  # many processes may begin at once
+        sources = list(threads.map(lambda _: open_source("training", "text", str(texts), tokenizer), range(4)))
+    for source in (*sources, pickle.loads(pickle.dumps(sources[0]))):
+        assert source.read(0, source.tokens).tolist() == expected
+    assert len(list((texts / ".titanlite").glob("*.bin"))) == 1
+    assert tokenizer.decode(expected[:3]) in (texts / "a.txt").read_text()
+
+
+def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
+    prints = {open_source("training", "text", str(texts), BYTES).fingerprint}
+    prints.add(open_source("training", "text", str(texts), open_tokenizer(str(assets), 1000)).fingerprint)
+    (texts / "b" / "d.txt").write_text("the cats")
+    prints.add(open_source("training", "text", str(texts), BYTES).fingerprint)
+    (texts / "b" / "d.txt").rename(texts / "e.txt")
+    prints.add(open_source("training", "text", str(texts), BYTES).fingerprint)
+    assert len(prints) == 4
+
+
+def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_named(tmp_path):
+    for name, path, says in (
+        ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
+        ("text", str(tmp_path), "no text there (looked for .txt files)"),
+        ("c4", "", "there are: python-stdlib"),
+    ):
+        with pytest.raises(UserError, match="training.dataset") as caught:
+            open_source("training", name, path, BYTES)
+        assert says in str(caught.value)
+
+
+def test_too_little_text_for_one_window_is_refused(texts):
+    source = open_source("training", "text", str(texts), BYTES)
+    with pytest.raises(UserError, match="32 tokens do not fill one window of 32"):
+        Windows(source, 32, seed=0, repeat=True, key="training")
+    assert Windows(source, 31, seed=0, repeat=True, key="training").samples == 1
+
+
+def test_a_file_that_changes_during_the_run_is_named(texts):
+    source = open_source("training", "text", str(texts), BYTES)
+    (texts / "a.txt").write_text("def")
+    with pytest.raises(UserError, match="a.txt is shorter than it was"):
+        source.read(0, 20)
+    (texts / "a.txt").unlink()
+    with pytest.raises(UserError, match="data changed during the run: .*a.txt"):
+        source.read(0, 20)
+
+
+def test_a_tokenizer_that_is_missing_broken_or_too_large_is_named(tmp_path, assets):
+    with pytest.raises(UserError, match="model.hf_assets_path = .*cannot read tokenizer.json"):
+        open_tokenizer(str(tmp_path), 1000)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        open_tokenizer(str(tmp_path), 1000)
+    with pytest.raises(UserError, match="beyond the model's vocabulary of 10"):
+        open_tokenizer(str(assets), 10)

@@ -1,0 +1,82 @@
+"""Small jobs for tests, and what runs on the pool's ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.check import Job, job_from
+from titanlite.config.load import parse_command_line
+from titanlite.data.loader import MicroBatch
+from titanlite.data.order import Share
+from titanlite.runtime.cluster import Place
+from titanlite.trainer import Trainer
+
+OUTSIDE = str(Path(__file__).parent / "outside")
+
+QUIET = (
+    "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 --metrics.no_enable_tensorboard "
+    "--validation.no_enable --generate.no_at_end --job.device=cpu"
+).split()
+TINY = [
+    *QUIET,
+    *(f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2 n_kv_heads=1 hidden_dim=32".split()),
+]
+PARROT = [*QUIET, "--model.package=parrot", "--model.name=parrot", "--model.flavor=small"]
+FLOAT64 = [f"--training.{key}=float64" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")]
+
+
+def job(argv: list[str], world: int) -> Job:
+    return job_from(parse_command_line(["--config", "debug.toml", *argv], {}), world=world, training=True)
+
+
+def trainer(argv: list[str], folder: str, log: logging.Logger | None = None) -> Trainer:
+    """A trainer on this rank of the pool."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = Place(rank, world, rank, world, f"host{rank}")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    argv = [*argv, f"--job.dump_folder={folder}"]
+    return Trainer(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every rank."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(of: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(parameter) for name, parameter in of.parts[0].named_parameters()}
+
+
+def gradients(of: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in of.parts[0].named_parameters() if p.grad is not None}
+
+
+def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: Share) -> list[MicroBatch]:
+    """This rank's part of a global batch."""
+    parts = [share.micro_batch(0, number) for number in range(share.accumulation)]
+    return [MicroBatch(tokens[part.start : part.stop], labels[part.start : part.stop]) for part in parts]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||, or ||found|| where nothing is expected."""
+    scale = expected.norm().item()
+    return (found - expected).norm().item() / (scale or 1.0)
+
+
+def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
+    """Train, and return the rank's weights, its metrics' floats, and what it logged."""
+    lines: list[str] = []
+    log = logging.Logger("kept")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    run = trainer(argv, folder, log)
+    start = run.describe()
+    run.train()
+    return {"weights": weights(run), "log": lines, "start": start, "step": run.step}

@@ -1,0 +1,191 @@
+"""`titanlite train` as a person meets it: exit codes, what is printed, what is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.jobs import PARROT, TINY
+from tests.launch.run import ROOT, environment, finish, records, start, train
+from titanlite.config.check import job_from
+from titanlite.config.load import parse_command_line
+
+FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
+
+
+def test_a_run_leaves_its_files_and_says_where(tmp_path):
+    argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
+    argv += ["--validation.steps=1", "--validation.freq=2"]
+    code, out = train(argv, tmp_path, NGPU="2")
+    assert code == 0, out
+    lines = records(tmp_path)
+    assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
+    assert lines[0].keys() == set(
+        "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds data_seconds memory_gib".split()
+    )
+    assert lines[0]["mfu"] is None and "mfu: n/a" in out
+    assert lines[2].keys() == {"step", "validation_loss"}
+    assert re.search(r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE)
+    assert "2 processes on the CPU (from NGPU)" in out and "mesh       dp_shard 2" in out
+    assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
+    assert (tmp_path / "logs/rank-0.log").exists() and (tmp_path / "logs/rank-1.log").exists()
+    assert any((tmp_path / "tb").iterdir())
+    kept = json.loads((tmp_path / "environment.json").read_text())
+    assert kept["world_size"] == 2 and kept["mesh"]["dp_shard"] == 2 and kept["versions"]["torch"]
+    again = job_from(parse_command_line(["--config", str(tmp_path / "config.toml")], {}), world=2, training=True)
+    assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(tmp_path)
+
+    code, out = train(TINY, tmp_path, NGPU="1")
+    assert code == 0 and "an earlier run's files are now in" in out
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
+    (previous,) = (tmp_path / "previous").iterdir()
+    assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
+
+
+def test_faults_are_told_at_once_and_nothing_is_started(tmp_path):
+    began = time.monotonic()
+    argv = "--training.stepz 5 --optimizer.lr x --parallelism.tensor_parallel_degree 3".split()
+    code, out = train(argv, tmp_path)
+    assert code == 2 and "3 faults" in out and "Traceback" not in out
+    assert not list(tmp_path.iterdir())
+    assert time.monotonic() - began < 3
+
+
+def test_a_config_that_this_machine_cannot_run_says_what_could(tmp_path):
+    code, out = train(["--config", "llama_8b.toml", "--job.device=cpu"], tmp_path)
+    assert code == 2 and "Traceback" not in out
+    assert "cannot read tokenizer.json" in out and "no such folder or file" in out
+    assert "119.7 GiB" in out and "what could:" in out and "--model.flavor debugmodel" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path):
+    code, out = finish(start([*TINY, "--job.device=cuda"], tmp_path, NGPU="1", CUDA_VISIBLE_DEVICES=""))
+    assert code == 2 and "NGPU=1, but this node has 0 GPUs; on the CPU: --job.device cpu" in out
+
+
+def test_a_dump_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out = train(TINY, tmp_path / "file" / "folder")
+    assert code == 2 and "is not a folder that can be written to" in out
+
+
+def test_print_config_prints_the_resolved_config(tmp_path):
+    code, out = train([*TINY, "--job.print_config"], tmp_path, NGPU="1")
+    assert code == 0 and "[lr_scheduler]\nwarmup_steps = 20\n" in out
+
+
+def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
+    code, out = train(FAULTY, tmp_path, NGPU="2", FAULT="1:2:raise")
+    assert code == 1
+    assert out.rstrip().endswith("ValueError: a fault was put in here")
+    tail = out[out.index("failed first") - 80 :]
+    assert "rank 1 on " in tail and "rank-1.log" in tail and tail.count("Traceback") == 1
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    code, out = train(FAULTY, tmp_path, NGPU="2", FAULT="1:2:kill")
+    assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
+
+
+def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
+    (tmp_path / "short.txt").write_text("abcdefgh" * 12)
+    argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
+    code, out = train(argv, tmp_path / "out", NGPU="2")
+    assert code == 1 and "Traceback" not in out
+    assert "the data ended after step 2 of 3: it has 6 windows" in out
+
+
+def descendants(pid: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listing.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    found, todo = [], [pid]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += new
+    return found
+
+
+@pytest.mark.parametrize("settings", [[], ["--training.dataloader.num_workers=1"]], ids=["threads", "workers"])
+def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings):
+    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", *settings]
+    process = start(argv, tmp_path, NGPU="2")
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    assert len(family) >= 2
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, out = finish(process)
+    assert code == 130 and time.monotonic() - began < 5
+    assert "Traceback" not in out
+    last = out.strip().splitlines()[-1]
+    assert re.fullmatch(r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last)
+    time.sleep(max(0.0, 5 - (time.monotonic() - began)) if any(map(alive, family)) else 0)
+    assert [pid for pid in family if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_torchrun_and_srun_start_workers_as_well(tmp_path):
+    """A worker needs nothing but the usual variables."""
+    words = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.train", *TINY]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, f"--job.dump_folder={tmp_path / 'torchrun'}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step:  3") == 1, "LOG_RANK alone speaks"
+
+    common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    common |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}
+    tasks = [
+        start(TINY, tmp_path / "srun", "titanlite.train", (), SLURM_PROCID=r, SLURM_LOCALID=r, **common) for r in "01"
+    ]
+    results = [finish(task) for task in tasks]
+    assert [code for code, _ in results] == [0, 0], results
+    for how in ("torchrun", "srun"):
+        assert [r["step"] for r in records(tmp_path / how)] == [1, 2, 3]
+        assert {p.name for p in (tmp_path / how / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    same = [[r["loss"] for r in records(tmp_path / how)] for how in ("torchrun", "srun")]
+    assert same[0] == same[1]
+
+
+def test_help_and_versions_answer_without_torch():
+    for argv, says in (
+        (["--help"], "titanlite train"),
+        (["train", "--help"], "--training.seq_len = 2048"),
+        (["--version"], "titanlite 0"),
+    ):
+        code = f"import sys, titanlite.cli as c; assert c.main({argv}) == 0; sys.exit('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 0 and says in done.stdout
+
+
+def test_an_unknown_verb_is_told_the_nearest():
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", "trian"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2 and "did you mean train?" in done.stderr

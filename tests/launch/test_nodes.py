@@ -1,0 +1,116 @@
+"""Several nodes: they meet or say who is missing; the cluster's variables are understood."""
+
+import socket
+
+import pytest
+
+from tests.jobs import TINY
+from tests.launch.run import finish, records, start, train
+from titanlite.errors import UserError
+from titanlite.runtime.cluster import Nodes, gpus, nodes, place, processes, store_address
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def node(rank: int, port: str, argv: list[str], folder, **extra: str):
+    where = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return start([*TINY, *argv], folder, NGPU="1", **where, **extra)
+
+
+def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
+    port = free_port()
+    second = node(1, port, [], tmp_path)
+    first = node(0, port, [], tmp_path)
+    results = [finish(first), finish(second)]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "node 0 of 2, from NNODES" in results[0][1] and "dp_shard 2" in results[0][1]
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
+    assert "step:  3" in results[1][1], "node 1 shows its own first rank"
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_one_of_two_nodes_says_that_the_other_did_not_come(tmp_path, alone):
+    code, out = finish(node(alone, free_port(), ["--comm.init_timeout_seconds=3"], tmp_path))
+    assert code == 1 and "1 of 2 nodes came" in out and "Traceback" not in out
+    assert "missing: NODE_RANK 1" in out if alone == 0 else "node 0 did not answer" in out
+
+
+def test_several_nodes_without_an_address_are_refused_at_once(tmp_path):
+    code, out = train(TINY, tmp_path, NNODES="2", NODE_RANK="0")
+    assert code == 2 and "MASTER_ADDR is not set" in out and not list(tmp_path.iterdir())
+
+
+PLAIN = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "head"}
+SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07-10,15],login", "SLURM_JOB_ID": "123"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")),
+        ({"SLURM_NNODES": "1"}, Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")),
+        (PLAIN, Nodes(3, 1, "head", 29500, "NNODES, NODE_RANK, MASTER_ADDR")),
+        ({**PLAIN, "MASTER_PORT": "5"}, Nodes(3, 1, "head", 5, "NNODES, NODE_RANK, MASTER_ADDR")),
+        ({**SLURM, **PLAIN}, Nodes(3, 1, "head", 29500, "NNODES, NODE_RANK, MASTER_ADDR")),
+        ({**SLURM, "NNODES": "1"}, Nodes(1, 0, "127.0.0.1", 0, "NNODES, NODE_RANK, MASTER_ADDR")),
+        (SLURM, Nodes(4, 2, "gpu07", 20123, "SLURM_*")),
+        ({**SLURM, "SLURM_JOB_NODELIST": "a1,b2"}, Nodes(4, 2, "a1", 20123, "SLURM_*")),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m-0", "PET_MASTER_PORT": "9"},
+            Nodes(2, 1, "m-0", 9, "PET_*"),
+        ),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "m-0:77"},
+            Nodes(2, 0, "m-0", 77, "PET_*"),
+        ),
+    ],
+)
+def test_the_nodes_that_variables_announce(environ, expected):
+    assert nodes(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"NNODES": "2"}, "MASTER_ADDR is not set"),
+        ({"NNODES": "2", "MASTER_ADDR": "x"}, "NODE_RANK is not set: 0 to 1"),
+        ({**PLAIN, "NODE_RANK": "3"}, "must be from 0 to 2"),
+        ({**PLAIN, "NNODES": "two"}, "NNODES=two must be a whole number"),
+        ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4 must be a whole number"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "32"}, "srun started 32 launchers on 4 nodes"),
+        ({"SLURM_NNODES": "2"}, "neither SLURM_JOB_NODELIST nor MASTER_ADDR"),
+    ],
+)
+def test_half_an_announcement_is_an_error_that_names_the_variable(environ, says):
+    with pytest.raises(UserError) as caught:
+        nodes(environ)
+    assert says in str(caught.value)
+
+
+def test_the_place_of_a_worker():
+    run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    found = place(run)
+    assert (found.rank, found.world, found.local_rank, found.local_world) == (3, 8, 1, 2)
+    assert store_address(run, 8) == ("h", 29500)
+    task = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+    found = place({**task, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
+    assert (found.rank, found.world, found.local_rank, found.local_world) == (5, 8, 1, 2)
+    assert store_address(task, 8) == ("gpu07", 20123)
+    alone = place({})
+    assert (alone.rank, alone.world) == (0, 1) and store_address({}, 1) is None
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        store_address({"RANK": "0"}, 2)
+
+
+def test_processes_on_a_node():
+    assert processes({"NGPU": "3"}, "cpu", 0) == 3
+    assert processes({}, "cuda", 8) == 8
+    assert processes({"PET_NPROC_PER_NODE": "4"}, "cpu", 0) == 4
+    assert processes({}, "cpu", 0) in (1, 2)
+    assert gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    with pytest.raises(UserError, match="NGPU=0 must be a whole number >= 1"):
+        processes({"NGPU": "0"}, "cpu", 0)

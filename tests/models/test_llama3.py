@@ -1,0 +1,183 @@
+"""Llama 3: the published sizes, the published function, and a table that covers every parameter."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.errors import UserError
+from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig, RopeScaling
+from titanlite.observe.throughput import flops_per_token
+from titanlite.parallel.init import materialise, shared_names
+from titanlite.registry import Rule, assign, get_model, ones, register_model
+
+PUBLISHED = {
+    "1B": 1_235_814_400,
+    "3B": 3_212_749_824,
+    "8B": 8_030_261_248,
+    "70B": 70_553_706_496,
+    "405B": 405_853_388_800,
+}
+SMALL = LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=512, norm_eps=1e-5)
+VARIANTS = {
+    "plain": SMALL,
+    "tied": dataclasses.replace(SMALL, tied=True),
+    "scaled": dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, original_positions=64)),
+}
+
+
+def build(config: LlamaConfig, positions: int = 64):
+    """The model with its initial values, and its table."""
+    with torch.device("meta"):
+        model = SPEC.module(config, positions)
+    table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
+    materialise(model, table, 0, torch.device("cpu"))
+    return model, table
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_a_flavour_has_exactly_the_published_parameters(flavor):
+    with torch.device("meta"):
+        model = SPEC.module(FLAVORS[flavor], 16)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_llama(variant):
+    """Through the table's hf column and its steps: an independently written model on the same weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import LlamaConfig as HFConfig
+        from transformers import LlamaForCausalLM
+
+    c = VARIANTS[variant]
+    model, table = build(c, positions=200)
+    scaling = c.rope_scaling and {
+        "rope_type": "llama3",
+        "factor": c.rope_scaling.factor,
+        "low_freq_factor": c.rope_scaling.low_freq_factor,
+        "high_freq_factor": c.rope_scaling.high_freq_factor,
+        "original_max_position_embeddings": c.rope_scaling.original_positions,
+    }
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": c.rope_theta}
+    theirs = LlamaForCausalLM(
+        HFConfig(
+            hidden_size=c.dim,
+            num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads,
+            num_key_value_heads=c.n_kv_heads,
+            intermediate_size=c.hidden_dim,
+            vocab_size=c.vocab_size,
+            max_position_embeddings=c.max_seq_len,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters=rope,
+            tie_word_embeddings=c.tied,
+        )
+    )
+    weights = {
+        table[name].hf_name(name): (step.to_hf(p) if (step := table[name].via) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert missing == (["lm_head.weight"] if c.tied else []) and not unexpected
+    theirs.tie_weights()
+    tokens = torch.randint(c.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (model(tokens) - theirs(tokens).logits).abs().max().item() <= 1e-5
+
+
+def test_hf_steps_undo_themselves():
+    _, table = build(SMALL)
+    for name, rule in table.items():
+        if rule.via:
+            weight = torch.randn(32 if "wq" in name else 16, 32)
+            assert torch.equal(rule.via.from_hf(rule.via.to_hf(weight)), weight)
+            assert not torch.equal(rule.via.to_hf(weight), weight)
+
+
+def test_a_document_mask_equals_each_document_alone():
+    model, _ = build(SMALL)
+    tokens = torch.randint(99, (1, 30))
+    lengths = [7, 1, 22]
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    with torch.no_grad():
+        together = model(tokens, positions=positions, documents=documents)
+        alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    assert (together - alone).abs().max() <= 1e-6
+
+
+def test_the_head_seam_sees_the_last_hidden_state_and_the_output_layer():
+    model, _ = build(SMALL)
+    tokens = torch.randint(99, (2, 8))
+    with torch.no_grad():
+        assert torch.equal(model(tokens, head=lambda h, output: output(h)), model(tokens))
+
+
+def test_stages_without_embedding_or_output_compose_to_the_model():
+    """A pipeline stage lacks some modules; layers keep their global numbers."""
+    model, _ = build(SMALL)
+    tokens = torch.randint(99, (2, 8))
+    with torch.no_grad():
+        expected = model(tokens)
+        first, last = build(SMALL)[0], build(SMALL)[0]
+        first.norm = first.output = last.tok_embeddings = None
+        del first.layers["1"], last.layers["0"]
+        assert torch.equal(last(first(tokens)), expected)
+
+
+def test_ties_survive_materialising():
+    model, _ = build(VARIANTS["tied"])
+    assert model.output.weight is model.tok_embeddings.weight
+
+
+def test_flops_equal_the_flop_counter():
+    """Under the math backend: torch's counter sees no FLOPs in the CPU's flash kernel."""
+    for variant in ("plain", "tied"):
+        model, table = build(VARIANTS[variant])
+        tokens = torch.randint(99, (2, 32))
+        math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+        with math, FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        expected = flops_per_token(model.named_parameters(), table, SPEC.shape(VARIANTS[variant]), 32)
+        # The embedding's output needs no gradient of its own input, so the first layer's count is whole.
+        assert counter.get_total_flops() == expected * tokens.numel()
+
+
+def test_flops_of_8b_at_8192_are_those_of_the_literature():
+    config = FLAVORS["8B"]
+    with torch.device("meta"):
+        model = SPEC.module(config, 16)
+    table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties={})
+    found = flops_per_token(model.named_parameters(), table, SPEC.shape(config), 8192)
+    assert round(found / 1e9, 1) == 57.9
+    for parameter in model.layers.parameters():
+        parameter.requires_grad_(False)
+    frozen = flops_per_token(model.named_parameters(), table, SPEC.shape(config), 8192)
+    blocks = sum(p.numel() for p in model.layers.parameters() if p.dim() > 1)
+    assert found - frozen == 2 * blocks
+
+
+NAMES = ["tok_embeddings.weight", "layers.0.w.weight", "layers.1.w.weight"]
+ROWS = (Rule("tok_embeddings.weight", ones, "embedding"), Rule("layers.*.w.weight", ones, "column"))
+
+
+def test_a_table_covers_every_parameter_exactly_once():
+    assert assign(ROWS, NAMES, ties={}).keys() == set(NAMES)
+    for rows, names, ties, says in (
+        (ROWS, [*NAMES, "norm.weight"], {}, "norm.weight matches no row"),
+        ((*ROWS, Rule("norm.weight", ones, "norm")), NAMES, {}, "the row norm.weight matches no parameter"),
+        ((*ROWS, Rule("layers.1.w.weight", ones, "row")), NAMES, {}, "layers.1.w.weight matches several rows"),
+        (ROWS, NAMES, {"output.weight": "tok_embeddings.weight"}, "output.weight shares its tensor with tok_embed"),
+    ):
+        with pytest.raises(UserError, match="does not cover") as caught:
+            assign(rows, names, ties=ties)
+        assert says in str(caught.value)
+
+
+def test_an_unknown_model_is_named_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean llama3"):
+        get_model("llama4")
+    assert get_model("llama3") is SPEC and register_model(SPEC) is SPEC

@@ -1,0 +1,27 @@
+"""The parrot, until it is this rank's and this step's turn."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from parrot.model import Parrot
+
+
+class Faulty(Parrot):
+    calls = 0
+
+    def forward(self, tokens, **options) -> torch.Tensor:
+        rank, step, what = os.environ["FAULT"].split(":")
+        self.calls += 1
+        logits = super().forward(tokens, **options)
+        if dist.get_rank() == int(rank) and self.calls == int(step):
+            if what == "raise":
+                raise ValueError("a fault was put in here")
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "sleep":
+                time.sleep(1000)
+            return logits * float("nan")
+        return logits

@@ -1,0 +1,133 @@
+"""Gradients, norm, and weights on every mesh equal those of one process on the whole batch."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.jobs import (
+    FLOAT64,
+    PARROT,
+    TINY,
+    gradients,
+    micro_batches,
+    relative_error,
+    trainer,
+    weights,
+)
+from titanlite.grad_norm import clip_grad_norm
+from titanlite.loss import IGNORED, count_valid
+
+SAMPLES = 12
+MODELS = {
+    "llama3": TINY,
+    "llama3 tied": [*TINY, "--model.overrides.tied"],
+    "llama3 odd widths": [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.hidden_dim=37"],
+    "llama3 frozen": [*TINY, '--model.freeze=["tok_embeddings.*", "layers.1.*"]'],
+    "parrot": [*PARROT, "--model.overrides.dropout=0.0"],
+}
+
+
+def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels with holes; the first quarter (a whole rank of four) has no valid token at all."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(256, (SAMPLES, 17), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED
+    labels[: SAMPLES // 4] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def one_step(argv: list[str], folder: str) -> dict:
+    """What one optimizer step finds and leaves."""
+    run = trainer([*argv, *FLOAT64, "--optimizer.name=SGD", "--optimizer.lr=0.1"], folder)
+    run.step = 1
+    mine = micro_batches(*ragged_batch(), run.share)
+    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
+    before = weights(run)
+    loss = run.forward_backward(mine, valid)
+    found = {"loss": run._loss_over_ranks(loss, count_valid(mine[0].labels))[0], "gradients": gradients(run)}
+    found["inf norm"] = clip_grad_norm(run.trained, float("inf"), p=float("inf")).item()
+    found["norm"] = clip_grad_norm(run.trained, 0.5).item()
+    run.optimizer.step()
+    return {**found, "before": before, "after": weights(run)}
+
+
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("alone"))
+    whole = [f"--training.local_batch_size={SAMPLES}"]
+    return {name: pool.run(one_step, [*argv, *whole], folder, world=1)[0] for name, argv in MODELS.items()}
+
+
+LAYOUTS = [(2, 1), (2, 3), (3, 2), (4, 1), (4, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("world", "accumulation"), LAYOUTS)
+def test_a_step_equals_one_process_on_the_whole_batch(pool, alone, tmp_path, model, world, accumulation):
+    sizes = [
+        f"--training.local_batch_size={SAMPLES // world // accumulation}",
+        f"--training.global_batch_size={SAMPLES}",
+    ]
+    expected = alone[model]
+    for found in pool.run(one_step, [*MODELS[model], *sizes], str(tmp_path), world=world):
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            assert relative_error(found["gradients"][name], gradient) <= 1e-10, name
+            assert torch.equal(found["before"][name], expected["before"][name]), name
+            assert relative_error(found["after"][name], expected["after"][name]) <= 1e-10, name
+        for number in ("loss", "norm", "inf norm"):
+            assert found[number] == pytest.approx(expected[number], rel=1e-10), number
+
+
+def test_clipping_scales_by_the_global_norm(alone):
+    found = alone["llama3"]
+    assert found["norm"] > 0.5, "the batch must need clipping"
+    for name, gradient in found["gradients"].items():
+        step = (found["before"][name] - found["after"][name]) / 0.1
+        decayed = 0.1 * found["before"][name] if found["before"][name].dim() > 1 else 0.0
+        assert relative_error(step - decayed, gradient * (0.5 / found["norm"])) <= 1e-5, name
+
+
+def initial_weights(argv: list[str], folder: str) -> tuple[dict, dict]:
+    run = trainer(argv, folder)
+    local = {
+        name: (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
+        for name, p in run.parts[0].named_parameters()
+    }
+    return weights(run), local
+
+
+# 70,000 elements in a matrix: more than one block of 65,536, and shards that begin inside a block.
+WIDE = [*TINY, "--model.overrides.dim=280", "--model.overrides.hidden_dim=251"]
+
+
+@pytest.mark.parametrize("model", [WIDE, [*WIDE, "--model.overrides.tied"], PARROT], ids=["llama3", "tied", "parrot"])
+def test_initial_weights_are_bit_equal_on_1_2_3_and_4_ranks(pool, tmp_path, model):
+    expected, _ = pool.run(initial_weights, model, str(tmp_path), world=1)[0]
+    for world in (2, 3, 4):
+        for found, _ in pool.run(initial_weights, model, str(tmp_path), world=world):
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), f"{name} on {world} ranks"
+
+
+def test_no_two_shards_or_layers_begin_with_the_same_values(pool, tmp_path):
+    ranks = pool.run(initial_weights, WIDE, str(tmp_path), world=2)
+    matrices = [name for name, value in ranks[0][0].items() if value.dim() > 1]
+    pieces = [local[name].flatten()[:64] for _, local in ranks for name in matrices]
+    for a, b in itertools.combinations(pieces, 2):
+        assert not torch.equal(a, b)
+
+
+def test_another_seed_begins_elsewhere(pool, tmp_path):
+    first, _ = pool.run(initial_weights, TINY, str(tmp_path), world=1)[0]
+    other, _ = pool.run(initial_weights, [*TINY, "--debug.seed=1"], str(tmp_path), world=1)[0]
+    assert all(not torch.equal(first[name], other[name]) for name in first if first[name].dim() > 1)
+
+
+def test_initial_values_have_the_declared_spread(pool, tmp_path):
+    found, _ = pool.run(initial_weights, WIDE, str(tmp_path), world=1)[0]
+    assert found["layers.0.attention.wq.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert found["layers.1.attention.wo.weight"].std().item() == pytest.approx(0.01, rel=0.02)
+    assert found["layers.0.attention_norm.weight"].eq(1).all()
