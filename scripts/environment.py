@@ -17,6 +17,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -99,7 +100,7 @@ def folder_of_active_torch() -> str | None:
     numbers = re.match(r"(\d+)\.(\d+)", found.version)
     if not numbers or not TORCH_RANGE[0] <= tuple(map(int, numbers.groups())) < TORCH_RANGE[1]:
         return None
-    return str(found.locate_file("").resolve())
+    return str(Path(str(found.locate_file(""))).resolve())
 
 
 def site_packages() -> Path:
@@ -134,7 +135,7 @@ def say(text: str) -> None:
     print(f"titanlite: {text}", file=sys.stderr, flush=True)
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     say(text)
     sys.exit(2)
 

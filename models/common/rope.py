@@ -7,6 +7,8 @@ import math
 import torch
 from torch import nn
 
+from titanlite.models.common import RopeScaling
+
 
 class Rope(nn.Module):
     """Tables of cosines and sines in float32, made on the device by `reset_buffers` (they are in no checkpoint)."""
@@ -14,22 +16,9 @@ class Rope(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(
-        self,
-        head_dim: int,
-        positions: int,
-        theta: float,
-        *,
-        factor: float = 1.0,
-        low_freq_factor: float = 1.0,
-        high_freq_factor: float = 1.0,
-        original_positions: int = 0,
-    ) -> None:
-        """factor > 1 stretches wavelengths beyond original_positions / low_freq_factor, as Llama 3.1 does."""
+    def __init__(self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self.factor, self.low, self.high = factor, low_freq_factor, high_freq_factor
-        self.original_positions = original_positions
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(positions, head_dim // 2, dtype=torch.float32), persistent=False)
         self.reset_buffers()
@@ -38,10 +27,10 @@ class Rope(nn.Module):
         """Fill the tables; computed in float64 so that every device holds the same float32 values."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
-        if self.factor != 1.0:
-            turns = frequencies * self.original_positions / (2 * math.pi)
-            blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-            frequencies = frequencies * (blend + (1 - blend) / self.factor)
+        if s := self.scaling:
+            turns = frequencies * s.original_positions / (2 * math.pi)
+            blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+            frequencies = frequencies * (blend + (1 - blend) / s.factor)
         angles = torch.outer(torch.arange(self.cos.size(0), device=self.cos.device).double(), frequencies)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlite.models.common import RopeScaling
 from titanlite.registry import ModelSpec, Rotary, Rule, Shape, normal, ones, register_model
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the long rotary wavelengths."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ the global layer number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +74,7 @@ class Llama(nn.Module):
     def __init__(self, c: LlamaConfig, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        scaling = asdict(c.rope_scaling) if c.rope_scaling else {}
-        self.rope = Rope(c.head_dim, positions, c.rope_theta, **scaling)
+        self.rope = Rope(c.head_dim, positions, c.rope_theta, c.rope_scaling)
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
         self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)

@@ -21,11 +21,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **extra}
 
 
-def start(
-    argv: list[str], folder: Path, module: str = "titanlite", words: tuple[str, ...] = ("train",), **environ: str
-) -> subprocess.Popen:
+def start(argv: list[str], folder: Path, module: str = "titanlite train", **environ: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", module, *words, *argv, f"--job.dump_folder={folder}"],
+        [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
         env=environment(**environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -49,7 +49,7 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
 
 def test_faults_are_told_at_once_and_nothing_is_started(tmp_path):
     began = time.monotonic()
-    argv = "--training.stepz 5 --optimizer.lr x --parallelism.tensor_parallel_degree 3".split()
+    argv = ["--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3"]
     code, out = train(argv, tmp_path)
     assert code == 2 and "3 faults" in out and "Traceback" not in out
     assert not list(tmp_path.iterdir())
@@ -162,7 +162,7 @@ def test_torchrun_and_srun_start_workers_as_well(tmp_path):
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     common |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}
     tasks = [
-        start(TINY, tmp_path / "srun", "titanlite.train", (), SLURM_PROCID=r, SLURM_LOCALID=r, **common) for r in "01"
+        start(TINY, tmp_path / "srun", "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **common) for r in "01"
     ]
     results = [finish(task) for task in tasks]
     assert [code for code, _ in results] == [0, 0], results

@@ -8,7 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.errors import UserError
-from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig, RopeScaling
+from titanlite.models.common import RopeScaling
+from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.init import materialise, shared_names
 from titanlite.registry import Rule, assign, get_model, ones, register_model
@@ -54,14 +55,18 @@ def test_logits_equal_transformers_llama(variant):
 
     c = VARIANTS[variant]
     model, table = build(c, positions=200)
-    scaling = c.rope_scaling and {
-        "rope_type": "llama3",
-        "factor": c.rope_scaling.factor,
-        "low_freq_factor": c.rope_scaling.low_freq_factor,
-        "high_freq_factor": c.rope_scaling.high_freq_factor,
-        "original_max_position_embeddings": c.rope_scaling.original_positions,
-    }
-    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": c.rope_theta}
+    scaling = (
+        {}
+        if c.rope_scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": c.rope_scaling.factor,
+            "low_freq_factor": c.rope_scaling.low_freq_factor,
+            "high_freq_factor": c.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": c.rope_scaling.original_positions,
+        }
+    )
+    rope = {"rope_type": "default", **scaling, "rope_theta": c.rope_theta}
     theirs = LlamaForCausalLM(
         HFConfig(
             hidden_size=c.dim,
@@ -123,7 +128,8 @@ def test_stages_without_embedding_or_output_compose_to_the_model():
     with torch.no_grad():
         expected = model(tokens)
         first, last = build(SMALL)[0], build(SMALL)[0]
-        first.norm = first.output = last.tok_embeddings = None
+        for stage, name in ((first, "norm"), (first, "output"), (last, "tok_embeddings")):
+            setattr(stage, name, None)
         del first.layers["1"], last.layers["0"]
         assert torch.equal(last(first(tokens)), expected)
 

@@ -69,12 +69,12 @@ class IndexSampler:
     consumed: int
     steps: int | None
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[list[int]]:
         step = 0
         while self.steps is None or step < self.steps:
             first = self.consumed + step * self.share.per_step
             for number in range(self.share.accumulation):
-                yield self.share.micro_batch(first, number)
+                yield list(self.share.micro_batch(first, number))
             step += 1
 
 

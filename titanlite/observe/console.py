@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
@@ -27,12 +28,12 @@ def rank_log(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-def shown_ranks(environ: dict[str, str]) -> set[int]:
+def shown_ranks(environ: Mapping[str, str]) -> set[int]:
     """Ranks whose output is shown: LOG_RANK, one or several with commas between."""
     return {int(part) for part in environ.get("LOG_RANK", "0").split(",") if part.strip().isdigit()}
 
 
-def open_log(dump_folder: Path, rank: int, environ: dict[str, str]) -> logging.Logger:
+def open_log(dump_folder: Path, rank: int, environ: Mapping[str, str]) -> logging.Logger:
     """The logger of this rank.
 
     Started by our launcher, all output is the rank's log file. Started by torchrun or srun, the log file is

@@ -44,8 +44,8 @@ def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: tor
         for name, parameter in model.named_parameters():
             fill(parameter, name, table[name].init, seed)
         for module in model.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()
+            if reset := getattr(module, "reset_buffers", None):
+                reset()
 
 
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:

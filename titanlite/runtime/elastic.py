@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -57,7 +58,9 @@ def run_workers(
     rendezvous_handler_registry.register("titanlite", lambda _: roll_call)
     os.environ.update(extra_environ)
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    patience = {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in known else {}  # not in every 2.11
+    patience: dict[str, Any] = (
+        {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in known else {}
+    )  # new in 2.13
     with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
         config = LaunchConfig(
             min_nodes=nodes,

@@ -12,10 +12,10 @@ from parrot.model import Parrot
 class Faulty(Parrot):
     calls = 0
 
-    def forward(self, tokens, **options) -> torch.Tensor:
+    def forward(self, tokens, positions=None, documents=None, head=None) -> torch.Tensor:
         rank, step, what = os.environ["FAULT"].split(":")
         self.calls += 1
-        logits = super().forward(tokens, **options)
+        logits = super().forward(tokens, positions, documents, head)
         if dist.get_rank() == int(rank) and self.calls == int(step):
             if what == "raise":
                 raise ValueError("a fault was put in here")

@@ -1,0 +1,70 @@
+"""scripts/environment.py: one start makes `.venv`, the others wait, and the next start finds it."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.run import ROOT, environment
+
+BACKEND = '''
+import zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    """The smallest editable wheel, so that pip needs no network."""
+    name = "titanlite-0.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        info = "titanlite-0.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: titanlite\\nVersion: 0.0\\n")
+        tags = "Root-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\\nGenerator: test\\n{tags}")
+        wheel.writestr(f"{info}/RECORD", "")
+    return name
+
+build_wheel = build_editable
+'''
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout of a project with nothing in it, and this project's script."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/environment.py", tmp_path / "scripts")
+    (tmp_path / "backend.py").write_text(BACKEND)
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "titanlite"\nversion = "0.0"\n'
+    )
+    return tmp_path
+
+
+def start(checkout: Path) -> subprocess.Popen:
+    command = [sys.executable, str(checkout / "scripts/environment.py")]
+    return subprocess.Popen(
+        command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=checkout
+    )
+
+
+def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout):
+    first, second = start(checkout), start(checkout)
+    outs = [process.communicate(timeout=120) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outs
+    expected = str(checkout / ".venv/bin/python")
+    assert [out.strip() for out, _ in outs] == [expected] * 2
+    said = [error for _, error in outs]
+    assert sum("installing titanlite into" in text for text in said) == 1
+    assert sum("waiting for it" in text for text in said) == 1
+    began = time.monotonic()
+    third = start(checkout)
+    out, error = third.communicate()
+    assert out.strip() == expected and error == "" and time.monotonic() - began < 0.5
+    sees = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    assert subprocess.run([expected, "-c", sees], check=False).returncode == 0, (
+        "the active torch is seen, not downloaded"
+    )
+    (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
+    fourth = start(checkout)
+    assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"

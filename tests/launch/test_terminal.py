@@ -1,0 +1,61 @@
+"""On a terminal there is one live line of progress and there are colours; elsewhere plain lines."""
+
+import os
+import pty
+import subprocess
+import sys
+
+from tests.jobs import TINY
+from tests.launch.run import ROOT, environment
+from titanlite.observe.console import coloured, shown_ranks
+from titanlite.observe.terminal import Follower
+
+
+def on_a_terminal(argv: list[str]) -> str:
+    """All that the command writes to a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "titanlite", "train", *argv]
+    environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS="160")
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT)
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other side is closed
+            break
+        out += piece
+    os.close(ours)
+    assert process.wait() == 0, out.decode()
+    return out.decode()
+
+
+def test_a_terminal_shows_progress_and_colours(tmp_path):
+    out = on_a_terminal([*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"])
+    assert "\033[32mloss:" in out and "starting" in out and "tokens/s a device" in out and "/40" in out
+    assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
+    plain = on_a_terminal([*TINY, "--metrics.disable_color_printing", f"--job.dump_folder={tmp_path}"])
+    assert "\033[32mloss:" not in plain and "loss:" in plain
+
+
+def test_colours_keep_the_line():
+    line = "step:  1  loss:  8.04034  mfu: n/a"
+    marked = coloured(line)
+    assert marked != line and "\033[31mstep:  1\033[0m" in marked
+    assert coloured("validation at step 5: loss 3") == "validation at step 5: loss 3"
+
+
+def test_a_follower_returns_whole_lines_only(tmp_path):
+    path = tmp_path / "log"
+    follower = Follower(path)
+    assert follower.lines() == []
+    path.write_text("one\ntwo")
+    assert follower.lines() == ["one"]
+    with path.open("a") as file:
+        file.write("!\nthr")
+    assert follower.lines() == ["two!"]
+    assert follower.lines(last=True) == ["thr"]
+
+
+def test_log_rank_may_list_several():
+    assert shown_ranks({}) == {0} and shown_ranks({"LOG_RANK": "1,3"}) == {1, 3}
