@@ -71,6 +71,10 @@ def test_norms_and_biases_are_not_decayed():
     assert groups('--optimizer.no_decay=["tok_*"]')[1] == {"tok_embeddings.weight"}
     with pytest.raises(UserError, match='"nothing.\\*" matches no trained parameter'):
         groups('--optimizer.no_decay=["nothing.*"]')
+    with pytest.raises(UserError, match='model.freeze: "nothing.\\*" matches no parameter'):
+        groups('--model.freeze=["nothing.*"]')
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        groups('--model.freeze=["*"]')
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])

@@ -11,15 +11,15 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.check import Job, job_from
 from titanlite.config.load import CommandLine, ConfigError, load, parse_command_line
 from titanlite.errors import UserError
-from titanlite.observe.console import LAUNCHED, rank_log, shown_ranks
+from titanlite.machine import check_machine, check_torch
+from titanlite.observe.console import LAUNCHED, rank_log
 from titanlite.runtime import cluster
 from titanlite.runtime.cluster import Nodes
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-TORCH_RANGE = ((2, 11), (2, 14))
 
 
 def launch(argv: list[str]) -> int:
@@ -36,11 +35,15 @@ def launch(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
     try:
         line = parse_command_line(argv, environ)
-        _check_torch()
+        check_torch()
         nodes = cluster.nodes(environ)
         device, processes = _device_and_processes(line, environ)
-        job = job_from(line, world=nodes.count * processes, training=True)
-        _check_machine(job, device, processes)
+        world = nodes.count * processes
+        job = job_from(line, world=world, training=True)
+        shown = cluster.shown_ranks(environ)
+        if max(shown) >= world:
+            raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
+        check_machine(job, device, processes)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -50,17 +53,7 @@ def launch(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("titanlite: stopped before any worker was started", file=sys.stderr)
         return INTERRUPTED
-    return _run(job, argv, nodes, device, processes, environ)
-
-
-def _check_torch() -> None:
-    """Refuse a torch outside the supported range, before its import can fail in some other way."""
-    found = version("torch")
-    low, high = TORCH_RANGE
-    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
-        raise UserError(
-            f"torch {found} is not supported: titanlite needs torch >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-        )
+    return _run(job, argv, nodes, device, processes, shown, environ)
 
 
 def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -74,70 +67,9 @@ def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tupl
     return device, max(1, processes)
 
 
-def _check_machine(job: Job, device: str, processes: int) -> None:
-    """Name everything that this machine lacks for the job, before any worker is started."""
-    if faults := list(_machine_faults(job, device, processes)):
-        what = f"{job.config.model.name} {job.config.model.flavor}"
-        raise UserError("\n  ".join([f"this machine can't train {what} as asked; nothing was started", *faults]))
-
-
-def _machine_faults(job: Job, device: str, processes: int) -> Iterator[str]:
-    import torch
-
-    from titanlite.data.sources import find_documents
-    from titanlite.data.tokenizer import open_tokenizer
-    from titanlite.observe.memory import machine_bytes, readable, state_bytes
-    from titanlite.optim import state_per_element
-    from titanlite.parallel.parallelize import build_model
-
-    config = job.config
-    if device == "cuda" and not torch.cuda.is_available():
-        yield f"there are GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false"
-        return
-    if fault := _folder_fault(Path(config.job.dump_folder)):
-        yield fault
-    if device == "cpu" and config.training.dataloader.pin_memory:
-        yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
-    asked = [("training", config.training)] + [("validation", config.validation)] * config.validation.enable
-    checks = [lambda: open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)]
-    checks += [lambda key=key, s=s: find_documents(key, s.dataset, s.dataset_path) for key, s in asked]
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            yield str(error)
-    model, _ = build_model(job)
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    size = next(model.parameters()).element_size()
-    total = sum(state_bytes(elements, elements, size, state_per_element(config.optimizer)))
-    needed = total * processes // job.layout.fsdp
-    has = torch.cuda.get_device_properties(0).total_memory * processes if device == "cuda" else machine_bytes()
-    if needed > has:
-        ranks = -(-total // (has // processes))
-        yield (
-            f"memory: parameters, gradients and optimizer state take {readable(needed)} here "
-            f"({readable(needed // processes)} in each of {processes} processes), and there are {readable(has)}\n"
-            f"  what could: {ranks} or more ranks with as much memory as one has here; "
-            f"{-(-total // (60 << 30))} or more GPUs of 80 GB; or here a smaller flavour: {_smaller(job, has)}"
-        )
-
-
-def _folder_fault(folder: Path) -> str:
-    """Why nothing can be written to the dump folder, or an empty string."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
-        return ""
-    return f'job.dump_folder = "{folder}": {place} is not a folder that can be written to'
-
-
-def _smaller(job: Job, has: int) -> str:
-    """Flavours in words; sizes are the model's own business, so all but this one are named."""
-    return ", ".join(f"--model.flavor {name}" for name in job.spec.flavors if name != job.config.model.flavor)
-
-
-def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> int:
+def _run(
+    job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, shown: set[int], environ: Mapping[str, str]
+) -> int:
     """Start the workers and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -149,10 +81,9 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, e
 
     folder = Path(job.config.job.dump_folder)
     first = nodes.rank * processes
-    ranks = range(first, first + processes)
-    shown = {rank: rank_log(folder, rank) for rank in sorted(shown_ranks(environ) & set(ranks)) or [first]}
+    here = sorted(shown.intersection(range(first, first + processes))) or [first]
     terminal = Terminal(
-        shown,
+        {rank: rank_log(folder, rank) for rank in here},
         folder / "metrics.jsonl",
         job.config.training.steps,
         colour=not job.config.metrics.disable_color_printing,
@@ -223,7 +154,8 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:
         told = kind in ("UserError", "NotFinite", "ConfigError")  # what needs no traceback
         text = words if told else message["extraInfo"]["py_callstack"].rstrip()
     else:
-        text = f"it left no traceback: {message or f'exit code {failures[rank].exitcode}'}"
+        tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
+        text = "\n".join([*tail, f"it left no word: {message or f'exit code {failures[rank].exitcode}'}"])
     print(f"\ntitanlite: {who}\n{text}", file=sys.stderr)
 
 

@@ -19,6 +19,8 @@ def split_by_decay(
 ) -> tuple[NamedParameters, NamedParameters]:
     """The trained parameters with weight decay, and those without; every pattern must match something."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not named:
+        raise UserError("model.freeze leaves nothing to train")
     for pattern in set(no_decay) - {"norms", "biases"}:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')

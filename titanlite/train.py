@@ -23,7 +23,7 @@ from titanlite.errors import UserError
 from titanlite.finite import NotFinite
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.observe.run_folder import move_previous_aside
-from titanlite.runtime.cluster import Place, place
+from titanlite.runtime.cluster import Place, place, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.trainer import Trainer
 
@@ -70,7 +70,7 @@ def run(job: Job, where: Place, environ: dict[str, str]) -> None:
             if where.rank == 0:
                 aside = move_previous_aside(folder, job.config.metrics.save_tb_folder)
             dist.barrier()
-        log = open_log(folder, where.rank, environ)
+        log = open_log(folder, where.rank, LAUNCHED in environ, where.rank in shown_ranks(environ))
         if aside:
             log.info(f"an earlier run's files are now in {aside}")
         if job.config.job.print_config:

@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.check import Job, validation_seq_len
-from titanlite.data.loader import MicroBatch, Windows, load_batches
+from titanlite.data.loader import Ahead, MicroBatch, Windows, build_loader
 from titanlite.data.order import Share
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import open_tokenizer
@@ -75,13 +74,14 @@ class Trainer:
             "training", training.dataset, training.dataset_path, training.seq_len, self.seed, training.repeat
         )
         if validation.enable:  # its order has a fixed seed, so that n steps are the same windows in every run
-            self.held_out = windows(
-                "validation",
-                validation.dataset,
-                validation.dataset_path,
-                validation_seq_len(config),
-                0,
-                False,
+            self.validation_loader = build_loader(
+                windows(
+                    "validation", validation.dataset, validation.dataset_path, validation_seq_len(config), 0, False
+                ),
+                Share(coordinate, job.batch.data_parallel, validation.local_batch_size),
+                consumed=0,
+                steps=None if validation.steps == -1 else validation.steps,
+                settings=training.dataloader,
             )
 
     def _agree(self, what: str, mine: str) -> None:
@@ -95,12 +95,6 @@ class Trainer:
 
     def _build_model(self) -> None:
         model, self.table = build_model(self.job)
-        for pattern in self.job.config.model.freeze:
-            names = [name for name in self.table if fnmatchcase(name, pattern)]
-            if not names:
-                raise UserError(f'model.freeze: "{pattern}" matches no parameter')
-            for name in names:
-                model.get_parameter(name).requires_grad_(False)
         self.flops = flops_per_token(
             model.named_parameters(), self.table, self.job.shape, self.job.config.training.seq_len
         )
@@ -112,8 +106,6 @@ class Trainer:
         named = [item for part in self.parts for item in part.named_parameters()]
         self.decayed, self.exempt = split_by_decay(named, self.table, config.no_decay)
         self.trained = [parameter for _, parameter in (*self.decayed, *self.exempt)]
-        if not self.trained:
-            raise UserError("model.freeze leaves nothing to train")
         self.optimizer = build_optimizer(self.decayed, self.exempt, config)
 
     def _open_metrics(self) -> None:
@@ -152,14 +144,9 @@ class Trainer:
         """Run to the target step."""
         config, steps = self.job.config, self.job.config.training.steps
         gc.disable()  # or ranks would collect at different times, and wait for each other
-        self.batches = load_batches(
-            self.data,
-            self.share,
-            self.step * self.share.per_step,
-            None,
-            config.training.dataloader,
-            self.device,
-        )
+        consumed = self.step * self.share.per_step
+        loader = build_loader(self.data, self.share, consumed, None, config.training.dataloader)
+        self.batches = Ahead(loader, self.device)
         self._start_clock()
         while self.step < steps:
             self.step += 1
@@ -220,17 +207,8 @@ class Trainer:
 
     def validate(self) -> None:
         """Log the loss on held-out data."""
-        config, began = self.job.config, time.perf_counter()
-        share = Share(self.share.coordinate, self.share.ranks, config.validation.local_batch_size)
-        loss = validation_loss(
-            self.parts[0],
-            self.held_out,
-            share,
-            config.validation.steps,
-            config.training.dataloader,
-            self.device,
-            self.mesh.loss,
-        )
+        began = time.perf_counter()
+        loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
         self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
         for sink in self.sinks:
             sink.validation(self.step, loss)

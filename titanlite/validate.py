@@ -5,27 +5,20 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.config.schema import Dataloader
-from titanlite.data.loader import Windows, load_batches
-from titanlite.data.order import Share
+from titanlite.data.loader import Ahead
 from titanlite.loss import count_valid, token_loss_sum
 
 
 def validation_loss(
-    model: nn.Module,
-    windows: Windows,
-    share: Share,
-    steps: int,
-    settings: Dataloader,
-    device: torch.device,
-    group: dist.ProcessGroup,
+    model: nn.Module, loader: StatefulDataLoader, device: torch.device, group: dist.ProcessGroup
 ) -> float:
-    """Mean token loss over `steps` batches (-1: the whole set), the same batches every time.
+    """Mean token loss over a loader's batches, the same batches every time.
 
     The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another.
     """
-    batches = load_batches(windows, share, 0, None if steps == -1 else steps, settings, device)
+    batches = Ahead(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     with torch.no_grad():

@@ -63,6 +63,8 @@ def test_a_rule_is_silent_where_it_reads_a_bad_field():
         (["--job.device", "cpu", "--training.dataloader.pin_memory"], "for copies to a GPU"),
         (["--job", "x"], "--job"),
         (["--debug", "1"], "is not an option"),
+        (["--lr", "1"], "did you mean --optimizer.lr"),
+        (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
         (["--model.overrides", "4"], "is a table"),
         (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
         (["--training.steps=3", "stray"], "stray\n      is not an option"),

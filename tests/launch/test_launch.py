@@ -60,7 +60,7 @@ def test_a_config_that_this_machine_cannot_run_says_what_could(tmp_path):
     code, out = train(["--config", "llama_8b.toml", "--job.device=cpu"], tmp_path)
     assert code == 2 and "Traceback" not in out
     assert "cannot read tokenizer.json" in out and "no such folder or file" in out
-    assert "119.7 GiB" in out and "what could:" in out and "--model.flavor debugmodel" in out
+    assert "119.7 GiB" in out and "what could:" in out and "one of debugmodel, 1B" in out
     assert not list(tmp_path.iterdir())
 
 

@@ -5,18 +5,23 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
 from tests.jobs import TINY
 from tests.launch.run import ROOT, environment
-from titanlite.observe.console import coloured, shown_ranks
+from titanlite.errors import UserError
+from titanlite.observe.console import coloured
 from titanlite.observe.terminal import Follower
+from titanlite.runtime.cluster import shown_ranks
 
 
-def on_a_terminal(argv: list[str]) -> str:
-    """All that the command writes to a pseudo-terminal."""
+def on_a_terminal(*command: str) -> str:
+    """All that a command writes to a pseudo-terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "titanlite", "train", *argv]
     environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS="160")
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT
+    )
     os.close(theirs)
     out = b""
     while True:
@@ -31,11 +36,20 @@ def on_a_terminal(argv: list[str]) -> str:
 
 
 def test_a_terminal_shows_progress_and_colours(tmp_path):
-    out = on_a_terminal([*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"])
+    argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
+    out = on_a_terminal("-m", "titanlite", "train", *argv)
     assert "\033[32mloss:" in out and "starting" in out and "tokens/s a device" in out and "/40" in out
     assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
-    plain = on_a_terminal([*TINY, "--metrics.disable_color_printing", f"--job.dump_folder={tmp_path}"])
-    assert "\033[32mloss:" not in plain and "loss:" in plain
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_disable_color_printing_shows_plain_lines(tmp_path, colour):
+    (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
+    code = (
+        "import sys; from pathlib import Path; from titanlite.observe.terminal import Terminal as T; f = Path(sys.argv[1])"
+        f"; t = T({{0: f / 'log'}}, f / 'metrics', 9, colour={colour}); t.start(); t.stop()"
+    )
+    assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == colour
 
 
 def test_colours_keep_the_line():
@@ -59,3 +73,5 @@ def test_a_follower_returns_whole_lines_only(tmp_path):
 
 def test_log_rank_may_list_several():
     assert shown_ranks({}) == {0} and shown_ranks({"LOG_RANK": "1,3"}) == {1, 3}
+    with pytest.raises(UserError, match="LOG_RANK=all must be a rank"):
+        shown_ranks({"LOG_RANK": "all"})

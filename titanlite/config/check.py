@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.config.load import CommandLine, ConfigError, Entry, Fault, Loaded, load
+from titanlite.config.load import CommandLine, ConfigError, Fault, Loaded, load
 from titanlite.config.schema import JobConfig, Section, keys
 from titanlite.errors import UserError
 from titanlite.layout import Batch, Layout, divisors
@@ -119,8 +119,9 @@ class _Judge:
         value: Any = self.loaded.config
         for part in key.split("."):
             value = getattr(value, part)
-        entry = self.loaded.entries.get(key, Entry(None, "default"))
-        return Fault(key, why, None if isinstance(value, (Section, dict)) else value, entry.origin)
+        entries = [e for k, e in self.loaded.entries.items() if k == key or k.startswith(f"{key}.")]
+        origin = entries[-1].origin if entries else "default"
+        return Fault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
 
 
 def _readable(value: Any) -> Any:

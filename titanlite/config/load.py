@@ -96,7 +96,9 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
                 line.faults.append(Fault(word, "needs the name of a TOML file"))
             line.files += values
         elif "." not in name:
-            line.faults.append(Fault(word, "is not an option; known are --config, --help and --section.key VALUE"))
+            full = [f"--{key}" for key in keys() if key.rpartition(".")[2] == name]
+            known = " or ".join(full) or "--config, --help and --section.key VALUE"
+            line.faults.append(Fault(word, f"is not an option; {'did you mean' if full else 'known are'} {known}"))
         else:
             line.overrides.update([_override(name, values)])
     if not line.files:

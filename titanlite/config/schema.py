@@ -72,7 +72,7 @@ class Dataloader(Section):
     persistent_workers: bool = False
     """Keep the worker processes between validations."""
     pin_memory: bool = False
-    """Page-lock batches in the worker processes' parent; needs a GPU. (Copies to a GPU are pinned anyway.)"""
+    """Page-lock batches for the copy to a GPU. There it is always done; on a CPU it is refused."""
     prefetch_factor: Positive = 2
     """Batches that each worker process reads ahead."""
 

@@ -78,18 +78,13 @@ class IndexSampler:
             step += 1
 
 
-def load_batches(
-    windows: Windows,
-    share: Share,
-    consumed: int,
-    steps: int | None,
-    settings: Dataloader,
-    device: torch.device,
-) -> Ahead:
+def build_loader(
+    windows: Windows, share: Share, consumed: int, steps: int | None, settings: Dataloader
+) -> StatefulDataLoader:
     """Micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts."""
     left = windows.steps_left(consumed, share.per_step)
     steps = left if steps is None else steps if left is None else min(steps, left)
-    options: dict[str, Any] = {"collate_fn": np.stack, "pin_memory": settings.pin_memory}
+    options: dict[str, Any] = {"collate_fn": np.stack}
     if settings.num_workers:
         # Not fork: a child forked after a backward pass hangs in torch.
         context = get_context("forkserver")
@@ -103,12 +98,11 @@ def load_batches(
         }
     # torchdata 0.11 calls what torch 2.13 deprecates
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-    loader = StatefulDataLoader(windows, batch_sampler=IndexSampler(share, consumed, steps), **options)
-    return Ahead(loader, device)
+    return StatefulDataLoader(windows, batch_sampler=IndexSampler(share, consumed, steps), **options)
 
 
 class Ahead:
-    """Runs a loader in a thread, so that the next batch is ready before it is asked for."""
+    """Reads a loader once, in a thread: the next batch is ready, and pinned for a GPU, before it is asked for."""
 
     def __init__(self, loader: StatefulDataLoader, device: torch.device) -> None:
         self.loader = loader

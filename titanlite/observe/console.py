@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
@@ -28,21 +27,15 @@ def rank_log(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-def shown_ranks(environ: Mapping[str, str]) -> set[int]:
-    """Ranks whose output is shown: LOG_RANK, one or several with commas between."""
-    return {int(part) for part in environ.get("LOG_RANK", "0").split(",") if part.strip().isdigit()}
-
-
-def open_log(dump_folder: Path, rank: int, environ: Mapping[str, str]) -> logging.Logger:
+def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> logging.Logger:
     """The logger of this rank.
 
     Started by our launcher, all output is the rank's log file. Started by torchrun or srun, the log file is
-    written from here, and only LOG_RANK speaks on the console.
+    written from here, and only `shown` ranks speak on the console.
     """
     log = logging.Logger(f"titanlite.rank{rank}", logging.INFO)
     handlers: list[logging.Handler] = []
-    launched = LAUNCHED in environ
-    if launched or rank in shown_ranks(environ):
+    if launched or shown:
         handlers.append(logging.StreamHandler(sys.stdout))
     if not launched:
         path = rank_log(dump_folder, rank)

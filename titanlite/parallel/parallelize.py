@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import torch
 from torch import nn
 
 from titanlite.config.check import Job
+from titanlite.errors import UserError
 from titanlite.parallel import fsdp
 from titanlite.parallel.init import materialise, shared_names
 from titanlite.parallel.mesh import Mesh
@@ -13,7 +16,7 @@ from titanlite.registry import Rule, assign
 
 
 def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
-    """The model on the meta device, in training.dtype, and the row of the model's table for each parameter."""
+    """The model on the meta device, in training.dtype, frozen where asked; and each parameter's row of its table."""
     with torch.device("meta"):
         model = job.spec.module(job.model, job.positions)
     table = assign(
@@ -21,6 +24,12 @@ def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
     )
     for parameter in model.parameters():  # buffers keep their own types
         parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
+    for pattern in job.config.model.freeze:
+        names = [name for name in table if fnmatchcase(name, pattern)]
+        if not names:
+            raise UserError(f'model.freeze: "{pattern}" matches no parameter')
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
     return model, table
 
 

@@ -160,6 +160,23 @@ def gpus(environ: Mapping[str, str]) -> int:
     return 0
 
 
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU, asked of the driver (torch would take some of it to answer); None if unknown."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return min((int(mebibytes) << 20 for mebibytes in listing if mebibytes.isdigit()), default=None)
+
+
+def shown_ranks(environ: Mapping[str, str]) -> set[int]:
+    """Ranks whose output is shown: LOG_RANK, one or several with commas between."""
+    text = environ.get("LOG_RANK") or "0"
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"LOG_RANK={text} must be a rank, or several with commas between")
+    return set(map(int, text.split(",")))
+
+
 def _number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     text = environ.get(name, "")
     if not text:

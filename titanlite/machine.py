@@ -1,0 +1,85 @@
+"""Is this machine fit for the job? Asked by the launcher before any worker exists; every lack is named at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from titanlite.config.check import Job
+from titanlite.errors import UserError
+from titanlite.runtime import cluster
+
+TORCH_RANGE = ((2, 11), (2, 14))
+
+
+def check_torch() -> None:
+    """Refuse a torch outside the supported range, before its import can fail in some other way."""
+    found = version("torch")
+    low, high = TORCH_RANGE
+    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+        raise UserError(
+            f"torch {found} is not supported: titanlite needs torch >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        )
+
+
+def check_machine(job: Job, device: str, processes: int) -> None:
+    """Name everything that this machine lacks for the job, before any worker is started."""
+    if faults := list(_lacks(job, device, processes)):
+        what = f"{job.config.model.name} {job.config.model.flavor}"
+        raise UserError("\n  ".join([f"this machine can't train {what} as asked; nothing was started", *faults]))
+
+
+def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
+    import torch
+
+    from titanlite.data.sources import find_documents
+    from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.observe.memory import machine_bytes, readable, state_bytes
+    from titanlite.optim import split_by_decay, state_per_element
+    from titanlite.parallel.parallelize import build_model
+
+    config = job.config
+    if device == "cuda" and not torch.cuda.is_available():
+        yield f"there are GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false"
+        return
+    if fault := _folder_fault(Path(config.job.dump_folder)):
+        yield fault
+    if device == "cpu" and config.training.dataloader.pin_memory:
+        yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
+    checks: list[Callable[[], object]] = [lambda: open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)]
+    checks.append(lambda: find_documents("training", config.training.dataset, config.training.dataset_path))
+    if config.validation.enable:
+        checks.append(lambda: find_documents("validation", config.validation.dataset, config.validation.dataset_path))
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
+    model, table = build_model(job)
+    split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
+    elements = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = next(model.parameters()).element_size()
+    total = sum(state_bytes(elements, trained, size, state_per_element(config.optimizer)))
+    each = total // job.layout.fsdp
+    has = cluster.gpu_bytes() if device == "cuda" else machine_bytes() // processes
+    if has is not None and each > has:
+        others = ", ".join(name for name in job.spec.flavors if name != config.model.flavor)
+        yield (
+            f"memory: parameters, gradients and optimizer state take {readable(total)} in all, {readable(each)} in "
+            f"each of {job.layout.fsdp} sharding ranks, and there are {readable(has)} for each\n"
+            f"      what could: {-(-total // has)} or more ranks like these, or {-(-total // (60 << 30))} or more "
+            f"GPUs of 80 GB; a smaller model runs here: --model.flavor, one of {others}"
+        )
+
+
+def _folder_fault(folder: Path) -> str:
+    """Why nothing can be written to the dump folder, or an empty string."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return ""
+    return f'job.dump_folder = "{folder}": {place} is not a folder that can be written to'
