@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.jobs import TINY, trainer
+from tests.jobs import PARROT, TINY, trainer
 from tests.test_trainer import records
 
 
@@ -29,10 +29,10 @@ def test_a_ragged_set_gives_the_value_of_one_process(pool, tmp_path, steps):
 
 
 def test_validation_changes_nothing_of_the_training(pool, tmp_path):
+    """With dropout on: a model left in evaluation mode would train without it."""
     plain, validated = tmp_path / "plain", tmp_path / "validated"
-    pool.run(losses, TINY, str(plain), world=2)
-    pool.run(
-        losses, [*TINY, "--validation.enable", "--validation.freq=1", "--validation.steps=1"], str(validated), world=2
-    )
+    pool.run(losses, PARROT, str(plain), world=2)
+    settings = ["--validation.enable", "--validation.freq=1", "--validation.steps=1"]
+    pool.run(losses, [*PARROT, *settings], str(validated), world=2)
     trained = [[r["loss"] for r in records(folder) if "loss" in r] for folder in (plain, validated)]
     assert trained[0] == trained[1]

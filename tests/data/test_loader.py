@@ -61,10 +61,14 @@ def test_a_chain_of_cuts_reads_what_no_cut_reads(windows, cut):
     assert "".join(pieces)[:84] == read(data, 1, steps=21)
 
 
-def test_labels_are_the_next_tokens(windows):
-    data = windows(True)
-    (batch,) = Ahead(build_loader(data, Share(0, 1, 1), 0, 1, Dataloader()), CPU)
-    assert torch.equal(batch.tokens[0, 1:], batch.labels[0, :-1])
+def test_labels_are_the_next_tokens(tmp_path):
+    (tmp_path / "alphabet.txt").write_text("abcdefghijklmnopq")
+    data = Windows(open_source("training", "text", str(tmp_path), ByteTokenizer()), 8, 0, True, "training")
+    (batch,) = Ahead(build_loader(data, Share(0, 1, 2), 0, 1, Dataloader()), CPU)
+    rows = {
+        bytes(t.byte().tolist()): bytes(n.byte().tolist()) for t, n in zip(batch.tokens, batch.labels, strict=True)
+    }
+    assert rows == {b"abcdefgh": b"bcdefghi", b"ijklmnop": b"jklmnopq"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -41,10 +41,10 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def start(checkout: Path) -> subprocess.Popen:
+def start(checkout: Path, **environ: str) -> subprocess.Popen:
     command = [sys.executable, str(checkout / "scripts/environment.py")]
     return subprocess.Popen(
-        command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=checkout
+        command, env=environment(**environ), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=checkout
     )
 
 
@@ -68,3 +68,12 @@ def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout)
     (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
     fourth = start(checkout)
     assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"
+
+
+def test_an_interpreter_without_venv_is_told_what_to_install(checkout):
+    """As Debian ships Python: venv is there, what it needs is not."""
+    (checkout / "ensurepip.py").write_text("raise ImportError")
+    process = start(checkout, PYTHONPATH=str(checkout))
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and len(error.splitlines()) == 1
+    assert "apt install python3-venv" in error and not (checkout / ".venv").exists()

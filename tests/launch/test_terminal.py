@@ -46,8 +46,8 @@ def test_a_terminal_shows_progress_and_colours(tmp_path):
 def test_disable_color_printing_shows_plain_lines(tmp_path, colour):
     (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
     code = (
-        "import sys; from pathlib import Path; from titanlite.observe.terminal import Terminal as T; f = Path(sys.argv[1])"
-        f"; t = T({{0: f / 'log'}}, f / 'metrics', 9, colour={colour}); t.start(); t.stop()"
+        "import sys, pathlib; from titanlite.observe.terminal import Terminal as T; f = pathlib.Path(sys.argv[1]); "
+        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, colour={colour}); t.start(); t.stop()"
     )
     assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == colour
 
