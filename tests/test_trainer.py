@@ -1,5 +1,6 @@
 """The loop: the same numbers on every mesh and in every run, and a stop that all ranks agree on."""
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -34,6 +35,42 @@ def test_losses_and_norms_are_those_of_one_process(pool, tmp_path, optimizer):
         assert logged(pool, tmp_path / str(world), world, choice, *batch) == [
             (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for loss, norm in alone
         ]
+
+
+def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of the trainer, and of the same steps written by hand."""
+    argv = [*TINY, "--training.steps=5", f"--optimizer.name={optimizer}", "--lr_scheduler.warmup_steps=0"]
+    run = trainer(argv, folder)
+    twin = copy.deepcopy(run.parts[0])
+    run.train()
+    decayed = [p for p in twin.parameters() if p.dim() > 1]
+    others = [p for p in twin.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    plain = (
+        torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
+        if optimizer == "AdamW"
+        else torch.optim.SGD(groups, lr=5e-3)
+    )
+    numbers: list[float] = []
+    for step in range(5):
+        windows = torch.stack([torch.as_tensor(run.data[2 * step + i]) for i in range(2)])
+        logits = twin(windows[:, 0])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1].flatten())
+        plain.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        for group in plain.param_groups:
+            group["lr"] = 5e-3 * (1 - (step + 1) / 6)
+        plain.step()
+        numbers += [loss.item(), norm.item()]
+    return numbers, [number for r in records(folder) for number in (r["loss"], r["grad_norm"])]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path, optimizer):
+    (found,) = pool.run(beside_a_plain_loop, str(tmp_path), optimizer, world=1)
+    by_hand, by_trainer = found
+    assert by_trainer == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_two_runs_of_one_config_are_bit_equal_dropout_included(pool, tmp_path):

@@ -32,6 +32,11 @@ def test_a_bad_field_does_not_hide_a_rule_on_others():
     assert "training.steps" in text and "training.global_batch_size = 17" in text and "16 or 32" in text
 
 
+def test_a_rule_that_cannot_read_its_field_does_not_silence_the_next():
+    text = faults("--training.seq_len", "x", "--training.global_batch_size", "17", world=2)
+    assert "training.seq_len" in text and "training.global_batch_size = 17" in text
+
+
 def test_a_rule_is_silent_where_it_reads_a_bad_field():
     assert "1 fault " in faults("--training.local_batch_size", "0", "--training.global_batch_size", "17", world=2)
 

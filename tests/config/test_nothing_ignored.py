@@ -85,7 +85,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
         "weights": {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()},
         "types": [str(w.dtype) for w in weights(run).values()],
-        "log": [line for line in lines if not line.startswith("step:")],
+        "log": [line for line in lines if not line.startswith(("step:", "a sample, at"))],
         "start": run.describe(),
         "files": sorted(
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
