@@ -69,6 +69,26 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """A matrix whose rows and columns are swapped over there."""
+
+    def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.t()
+
+    def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.t()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several equal parts that are joined along a dimension over there, after the steps of `via`."""
+
+    index: int
+    of: int
+    dim: int = 0
+
+
+@dataclass(frozen=True)
 class Rule:
     """One row of a model's table. A `*` in the pattern stands for one dotted component."""
 
@@ -77,7 +97,9 @@ class Rule:
     tensor: Role
     hf: str = ""
     """Name in a Hugging Face folder, with the pattern's wildcards in the same order."""
-    via: Step | None = None
+    via: tuple[Step, ...] = ()
+    """Steps to its form there, the first one first."""
+    part: Part | None = None
     tied: str = ""
     """Second name of the same tensor, such as an output layer that shares the embedding's weight."""
 

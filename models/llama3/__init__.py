@@ -61,7 +61,7 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
             tied="output.weight" if c.tied else "",
         ),
         Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
-        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", Rotary(c.n_heads)),
+        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", (Rotary(c.n_heads),)),
         Rule(
             block + "attention.wk.weight",
             into,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.checkpoint.huggingface import from_hf, to_hf
 from titanlite.errors import UserError
 from titanlite.models.common import RopeScaling
 from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
@@ -81,10 +82,7 @@ def test_logits_equal_transformers_llama(variant):
             tie_word_embeddings=c.tied,
         )
     )
-    weights = {
-        table[name].hf_name(name): (step.to_hf(p) if (step := table[name].via) else p).detach()
-        for name, p in model.named_parameters()
-    }
+    weights = to_hf({name: p.detach() for name, p in model.named_parameters()}, table)
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert missing == (["lm_head.weight"] if c.tied else []) and not unexpected
     theirs.tie_weights()
@@ -93,13 +91,17 @@ def test_logits_equal_transformers_llama(variant):
         assert (model(tokens) - theirs(tokens).logits).abs().max().item() <= 1e-5
 
 
-def test_hf_steps_undo_themselves():
-    _, table = build(SMALL)
-    for name, rule in table.items():
-        if rule.via:
-            weight = torch.randn(32 if "wq" in name else 16, 32)
-            assert torch.equal(rule.via.from_hf(rule.via.to_hf(weight)), weight)
-            assert not torch.equal(rule.via.to_hf(weight), weight)
+def test_weights_survive_the_way_to_hugging_face_and_back():
+    model, table = build(SMALL)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    there = to_hf(weights, table)
+    back = from_hf(there, table)
+    assert all(torch.equal(back[name], weights[name]) for name in weights) and back.keys() == weights.keys()
+    moved = "layers.0.attention.wq.weight"
+    assert not torch.equal(there["model.layers.0.self_attn.q_proj.weight"], weights[moved])
+    del there["model.norm.weight"]
+    with pytest.raises(UserError, match="missing .*model.norm.weight"):
+        from_hf(there, table)
 
 
 def test_a_document_mask_equals_each_document_alone():
