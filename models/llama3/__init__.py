@@ -67,7 +67,7 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
             into,
             "column",
             hf + "self_attn.k_proj.weight",
-            Rotary(c.n_kv_heads),
+            (Rotary(c.n_kv_heads),),
         ),
         Rule(block + "attention.wv.weight", into, "column", hf + "self_attn.v_proj.weight"),
         Rule(block + "attention.wo.weight", out_of, "row", hf + "self_attn.o_proj.weight"),
