@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
+NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build")
 TORCH_RANGE = ((2, 11), (2, 14))
 
@@ -69,8 +70,11 @@ def make(dev: bool) -> None:
             f"{sys.executable} has no working venv module; install it (Debian, Ubuntu: "
             f"apt install python3-venv), or activate an environment with titanlite in it"
         )
-    if not PYTHON.exists():
-        venv.create(VENV, with_pip=True, clear=VENV.exists())
+    if not site_packages().exists():  # none yet, or another Python's
+        try:
+            venv.create(VENV, with_pip=True, symlinks=True, clear=VENV.exists())
+        except subprocess.CalledProcessError as error:
+            fail(f"{sys.executable} could not make {VENV}: {error}")
     if torch_folder := folder_of_active_torch():
         (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")

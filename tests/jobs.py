@@ -38,7 +38,7 @@ def job(argv: list[str], world: int) -> Job:
 def trainer(argv: list[str], folder: str, log: logging.Logger | None = None) -> Trainer:
     """A trainer on this rank of the pool."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = Place(rank, world, rank, world, f"host{rank}")
+    place = Place(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     argv = [*argv, f"--job.dump_folder={folder}"]
     return Trainer(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
@@ -60,7 +60,8 @@ def gradients(of: Trainer) -> dict[str, torch.Tensor]:
 def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: Share) -> list[MicroBatch]:
     """This rank's part of a global batch."""
     parts = [share.micro_batch(0, number) for number in range(share.accumulation)]
-    return [MicroBatch(tokens[part.start : part.stop], labels[part.start : part.stop]) for part in parts]
+    rows = torch.stack([tokens, labels], dim=1)
+    return [MicroBatch(rows[part.start : part.stop]) for part in parts]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

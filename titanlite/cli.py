@@ -13,6 +13,10 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
                    [--world N]                                        judged for N ranks, not the fewest
                    [--schema | --markdown]                            JSON schema of configs; docs/config.md
 
+  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
+  titanlite data show FOLDER                                        what a prepared folder holds
+  titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
+
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
 the command line wins over files. Environment: NGPU (processes on this node), LOG_RANK (whose output is shown),
 NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood as well).
@@ -39,9 +43,17 @@ def main(argv: list[str] | None = None) -> int:
         return launch(rest)
     if verb == "config":
         return _config(rest)
+    if verb == "data":
+        from titanlite.data.cli import data
+
+        return data(rest)
+    if verb == "plot":
+        from titanlite.observe.plot import plot
+
+        return plot(rest)
     from titanlite.errors import nearest
 
-    close = nearest(verb, ("train", "config", "help"))
+    close = nearest(verb, ("train", "config", "data", "plot", "help"))
     hint = f"; did you mean {close}?" if close else ""
     print(
         f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",

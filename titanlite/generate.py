@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.schema import Generate
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, printable
 from titanlite.runtime.determinism import derive_seed
 
 
@@ -34,8 +34,3 @@ def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator
     if temperature == 0:
         return logits.argmax()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
-
-
-def printable(text: str) -> str:
-    """Nothing that a model writes reaches the terminal as a control sequence."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -95,8 +95,15 @@ def _run(
             print(f"titanlite: an earlier run's files are now in {aside}", flush=True)
         roll_call.wait_for("folder", done_here=nodes.rank == 0)
         terminal.start()
-        run_workers(argv, roll_call, nodes.count, processes, folder, _worker_environment(nodes, processes, environ))
-    except UserError as error:
+        run_workers(
+            [*argv, f"--job.device={device}"],
+            roll_call,
+            nodes.count,
+            processes,
+            folder,
+            _worker_environment(nodes, processes, environ),
+        )
+    except (UserError, OSError) as error:
         print(f"titanlite: {error}", file=sys.stderr)
         return FAILED
     except ChildFailedError as error:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.config.check import Job
 from titanlite.errors import UserError
 from titanlite.runtime import cluster
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.registry import Rule
 
 TORCH_RANGE = ((2, 11), (2, 14))
 
 
 def check_torch() -> None:
     """Refuse a torch outside the supported range, before its import can fail in some other way."""
-    found = version("torch")
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        raise UserError("torch is not installed in this environment: pip install 'torch>=2.11,<2.14'") from None
     low, high = TORCH_RANGE
     if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
         raise UserError(
@@ -34,7 +43,7 @@ def check_machine(job: Job, device: str, processes: int) -> None:
 def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     import torch
 
-    from titanlite.data.sources import find_documents
+    from titanlite.data.sources import look_for
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.observe.memory import machine_bytes, readable, state_bytes
     from titanlite.optim import split_by_decay, state_per_element
@@ -42,23 +51,34 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
 
     config = job.config
     if device == "cuda" and not torch.cuda.is_available():
-        yield f"there are GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false"
+        why = "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
+        yield f"there are GPUs, but torch {torch.__version__} can't use them: {why}"
         return
     if fault := _folder_fault(Path(config.job.dump_folder)):
         yield fault
     if device == "cpu" and config.training.dataloader.pin_memory:
         yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
-    checks: list[Callable[[], object]] = [lambda: open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)]
-    checks.append(lambda: find_documents("training", config.training.dataset, config.training.dataset_path))
-    if config.validation.enable:
-        checks.append(lambda: find_documents("validation", config.validation.dataset, config.validation.dataset_path))
+    training, validation = config.training, config.validation
+    data = [("training", part.dataset, part.dataset_path) for part in training.mixture]
+    data = data or [("training", training.dataset, training.dataset_path)]
+    if validation.enable:
+        data.append(("validation", validation.dataset, validation.dataset_path))
+    checks: list[Callable[[], object]] = [lambda: open_tokenizer(job)]
+    checks += [lambda asked=asked: look_for(*asked, job.shape.vocab_size) for asked in data]
+    built: list[tuple[nn.Module, dict[str, Rule]]] = []
+    checks.append(lambda: built.append(build_model(job)))
     for check in checks:
         try:
             check()
         except UserError as error:
             yield str(error)
-    model, table = build_model(job)
-    split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
+    if not built:
+        return
+    model, table = built[0]
+    try:
+        split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
+    except UserError as error:
+        yield str(error)
     elements = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = next(model.parameters()).element_size()

@@ -228,11 +228,8 @@ def get_model(name: str, package: str = "") -> ModelSpec:
         return _specs[name]
     known = sorted({*folders, *outside, *_specs})
     close = nearest(name, known)
-    raise UserError(
-        f'no model is registered as "{name}"'
-        + (f"; did you mean {close}?" if close else "")
-        + f" Known: {', '.join(known)}"
-    )
+    hint = f"; did you mean {close}?" if close else ";"
+    raise UserError(f'no model is registered as "{name}"{hint} Known: {", ".join(known)}')
 
 
 def _folders() -> list[str]:

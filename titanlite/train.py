@@ -21,6 +21,7 @@ from titanlite.config.check import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line, to_toml
 from titanlite.errors import UserError
 from titanlite.finite import NotFinite
+from titanlite.machine import check_torch
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.observe.run_folder import move_previous_aside
 from titanlite.runtime.cluster import Place, place, shown_ranks
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
     try:
+        check_torch()
         where = place(environ)
         job = job_from(parse_command_line(argv, environ), world=where.world, training=True)
         run(job, where, environ)

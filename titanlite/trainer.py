@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.config.check import Job, validation_seq_len
-from titanlite.data.loader import Ahead, MicroBatch, Windows, build_loader
+from titanlite.config.check import Job
+from titanlite.config.load import to_toml
+from titanlite.data.loader import Ahead, MicroBatch, build_loader
 from titanlite.data.order import Share
-from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import open_tokenizer
+from titanlite.data.windows import training_windows, validation_windows
 from titanlite.errors import UserError
 from titanlite.finite import FiniteWatch
 from titanlite.generate import generate
@@ -48,6 +50,9 @@ class Trainer:
         self.step, self.tokens = 0, 0
         if config.debug.deterministic:
             use_deterministic_algorithms()
+        elsewhere = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": ""})})
+        self._agree("the config", hashlib.sha256(to_toml(elsewhere).encode()).hexdigest()[:16])
+        self._agree("the kind of device", device.type)
         self.seed = agree_on_seed(config.debug.seed)
         self.mesh = build_mesh(job.layout, device.type)
         self._open_data()
@@ -60,28 +65,20 @@ class Trainer:
 
     def _open_data(self) -> None:
         job, config = self.job, self.job.config
-        self.tokenizer = open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)
-
-        def windows(key: str, dataset: str, path: str, seq_len: int, seed: int, repeat: bool) -> Windows:
-            source = open_source(key, dataset, path, self.tokenizer)
-            self._agree(f"the data of [{key}]", source.fingerprint)
-            return Windows(source, seq_len, seed, repeat, key)
-
-        training, validation = config.training, config.validation
+        self.tokenizer = open_tokenizer(job)
         coordinate = job.layout.batch_coordinate(self.place.rank)
         self.share = Share(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
-        self.data = windows(
-            "training", training.dataset, training.dataset_path, training.seq_len, self.seed, training.repeat
-        )
-        if validation.enable:  # its order has a fixed seed, so that n steps are the same windows in every run
+        self.data = training_windows(job, self.tokenizer, self.seed)
+        self._agree("the data of [training]", self.data.fingerprint)
+        if config.validation.enable:
+            held_out = validation_windows(job, self.tokenizer)
+            self._agree("the data of [validation]", held_out.fingerprint)
             self.validation_loader = build_loader(
-                windows(
-                    "validation", validation.dataset, validation.dataset_path, validation_seq_len(config), 0, False
-                ),
-                Share(coordinate, job.batch.data_parallel, validation.local_batch_size),
+                held_out,
+                Share(coordinate, job.batch.data_parallel, config.validation.local_batch_size),
                 consumed=0,
-                steps=None if validation.steps == -1 else validation.steps,
-                settings=training.dataloader,
+                steps=None if config.validation.steps == -1 else config.validation.steps,
+                settings=config.training.dataloader,
             )
 
     def _agree(self, what: str, mine: str) -> None:
@@ -130,7 +127,7 @@ class Trainer:
             hosts=hosts,
             seed=self.seed,
             samples=self.data.samples,
-            fingerprint=self.data.source.fingerprint,
+            fingerprint=self.data.fingerprint,
             flops=self.flops,
             decayed=len(self.decayed),
             exempt=len(self.exempt),
@@ -200,7 +197,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
-            loss = token_loss_sum(model(batch.tokens), batch.labels) / valid_tokens.clamp(min=1)
+            logits = model(batch.tokens, batch.positions, batch.documents)
+            loss = token_loss_sum(logits, batch.labels) / valid_tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
         return total

@@ -24,7 +24,8 @@ def validation_loss(
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(device)
-            totals[0] += token_loss_sum(model(batch.tokens), batch.labels)
+            logits = model(batch.tokens, batch.positions, batch.documents)
+            totals[0] += token_loss_sum(logits, batch.labels)
             totals[1] += count_valid(batch.labels)
     model.train()
     batches.close()

@@ -67,6 +67,8 @@ def test_a_rule_is_silent_where_it_reads_a_bad_field():
         (["--activation_checkpoint.selective_ac_option", "0"], "matching"),
         (["--job.device", "cpu", "--training.dataloader.pin_memory"], "for copies to a GPU"),
         (["--job", "x"], "--job"),
+        (["--metrics.save_tb_folder="], "must be the name of a folder inside job.dump_folder"),
+        (["--checkpoint.folder=../x"], "must be the name of a folder inside job.dump_folder"),
         (["--debug", "1"], "is not an option"),
         (["--lr", "1"], "did you mean --optimizer.lr"),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
@@ -138,7 +140,6 @@ def test_what_is_not_built_is_refused_by_name_in_training_alone(key):
     default = keys()[key].default
     other = {
         "activation_checkpoint.mode": "full",
-        "training.mixture": '[{dataset = "text"}]',
         "checkpoint.initial_load_path": "x",
         "optimizer.name": "Muon",
         "training.dtype": "bfloat16",

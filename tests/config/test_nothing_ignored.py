@@ -118,6 +118,12 @@ FLIPS: dict[str, tuple[str, str]] = {
     "training.steps": ("4", ""),
     "training.gc_freq": ("1", ""),
     "training.repeat": ("false", "--training.dataset=text --training.dataset_path={text}"),
+    "training.mixture": (
+        '[{{dataset="python-stdlib",weight=0.5}},{{dataset="python-stdlib-validation",weight=0.5}}]',
+        "",
+    ),
+    "training.packing": ("first-fit", "--training.dataset=text --training.dataset_path={text}"),
+    "training.document_mask": ("true", "--training.dataset=text --training.dataset_path={text}"),
     "training.mixed_precision_param": ("bfloat16", ""),
     "training.mixed_precision_reduce": ("bfloat16", "--training.mixed_precision_param=bfloat16"),
     "training.dataloader.num_workers": ("1", ""),
@@ -187,7 +193,9 @@ def test_the_table_of_flips_is_complete():
 def seen(pool, tmp_path_factory):
     """Observations by command line, each run once."""
     text = tmp_path_factory.mktemp("text") / "short.txt"
-    text.write_text("abcdefg " * 10)
+    text.write_text("abcdefg " * 5)
+    (text.parent / "second.txt").write_text("hij" * 10)
+    text = text.parent
     cache: dict[tuple[str, int], Any] = {}
 
     def look(words: str, world: int = 1) -> Any:

@@ -4,14 +4,21 @@ import pytest
 import torch
 
 from titanlite.config.schema import Dataloader
-from titanlite.data.loader import Ahead, Windows, build_loader
+from titanlite.data.loader import Ahead, build_loader
 from titanlite.data.order import Share
+from titanlite.data.packing import Concatenated
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.windows import Windows
 from titanlite.errors import UserError
 from titanlite.loss import IGNORED
 
 CPU = torch.device("cpu")
+
+
+def stream(folder, seq_len: int, repeat: bool) -> Windows:
+    source = open_source("training", "text", str(folder), ByteTokenizer(), 256)
+    return Windows([Concatenated(source, seq_len, False, "training")], seq_len, seed=0, repeat=repeat)
 
 
 @pytest.fixture
@@ -20,7 +27,7 @@ def windows(tmp_path):
 
     def make(repeat: bool) -> Windows:
         (tmp_path / "letters.txt").write_text("".join(chr(97 + i) * 4 for i in range(7)))
-        return Windows(open_source("training", "text", str(tmp_path), ByteTokenizer()), 4, 0, repeat, "training")
+        return stream(tmp_path, 4, repeat)
 
     return make
 
@@ -63,7 +70,7 @@ def test_a_chain_of_cuts_reads_what_no_cut_reads(windows, cut):
 
 def test_labels_are_the_next_tokens(tmp_path):
     (tmp_path / "alphabet.txt").write_text("abcdefghijklmnopq")
-    data = Windows(open_source("training", "text", str(tmp_path), ByteTokenizer()), 8, 0, True, "training")
+    data = stream(tmp_path, 8, True)
     (batch,) = Ahead(build_loader(data, Share(0, 1, 2), 0, 1, Dataloader()), CPU)
     rows = {
         bytes(t.byte().tolist()): bytes(n.byte().tolist()) for t, n in zip(batch.tokens, batch.labels, strict=True)

@@ -1,16 +1,18 @@
 """Sources: the stream of a data set, its fingerprint, and clear errors."""
 
-import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from titanlite.data.loader import Windows
-from titanlite.data.sources import find_documents, open_source
-from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
+from tests.data.assets import make_assets
+from tests.jobs import TINY, job
+from titanlite.data.documents import standard_library
+from titanlite.data.packing import Concatenated
+from titanlite.data.sources import open_source
+from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
 from titanlite.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -18,17 +20,7 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """A folder with a small BPE tokenizer."""
-    folder = tmp_path_factory.mktemp("assets")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|end_of_text|>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(["def f(x): return x + 1\n" * 20, "the cat sat on the mat"], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
-    return folder
+    return make_assets(tmp_path_factory.mktemp("assets"), ["def f(x): return x + 1\n" * 20, "the cat sat on the mat"])
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def texts(tmp_path):
 
 
 def test_the_standard_library_is_split_without_overlap():
-    train, held_out = (find_documents("training", f"python-stdlib{s}", "") for s in ("", "-validation"))
+    train, held_out = (standard_library(held_out) for held_out in (False, True))
     assert sum(train.sizes) >= 5_000_000
     assert not set(train.names) & set(held_out.names)
     assert 0.03 < len(held_out.names) / len(train.names + held_out.names) < 0.05
@@ -50,7 +42,7 @@ def test_the_standard_library_is_split_without_overlap():
 
 
 def test_bytes_are_the_documents_with_an_end_after_each(texts):
-    source = open_source("training", "text", str(texts), BYTES)
+    source = open_source("training", "text", str(texts), BYTES, 256)
     expected = b"def f(x):\n    return x\0\0the cat\0"
     assert source.tokens == len(expected)
     for start in range(len(expected)):
@@ -60,48 +52,48 @@ def test_bytes_are_the_documents_with_an_end_after_each(texts):
 
 
 def test_a_tokenizer_makes_one_cache_and_the_same_stream(texts, assets):
-    tokenizer = open_tokenizer(str(assets), 1000)
+    tokenizer = load_tokenizer(str(assets))
     expected = []
     for name in ("a.txt", "b/c.txt", "b/d.txt"):
         expected += [*tokenizer.encode((texts / name).read_text()), tokenizer.end]
     with ThreadPoolExecutor(4) as threads:  # many processes may begin at once
-        sources = list(threads.map(lambda _: open_source("training", "text", str(texts), tokenizer), range(4)))
+        sources = list(threads.map(lambda _: open_source("training", "text", str(texts), tokenizer, 1000), range(4)))
     for source in (*sources, pickle.loads(pickle.dumps(sources[0]))):
         assert source.read(0, source.tokens).tolist() == expected
-    assert len(list((texts / ".titanlite").glob("*.bin"))) == 1
+    assert len(list((texts / ".titanlite").glob("*/*.bin"))) == 1
     assert tokenizer.decode(expected[:3]) in (texts / "a.txt").read_text()
 
 
 def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
-    prints = {open_source("training", "text", str(texts), BYTES).fingerprint}
-    prints.add(open_source("training", "text", str(texts), open_tokenizer(str(assets), 1000)).fingerprint)
+    prints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
+    prints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
     (texts / "b" / "d.txt").write_text("the cats")
-    prints.add(open_source("training", "text", str(texts), BYTES).fingerprint)
+    prints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
     (texts / "b" / "d.txt").rename(texts / "e.txt")
-    prints.add(open_source("training", "text", str(texts), BYTES).fingerprint)
+    prints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
     assert len(prints) == 4
 
 
 def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_named(tmp_path):
     for name, path, says in (
         ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
-        ("text", str(tmp_path), "no text there (looked for .txt files)"),
-        ("c4", "", "there are: python-stdlib"),
+        ("text", str(tmp_path), "no text there (looked for .txt, .jsonl, .parquet files)"),
+        ("txt", "", "did you mean text? There are: python-stdlib"),
     ):
         with pytest.raises(UserError, match="training.dataset") as caught:
-            open_source("training", name, path, BYTES)
+            open_source("training", name, path, BYTES, 256)
         assert says in str(caught.value)
 
 
 def test_too_little_text_for_one_window_is_refused(texts):
-    source = open_source("training", "text", str(texts), BYTES)
+    source = open_source("training", "text", str(texts), BYTES, 256)
     with pytest.raises(UserError, match="32 tokens do not fill one window of 32"):
-        Windows(source, 32, seed=0, repeat=True, key="training")
-    assert Windows(source, 31, seed=0, repeat=True, key="training").samples == 1
+        Concatenated(source, 32, masked=False, key="training")
+    assert Concatenated(source, 31, masked=False, key="training").samples == 1
 
 
 def test_a_file_that_changes_during_the_run_is_named(texts):
-    source = open_source("training", "text", str(texts), BYTES)
+    source = open_source("training", "text", str(texts), BYTES, 256)
     (texts / "a.txt").write_text("def")
     with pytest.raises(UserError, match="a.txt is shorter than it was"):
         source.read(0, 20)
@@ -110,11 +102,24 @@ def test_a_file_that_changes_during_the_run_is_named(texts):
         source.read(0, 20)
 
 
+def test_truncation_kept_in_a_tokenizer_file_does_not_cut_documents(assets, tmp_path):
+    backend = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    plain, cut = load_tokenizer(str(assets)), load_tokenizer(str(tmp_path))
+    text = "the cat sat on the mat, def f(x): return x"
+    assert cut.encode(text) == plain.encode(text) and len(plain.encode(text)) > 3
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="tokenizer_config.json is not JSON"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_that_is_missing_broken_or_too_large_is_named(tmp_path, assets):
     with pytest.raises(UserError, match="model.hf_assets_path = .*cannot read tokenizer.json"):
-        open_tokenizer(str(tmp_path), 1000)
+        load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
-        open_tokenizer(str(tmp_path), 1000)
+        load_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match="beyond the model's vocabulary of 10"):
-        open_tokenizer(str(assets), 10)
+        open_tokenizer(job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1))

@@ -82,6 +82,7 @@ def test_the_nodes_that_variables_announce(environ, expected):
         ({**PLAIN, "NNODES": "two"}, "NNODES=two must be a whole number"),
         ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4 must be a whole number"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "32"}, "srun started 32 launchers on 4 nodes"),
+        ({"SLURM_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 launchers on 1 node:"),
         ({"SLURM_NNODES": "2"}, "neither SLURM_JOB_NODELIST nor MASTER_ADDR"),
     ],
 )
@@ -94,11 +95,11 @@ def test_half_an_announcement_is_an_error_that_names_the_variable(environ, says)
 def test_the_place_of_a_worker():
     run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
     found = place(run)
-    assert (found.rank, found.world, found.local_rank, found.local_world) == (3, 8, 1, 2)
+    assert (found.rank, found.world, found.local_rank) == (3, 8, 1)
     assert store_address(run, 8) == ("h", 29500)
     task = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-    found = place({**task, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
-    assert (found.rank, found.world, found.local_rank, found.local_world) == (5, 8, 1, 2)
+    found = place(task)
+    assert (found.rank, found.world, found.local_rank) == (5, 8, 1)
     assert store_address(task, 8) == ("gpu07", 20123)
     alone = place({})
     assert (alone.rank, alone.world) == (0, 1) and store_address({}, 1) is None

@@ -120,7 +120,7 @@ def test_the_head_seam_sees_the_last_hidden_state_and_the_output_layer():
     model, _ = build(SMALL)
     tokens = torch.randint(99, (2, 8))
     with torch.no_grad():
-        assert torch.equal(model(tokens, head=lambda h, output: output(h)), model(tokens))
+        assert torch.equal(model(tokens, head=lambda h, output: -output(h)), -model(tokens))
 
 
 def test_stages_without_embedding_or_output_compose_to_the_model():
@@ -134,6 +134,13 @@ def test_stages_without_embedding_or_output_compose_to_the_model():
             setattr(stage, name, None)
         del first.layers["1"], last.layers["0"]
         assert torch.equal(last(first(tokens)), expected)
+
+
+def test_a_buffer_that_nothing_fills_is_an_error():
+    model, table = build(SMALL)
+    model.layers["0"].register_buffer("mask", torch.ones(3))
+    with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) and no method reset_buffers"):
+        materialise(model, table, 0, torch.device("cpu"))
 
 
 def test_ties_survive_materialising():

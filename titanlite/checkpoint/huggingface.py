@@ -24,7 +24,7 @@ def to_hf(weights: Mapping[str, torch.Tensor], table: Mapping[str, Rule]) -> dic
     found = {}
     for there, pieces in parts.items():
         part = rules[there].part
-        found[there] = torch.cat([pieces[i] for i in range(part.of)], part.dim) if part else pieces[0]
+        found[there] = torch.cat([pieces[i] for i in range(part.of)], part.dim) if part else pieces[0].contiguous()
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Fault, Loaded, load
@@ -240,6 +241,8 @@ def _sequences_fit_the_model(judge: _Judge) -> Faults:
 
 @_rule
 def _byte_tokenizer_fits_the_vocabulary(judge: _Judge) -> Faults:
+    if judge.config.training.dataset == "tokens":
+        return  # shards bring a tokenizer, or do without
     if not judge.config.model.hf_assets_path and judge.shape.vocab_size != BYTE_VOCABULARY:
         yield (
             "model.hf_assets_path",
@@ -291,6 +294,47 @@ def _data_sets_have_paths(judge: _Judge) -> Faults:
 
 
 @_rule
+def _mixtures_add_up(judge: _Judge) -> Faults:
+    training = judge.config.training
+    parts = training.mixture
+    if not parts:
+        return
+    weights = [part.weight for part in parts]
+    if any(round(weight, 4) != weight for weight in weights):
+        yield "training.mixture", "weights go in steps of 0.0001"
+    elif round(sum(weights), 9) != 1:
+        summed = f"{' + '.join(map(str, weights))} = {sum(weights):g}"
+        yield "training.mixture", f"the weights must add up to 1, and {summed}"
+    if not training.repeat:
+        yield "training.repeat", "a mixture never ends: every source repeats; leave training.repeat at true"
+    if training.dataset_path:
+        yield "training.dataset_path", "with training.mixture every source has its own; leave it out"
+    for part in parts:
+        if part.dataset in ("text", "tokens") and not part.dataset_path:
+            yield "training.mixture", f'the data set "{part.dataset}" needs a folder or file in dataset_path'
+
+
+_FOLDERS = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+)
+
+
+@_rule
+def _folders_lie_inside_the_dump_folder(judge: _Judge) -> Faults:
+    for key in _FOLDERS:
+        section, _, name = key.partition(".")
+        if key in judge.loaded.invalid:
+            continue
+        folder = PurePosixPath(getattr(getattr(judge.config, section), name))
+        if not folder.name or folder.is_absolute() or ".." in folder.parts:
+            yield key, "must be the name of a folder inside job.dump_folder"
+
+
+@_rule
 def _device_has_what_is_asked(judge: _Judge) -> Faults:
     if judge.config.job.device == "cpu" and judge.config.training.dataloader.pin_memory:
         yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
@@ -326,9 +370,7 @@ NOT_BUILT = {
     "checkpoint.enable": "checkpoints",
     "checkpoint.initial_load_path": "loading weights",
     "training.enable_cpu_offload": "CPU offload",
-    "training.document_mask": "the document mask",
     "training.loss_chunks": "the chunked loss",
-    "training.mixture": "mixing data sets",
     "optimizer.state_dtype": "low-precision optimizer state",
     "metrics.enable_wandb": "the W&B sink",
     "profiling.enable_profiling": "profiling",

@@ -84,15 +84,15 @@ class Mixture(Section):
     """Name of the data set."""
     dataset_path: str = ""
     """Its folder or file."""
-    weight: Rate = 1.0
-    """Share of the samples, relative to the other sources."""
+    weight: Annotated[float, Field(gt=0, le=1)]
+    """Share of the samples, in steps of 0.0001; the weights of a mixture add up to 1."""
 
 
 class Training(Section):
     """Data, batch, length and precision of the training."""
 
     dataset: str = "python-stdlib"
-    """Data set by name: python-stdlib, python-stdlib-validation, text; later tokens, c4 and hub names."""
+    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards)."""
     dataset_path: str = ""
     """Folder or file of the data set, where the name alone does not say it."""
     local_batch_size: Positive = 8
@@ -116,8 +116,10 @@ class Training(Section):
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: Positive = 50
     """Python's garbage collector runs on all ranks every this many steps, and never in between."""
+    packing: Literal["concatenate", "first-fit"] = "concatenate"
+    """How documents fill windows: one after the other, or whole ones with as little padding as first-fit leaves."""
     document_mask: bool = False
-    """Keep attention inside documents."""
+    """Keep attention inside documents, and begin positions anew in each."""
     repeat: bool = True
     """Begin the next epoch when the data ends; otherwise the run stops there."""
     loss_chunks: Positive = 1

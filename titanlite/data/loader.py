@@ -2,63 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Dataloader
-from titanlite.data.order import Order, Share
-from titanlite.data.sources import Source
-from titanlite.errors import UserError
-from titanlite.loss import IGNORED
+from titanlite.data.order import Share
+from titanlite.data.windows import Windows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and labels (batch, tokens); labels are the next tokens, and IGNORED where there are none."""
+    """Windows as they were read, (batch, rows, tokens): one copy takes them to the device."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    rows: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+        return MicroBatch(self.rows.to(device, non_blocking=True))
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.rows[:, 0]
 
-class Windows(Dataset[np.ndarray]):
-    """A source cut into windows of seq_len + 1 tokens, addressed by the job's sample number.
+    @property
+    def labels(self) -> torch.Tensor:
+        """The next tokens, or IGNORED."""
+        return self.rows[:, 1]
 
-    Numbers beyond the end (without `repeat`, or the padding of an uneven validation) give windows whose labels
-    are all ignored, so that every rank can take part in every batch.
-    """
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """Under a document mask, the number of each token's document."""
+        return self.rows[:, 2] if self.rows.size(1) > 2 else None
 
-    def __init__(self, source: Source, seq_len: int, seed: int, repeat: bool, key: str) -> None:
-        self.source, self.seq_len, self.repeat = source, seq_len, repeat
-        self.samples = (source.tokens - 1) // seq_len
-        if self.samples < 1:
-            raise UserError(
-                f"{key}: {source.tokens} tokens do not fill one window of {seq_len} tokens and a next one"
-            )
-        self.order = Order(self.samples, seed)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens in row 0, labels in row 1."""
-        if not self.repeat and index >= self.samples:
-            return np.stack([np.zeros(self.seq_len, np.int64), np.full(self.seq_len, IGNORED, np.int64)])
-        window = self.source.read(self.order(index) * self.seq_len, self.seq_len + 1)
-        return np.stack([window[:-1], window[1:]])
-
-    def steps_left(self, consumed: int, per_step: int) -> int | None:
-        """Steps that still have a sample; None for never-ending data."""
-        return None if self.repeat else max(0, -(-(self.samples - consumed) // per_step))
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Under a document mask, each token's position in its document."""
+        return self.rows[:, 3] if self.rows.size(1) > 2 else None
 
 
 @dataclass(frozen=True)
@@ -94,11 +82,24 @@ def build_loader(
             "prefetch_factor": settings.prefetch_factor,
             "persistent_workers": settings.persistent_workers,
             "multiprocessing_context": context,
+            "worker_init_fn": _leave_with_parent,
             "snapshot_every_n_steps": 1 << 30,  # the position is the trainer's count, not the loader's state
         }
     # torchdata 0.11 calls what torch 2.13 deprecates
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     return StatefulDataLoader(windows, batch_sampler=IndexSampler(share, consumed, steps), **options)
+
+
+def _leave_with_parent(_: int) -> None:
+    """End this worker when its rank is gone, however it went: torch's own watchdog looks at the fork server."""
+
+    def watch() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class Ahead:
@@ -118,7 +119,7 @@ class Ahead:
             for batch in self.loader:
                 tensor = torch.as_tensor(batch)
                 tensor = tensor.pin_memory() if self._pin else tensor
-                if not self._put(MicroBatch(tensor[:, 0], tensor[:, 1])):
+                if not self._put(MicroBatch(tensor)):
                     return
         except BaseException as error:
             last = error

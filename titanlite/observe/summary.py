@@ -56,7 +56,7 @@ def describe_start(
         "mesh": str(layout),
         "batch": f"{batch.total} = local {batch.local} x data-parallel {batch.data_parallel} x accumulation "
         f"{batch.accumulation}; {tokens:,} tokens a step, {tokens * config.training.steps:,} in all",
-        "data": f"{config.training.dataset}, {samples:,} windows of {config.training.seq_len} tokens, "
+        "data": f"{_data_names(job)}, {samples:,} windows of {config.training.seq_len} tokens, "
         f"{samples / batch.total:,.0f} steps an epoch, fingerprint {fingerprint}",
         "compute": f"{flops:,} FLOPs per token, {config.training.mixed_precision_param} "
         f"(parameters {config.training.dtype}, reduction {config.training.mixed_precision_reduce})",
@@ -69,6 +69,11 @@ def describe_start(
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     return [f"{name:<10} {text}" for name, text in rows.items()]
+
+
+def _data_names(job: Job) -> str:
+    parts = job.config.training.mixture
+    return " + ".join(f"{part.weight:g} {part.dataset}" for part in parts) or job.config.training.dataset
 
 
 _STATE = ("parameters", "gradients", "optimizer")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 # Private in torch 2.11 to 2.13 (tried on 2.13); the public API tells a shard's shape, not where it lies.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlite.errors import UserError
 from titanlite.registry import Init, Rule
 from titanlite.runtime.determinism import derive_seed
 
@@ -43,9 +44,14 @@ def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: tor
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, name, table[name].init, seed)
-        for module in model.modules():
+        for name, module in model.named_modules():
             if reset := getattr(module, "reset_buffers", None):
                 reset()
+            elif buffers := [buffer for buffer, _ in module.named_buffers(recurse=False)]:
+                raise UserError(
+                    f"{name or 'the model'} has buffers ({', '.join(buffers)}) and no method reset_buffers to fill "
+                    "them: the model is built without memory, so what __init__ put there is lost"
+                )
 
 
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:

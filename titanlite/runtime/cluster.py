@@ -39,7 +39,6 @@ class Place:
     rank: int
     world: int
     local_rank: int
-    local_world: int
     host: str
 
 
@@ -49,7 +48,7 @@ def nodes(environ: Mapping[str, str]) -> Nodes:
         source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
     elif "PET_NNODES" in environ:
         source, prefix = "PET_*", "PET_"
-    elif _number(environ, "SLURM_NNODES", 1) > 1:
+    elif _number(environ, "SLURM_NNODES", 1) > 1 or _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _slurm_nodes(environ)
     else:
         return Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")
@@ -80,7 +79,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", count)
     if tasks > count:
         raise UserError(
-            f"srun started {tasks} launchers on {count} nodes: use --ntasks-per-node=1, "
+            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: use --ntasks-per-node=1, "
             "or run `python -m titanlite.train` for one task per GPU"
         )
     addr, port = _slurm_master(environ)
@@ -102,24 +101,12 @@ def place(environ: Mapping[str, str]) -> Place:
     """This worker's place; alone where the environment says nothing. torchrun and srun both will do."""
     host = socket.gethostname()
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        local = _number(environ, "LOCAL_RANK", 0)
-        return Place(
-            _number(environ, "RANK", 0),
-            _number(environ, "WORLD_SIZE", 1),
-            local,
-            _number(environ, "LOCAL_WORLD_SIZE", local + 1),
-            host,
-        )
-    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-        return Place(
-            _number(environ, "SLURM_PROCID", 0),
-            _number(environ, "SLURM_STEP_NUM_TASKS", 1),
-            _number(environ, "SLURM_LOCALID", 0),
-            int(per_node.group()) if per_node else 1,
-            host,
-        )
-    return Place(0, 1, 0, 1, host)
+        rank, world, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        rank, world, local = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return Place(0, 1, 0, host)
+    return Place(_number(environ, rank, 0), _number(environ, world, 1), _number(environ, local, 0), host)
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:
@@ -143,8 +130,11 @@ def processes(environ: Mapping[str, str], device: str, gpus: int) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: by affinity, and by a container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
+    return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
 
 
 def gpus(environ: Mapping[str, str]) -> int:

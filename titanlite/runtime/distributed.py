@@ -22,6 +22,8 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError('job.device = "cuda", but torch finds no usable GPU here')
+    if torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone
+        local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise UserError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this node")
     return torch.device("cuda", local_rank)
@@ -50,10 +52,9 @@ def process_group(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Only after success: with peers stuck in a collective this would block, and bury what went wrong.
+    dist.destroy_process_group()
 
 
 def _store(place: Place, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:

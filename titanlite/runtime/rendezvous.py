@@ -39,7 +39,9 @@ class RollCall(RendezvousHandler):
         while True:
             try:
                 patience = timedelta(seconds=timeout_seconds if here else 2)
-                return dist.TCPStore(*address, is_master=here, wait_for_workers=False, timeout=patience)
+                store = dist.TCPStore(*address, is_master=here, wait_for_workers=False, timeout=patience)
+                store.set_timeout(timedelta(seconds=timeout_seconds))
+                return store
             except (dist.DistError, RuntimeError) as error:
                 if here:
                     where = f"{address[0]}:{address[1]}, its MASTER_ADDR and MASTER_PORT"
@@ -80,7 +82,10 @@ class RollCall(RendezvousHandler):
         """Let all nodes wait until node 0 has done something."""
         if done_here:
             self._store.set(what, "done")
-        self._store.wait([what])
+        try:
+            self._store.wait([what])
+        except (dist.DistError, RuntimeError):
+            raise UserError(f"node 0 did not get ready ({what}); its console says why") from None
 
     # What torch's elastic agent asks for.
 

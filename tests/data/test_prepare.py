@@ -1,0 +1,227 @@
+"""Preparing text: the same shards whoever writes them, whole or absent, and it goes on after a kill."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.assets import make_assets
+from tests.launch.run import environment
+from titanlite.data import documents as documents_module
+from titanlite.data import prepare as module
+from titanlite.data.cli import data
+from titanlite.data.documents import Documents, pieces, segments, standard_library, text_files
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import ShardSource
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """About 10 MB of the standard library as text, in files and as JSON lines."""
+    folder = tmp_path_factory.mktemp("library")
+    found = standard_library(held_out=False)
+    chosen = [i for i in range(len(found.names)) if i % 3 == 0]
+    lines = []
+    for i in chosen:
+        text = (found.root / found.names[i]).read_bytes().decode("utf-8", errors="replace")
+        if i % 2:
+            lines.append(json.dumps({"text": text, "source": found.names[i]}))
+        else:
+            (folder / f"{i}.txt").write_text(text)
+    (folder / "more.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory, library) -> Path:
+    sample = [p.read_text()[:20000] for p in sorted(library.glob("*.txt"))[:20]]
+    return make_assets(tmp_path_factory.mktemp("assets"), sample, 500)
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(module, "UNIT_BYTES", 1 << 18)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def test_shards_hold_every_document_once_with_an_end_after_each(library, assets, tmp_path):
+    documents = text_files("test", str(library))
+    manifest = prepare({"library": documents}, str(assets), tmp_path / "out", workers=1)
+    tokenizer = load_tokenizer(str(assets))
+    expected: list[int] = []
+    count = 0
+    for name in documents.names:
+        path = library / name
+        found = (
+            [json.loads(line)["text"] for line in path.read_text().splitlines()]
+            if name == "more.jsonl"
+            else [path.read_text()]
+        )
+        for text in found:
+            expected += [*tokenizer.encode(text), tokenizer.end]
+            count += 1
+    source = ShardSource("test", tmp_path / "out", 500, tokenizer.end)
+    assert (manifest["tokens"], manifest["documents"]) == (len(expected), count)
+    assert source.read(0, source.tokens).tolist() == expected
+    assert len(manifest["shards"]) > 5
+    ends = source.document_ends()
+    assert len(ends) == count and all(expected[end - 1] == tokenizer.end for end in ends)
+    assert prepare({"library": documents}, str(assets), tmp_path / "out", workers=1) == manifest, "done already"
+    with pytest.raises(UserError, match="holds other data"):
+        prepare({"library": documents}, "", tmp_path / "out", workers=1)
+
+
+COMMAND = """
+import sys
+from titanlite.data import prepare
+from titanlite.data.cli import data
+prepare.UNIT_BYTES = 1 << 18
+if __name__ == "__main__":
+    sys.exit(data(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(library, assets, tmp_path):
+    """Killed by SIGKILL, workers and all, at whatever it was doing, again and again until one run gets through."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    prepare({str(library): text_files("x", str(library))}, str(assets), tmp_path / "undisturbed", workers=1)
+    out = tmp_path / "out"
+    argv = ["prepare", str(library), "--tokenizer", str(assets), "--out", str(out), "--workers", "2"]
+    command = [sys.executable, str(script), *argv]
+    kills = 0
+    for patience in (0.6, 0.9, 1.2):
+        process = subprocess.Popen(
+            command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(patience)
+        assert not out.exists() or (out / "manifest.json").exists(), "published whole or absent"
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+    assert kills >= 1
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert digest(out) == digest(tmp_path / "undisturbed")
+    assert not (tmp_path / ".out.preparing").exists()
+
+
+def test_other_sources_do_not_go_on_from_a_leftover(library, assets, tmp_path):
+    staging = tmp_path / ".out.preparing"
+    staging.mkdir()
+    (staging / "shard-000000.bin").write_bytes(b"of another run")
+    (staging / ".plan.json").write_text("{}")
+    said: list[str] = []
+    documents = text_files("x", str(library / "more.jsonl"))
+    prepare({"x": documents}, str(assets), tmp_path / "out", 1, say=said.append)
+    assert "beginning anew" in said[0]
+    assert ShardSource("x", tmp_path / "out", 500, 0).tokens > 1000
+
+
+def test_lines_belong_to_the_piece_in_which_they_begin(tmp_path):
+    lines = [json.dumps({"text": "x" * n}) for n in (1, 50, 3, 0, 200, 7)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    documents = text_files("x", str(tmp_path))
+    for limit in (1, 7, 13, 64, 1000):
+        found = [s.text for piece in pieces(documents, limit) for s in segments(tmp_path, piece)]
+        assert [len(text) for text in found] == [1, 50, 3, 0, 200, 7], limit
+
+
+def test_a_long_text_is_one_document_read_in_segments_and_shared_by_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "SEGMENT_BYTES", 40)
+    text = "".join(f"line {n}\n" * (n % 3) for n in range(60)) + "no newline at the end"
+    (tmp_path / "a.txt").write_text(text)
+    for limit in (1, 17, 100, 10_000):
+        found = [s for piece in pieces(text_files("x", str(tmp_path)), limit) for s in segments(tmp_path, piece)]
+        assert "".join(s.text for s in found) == text
+        assert [s.ends for s in found] == [False] * (len(found) - 1) + [True]
+        assert max(len(s.text) for s in found) < 70
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow comes with the hf extra")
+    import pyarrow.parquet
+
+    table = arrow.table({"text": ["one", "two", "three"], "other": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    documents = text_files("x", str(tmp_path))
+    assert [s.text for piece in pieces(documents, 1) for s in segments(tmp_path, piece)] == ["one", "two", "three"]
+    pyarrow.parquet.write_table(table.drop(["text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match='no column "text"; it has: other'):
+        list(segments(tmp_path, next(pieces(text_files("x", str(tmp_path)), 1))))
+
+
+def test_a_line_that_is_no_document_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for line, says in (("{broken", "not a JSON object"), ('{"body": "x"}', 'no "text" in it')):
+        path.write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(UserError, match="a.jsonl: the line at byte 17: " + says):
+            prepare({"x": text_files("x", str(path))}, "", tmp_path / "out", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_path, capsys):
+    assert data(["prepare", "--out", str(tmp_path / "out")]) == 2
+    assert "needs at least one SRC" in capsys.readouterr().err
+    assert data(["prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
+    assert "there is no such folder or file" in capsys.readouterr().err
+    assert data(["prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
+    assert "--worker is not an option" in capsys.readouterr().err
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("a" * 299 + "\x1b")
+    two.write_text("b" * 99)
+    assert data(["prepare", str(one), str(two), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
+    capsys.readouterr()
+    assert data(["show", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "401 tokens, 2 documents, 2 shards" in shown and "75.1%" in shown and "24.9%" in shown
+    assert "aaaa" in shown and "\x1b" not in shown
+    assert data(["show", str(tmp_path)]) == 2
+
+
+def test_a_cache_of_text_is_made_once_and_again_when_the_text_changes(assets, tmp_path):
+    from titanlite.data.sources import open_source
+
+    (tmp_path / "a.txt").write_text("def f(): return 1")
+    first = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
+    again = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
+    assert again.fingerprint == first.fingerprint
+    assert made == {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
+    (tmp_path / "a.txt").write_text("def g(): return 2")  # the same size
+    changed = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
+    assert "def g(): return 2" in load_tokenizer(str(assets)).decode(changed.read(0, changed.tokens).tolist())
+
+
+def test_text_that_was_written_again_is_not_taken_for_prepared(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    prepare({"x": text_files("x", str(tmp_path / "a.txt"))}, "", tmp_path / "out", 1)
+    (tmp_path / "a.txt").write_text("TEXT")
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    with pytest.raises(UserError, match="was written again since"):
+        prepare({"x": text_files("x", str(tmp_path / "a.txt"))}, "", tmp_path / "out", 1)
+
+
+def test_a_folder_that_something_else_made_is_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(UserError, match="was not made by this command"):
+        prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)
+    shutil.rmtree(tmp_path / "out")
+    assert prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)["tokens"] == 5
+    assert np.load(tmp_path / "out" / "shard-000000.ends.npy").tolist() == [5]

@@ -1,0 +1,179 @@
+"""Windows: packing, document masks, and mixtures."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer
+from titanlite.config.load import ConfigError
+from titanlite.data.mixture import Mixture
+from titanlite.data.packing import Concatenated, Packed, cut_documents, first_fit
+from titanlite.data.sources import open_source
+from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
+from titanlite.data.windows import training_windows
+from titanlite.errors import UserError
+from titanlite.loss import IGNORED, count_valid, token_loss_sum
+
+TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    return tmp_path / "texts"
+
+
+def source(folder):
+    return open_source("training", "text", str(folder), ByteTokenizer(), 256)
+
+
+def text_of(row) -> str:
+    return bytes(int(i) for i in row).decode()
+
+
+def test_concatenated_windows_number_documents_and_restart_positions(folder):
+    cut = Concatenated(source(folder), 8, masked=True, key="training")
+    tokens, labels, documents, positions = cut.window(1)
+    assert text_of(tokens) == "ijklm\0no"
+    assert documents.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], "nothing is predicted across the edge of a document"
+    plain = Concatenated(source(folder), 8, masked=False, key="training").window(1)
+    assert text_of(plain[1]) == "jklm\0no\0"
+
+
+def test_packed_windows_hold_whole_documents_and_predict_every_token_once(folder):
+    cut = Packed(source(folder), 16, "training")
+    seen = []
+    for number in range(cut.samples):
+        tokens, labels, documents, positions = cut.window(number)
+        for document in range(documents.max() + 1):
+            here = documents == document
+            assert positions[here].tolist() == list(range(here.sum()))
+            assert tokens[here][1:].tolist() == labels[here][:-1].tolist()
+            seen.append(text_of([tokens[here][0], *labels[here]]))
+        assert (labels[documents == -1] == IGNORED).all()
+    long = TEXTS[-1] + "\0"  # cut after 16; the next piece begins with the token that was predicted last
+    expected = [text + "\0" for text in TEXTS[:-1] if text] + [long[:17], long[16:]]
+    assert sorted(seen) == sorted(expected)
+    assert Packed(source(folder), 16, "training").samples == cut.samples, "the plan is kept beside the text"
+
+
+def test_first_fit_leaves_little_padding_and_loses_nothing():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 513, size=20_000)
+    order, stops = first_fit(lengths, 1024)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    used = np.add.reduceat(lengths[order], np.concatenate([[0], stops[:-1]]))
+    assert used.max() <= 1024
+    assert lengths.sum() / (len(stops) * 1024) > 0.97
+    assert first_fit(np.asarray([6, 5, 4, 3, 2]), 10)[0].tolist() == [0, 2, 1, 3, 4]
+
+
+def test_long_documents_are_cut_with_every_token_predicted_once():
+    starts, lengths = cut_documents(np.asarray([1, 10, 12]), seq_len=4)
+    assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == [(1, 4), (5, 4), (10, 1)]
+
+
+def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, float]:
+    """The loss of packed windows under a mask, and of every document by itself."""
+    argv = [*TINY, *FLOAT64, "--training.dataset=text", f"--training.dataset_path={texts}"]
+    run = trainer([*argv, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"], folder)
+    model = run.parts[0]
+    rows = torch.stack([torch.as_tensor(run.data[i]) for i in range(run.data.samples)])
+    with torch.no_grad():
+        together = token_loss_sum(model(rows[:, 0], rows[:, 3], rows[:, 2]), rows[:, 1])
+        alone = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            for document in row[2].unique():
+                here = row[2] == document
+                alone += token_loss_sum(model(row[0][here].unsqueeze(0)), row[1][here].unsqueeze(0))
+    assert count_valid(rows[:, 1]) > 20
+    return together.item(), alone.item()
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "first-fit"])
+def test_under_a_mask_each_document_is_as_if_alone(pool, folder, tmp_path, packing):
+    (found,) = pool.run(masked_against_alone, str(tmp_path / "out"), str(folder), packing, world=1)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_masked_packed_training_is_the_same_on_1_and_2_ranks(pool, folder, tmp_path):
+    argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={folder}", "--training.document_mask"]
+    argv += ["--training.packing=first-fit", "--training.global_batch_size=4"]
+    one = pool.run(run_to_end, [*argv, "--training.local_batch_size=4"], str(tmp_path / "1"), world=1)[0]["weights"]
+    two = pool.run(run_to_end, argv, str(tmp_path / "2"), world=2)[0]["weights"]
+    assert all(torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-6) for name in one)
+
+
+@pytest.mark.parametrize(
+    "weights", [(0.7, 0.3), (0.5, 0.25, 0.25), (0.9, 0.05, 0.03, 0.02), (0.3333, 0.6667), (1.0,)]
+)
+def test_every_prefix_of_a_mixture_has_its_shares_to_within_a_sample(weights):
+    mixture = Mixture(weights)
+    had = np.zeros(len(weights), dtype=int)
+    for index in range(3 * mixture.period if mixture.period < 1000 else mixture.period + 50):
+        chosen, number = mixture(index)
+        assert number == had[chosen], "samples of a source are taken in order, none twice"
+        had[chosen] += 1
+        assert all(abs(had - (index + 1) * np.asarray(weights)) < 1)
+    far, _ = mixture(10**12)
+    assert 0 <= far < len(weights)
+
+
+def mixture_of(*parts: str) -> str:
+    return "--training.mixture=[" + ", ".join(parts) + "]"
+
+
+def letters_drawn(folder: str, argv: list[str]) -> list[str]:
+    run = trainer(argv, folder)
+    return [chr(int(run.data[i][0][0])) for i in range(100)]
+
+
+def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 200)
+    a, b = (
+        f'{{dataset = "text", dataset_path = "{tmp_path}/{n}.txt", weight = {w}}}'
+        for n, w in (("a", 0.7), ("b", 0.3))
+    )
+    (drawn,) = pool.run(letters_drawn, str(tmp_path / "out"), [*TINY, mixture_of(a, b)], world=1)
+    assert (drawn.count("a"), drawn.count("b")) == (70, 30)
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "says"),
+    [
+        (['{dataset = "python-stdlib", weight = 0.5}'], [], "must add up to 1, and 0.5 = 0.5"),
+        (['{dataset = "python-stdlib", weight = 0.00001}'], [], "in steps of 0.0001"),
+        (['{dataset = "text", weight = 1.0}'], [], "needs a folder or file in dataset_path"),
+        (['{dataset = "python-stdlib", weight = 1.0}'], ["--training.no_repeat"], "a mixture never ends"),
+        (['{dataset = "python-stdlib"}'], [], "training.mixture"),
+        (['{dataset = "python-stdlib", weight = 2.0}'], [], "training.mixture"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(parts, more, says):
+    with pytest.raises(ConfigError) as caught:
+        job([*TINY, mixture_of(*parts), *more], 1)
+    assert says in str(caught.value)
+
+
+def test_shards_without_a_tokenizer_train_but_have_no_documents(tmp_path):
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "a.npy")
+    argv = [
+        *TINY,
+        "--model.overrides.vocab_size=300",
+        "--training.dataset=tokens",
+        f"--training.dataset_path={tmp_path}",
+    ]
+    plain = job(argv, 1)
+    tokenizer = open_tokenizer(plain)
+    assert isinstance(tokenizer, IdsOnly)
+    assert tokenizer.decode(tokenizer.encode("1 299 300 x")) == "1 299"
+    assert training_windows(plain, tokenizer, 0).samples == 12
+    for more in ("--training.document_mask", "--training.packing=first-fit"):
+        masked = job([*argv, more], 1)
+        with pytest.raises(UserError, match="nothing tells where these shards' documents end"):
+            training_windows(masked, open_tokenizer(masked), 0)

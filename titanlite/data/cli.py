@@ -1,0 +1,91 @@
+"""`titanlite data prepare` and `titanlite data show`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from titanlite.data.documents import text_files
+from titanlite.data.prepare import ConsoleProgress, prepare
+from titanlite.data.shards import ShardSource, read_manifest
+from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
+from titanlite.errors import UserError
+from titanlite.runtime.cluster import cores
+
+USAGE = """  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER] [--workers N]
+      Tokenize text (.txt, .jsonl, .parquet files, or folders of them) into shards. Without --tokenizer bytes are
+      tokens. A run that was killed goes on where it stopped.
+  titanlite data show FOLDER
+      Counts, the share of each source, and a few decoded windows.
+"""
+
+
+def data(words: list[str]) -> int:
+    """Run a verb; the exit code."""
+    try:
+        if words[:1] == ["prepare"]:
+            return _prepare(words[1:])
+        if words[:1] == ["show"] and len(words) == 2:
+            return _show(Path(words[1]))
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntitanlite: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    asked = not words or words[0] in ("--help", "-h")
+    print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def _prepare(words: list[str]) -> int:
+    options = {"--out": "", "--tokenizer": "", "--workers": str(cores())}
+    sources: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in options:
+            if not equals and not rest:
+                raise UserError(f"{name} needs a value")
+            options[name] = value if equals else rest.pop(0)
+        elif word.startswith("--"):
+            raise UserError(f"{word} is not an option of data prepare; there are: {', '.join(options)}")
+        else:
+            sources.append(word)
+    if not sources or not options["--out"]:
+        raise UserError("data prepare needs at least one SRC, and --out FOLDER")
+    if not options["--workers"].isdigit() or int(options["--workers"]) < 1:
+        raise UserError(f"--workers {options['--workers']} must be a whole number >= 1")
+    documents = {source: text_files(source, source) for source in sources}
+    workers = int(options["--workers"])
+    out = Path(options["--out"])
+    manifest = prepare(documents, options["--tokenizer"], out, workers, ConsoleProgress(), _say)
+    counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
+    print(f"{counts} in {len(manifest['shards'])} shards: {out}")
+    print(f'to train on them: --training.dataset tokens --training.dataset_path "{out}"')
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"titanlite: {text}", file=sys.stderr)
+
+
+def _show(folder: Path) -> int:
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder} was not made by `titanlite data prepare`: it has no manifest.json")
+    tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
+    source = ShardSource("data show", folder, manifest["vocab_size"], manifest["end"])
+    print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {len(manifest['shards'])} shards")
+    print(
+        f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}"
+    )
+    for name, counts in manifest["sources"].items():
+        share = counts["tokens"] / manifest["tokens"]
+        print(f"  {share:6.1%}  {counts['tokens']:,} tokens, {counts['documents']:,} documents  {name}")
+    for tenth in (1, 5, 9):
+        start = source.tokens * tenth // 10
+        text = tokenizer.decode(source.read(start, min(64, source.tokens - start)).tolist())
+        print(f"\nfrom token {start:,}:\n    " + "\n    ".join(printable(text).splitlines()))
+    return 0
