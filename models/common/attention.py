@@ -10,14 +10,20 @@ from torch import nn
 class CausalAttention(nn.Module):
     """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
 
+    def __init__(self, dropout: float = 0.0) -> None:
+        """`dropout`: the probability that training drops one token's attention to another."""
+        super().__init__()
+        self.dropout = dropout
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None
     ) -> torch.Tensor:
         """With `documents` (batch, tokens), a token sees only tokens of the same number."""
         grouped = q.size(1) != k.size(1)
+        dropout = self.dropout if self.training else 0.0
         if documents is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         tokens = q.size(2)
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
         mask = causal & (documents[:, None, :, None] == documents[:, None, None, :])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)

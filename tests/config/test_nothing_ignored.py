@@ -159,7 +159,7 @@ FLIPS: dict[str, tuple[str, str]] = {
     "debug.seed": ("1", ""),
 }
 REFUSED = {  # flipped to a value that can't be honoured here
-    "model.name": ("other", "Known: llama3"),
+    "model.name": ("other", "llama3"),
     "model.flavor": ("other", "no flavour"),
     "training.dataset_path": ("/nowhere", "has no path"),
     "training.dtype": ("float64", "all three"),

@@ -1,0 +1,90 @@
+"""GPT-2: flavours, and the one table that says everything the framework needs of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlite.registry import ModelSpec, Part, Rule, Shape, Transposed, normal, ones, register_model, zeros
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    dim: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int = 50257
+    max_seq_len: int = 1024
+    norm_eps: float = 1e-5
+    dropout: float = 0.1
+    """Of the embedding, of attention probabilities, and of what each layer adds to the residual stream."""
+
+    def __post_init__(self) -> None:
+        if self.dim % self.n_heads:
+            raise ValueError(f"dim {self.dim} must be a multiple of n_heads {self.n_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} must be a probability, at least 0 and less than 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+FLAVORS = {
+    "debugmodel": GPT2Config(128, 4, 8, vocab_size=256),
+    "124M": GPT2Config(768, 12, 12),
+    "350M": GPT2Config(1024, 24, 16),
+    "774M": GPT2Config(1280, 36, 20),
+    "1.5B": GPT2Config(1600, 48, 25),
+}
+
+
+def shape(c: GPT2Config) -> Shape:
+    return Shape(c.n_layers, c.n_heads, c.n_heads, c.head_dim, c.vocab_size, c.max_seq_len)
+
+
+def rules(c: GPT2Config) -> tuple[Rule, ...]:
+    """The table. Layers that write into the residual stream start smaller the more of them there are.
+
+    Over there a matrix has a row per input, and queries, keys and values are the columns of one.
+    """
+    into, out_of = normal(0.02), normal(0.02 / (2 * c.n_layers) ** 0.5)
+    turned = (Transposed(),)
+    block, hf = "layers.*.", "transformer.h.*."
+    table = [
+        Rule("tok_embeddings.weight", normal(0.02), "embedding", "transformer.wte.weight", tied="output.weight"),
+        Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
+    ]
+    for i, name in enumerate(("wq", "wk", "wv")):
+        here, there = f"{block}attention.{name}.", hf + "attn.c_attn."
+        table += [
+            Rule(here + "weight", into, "column", there + "weight", turned, Part(i, 3, dim=1)),
+            Rule(here + "bias", zeros, "column", there + "bias", part=Part(i, 3)),
+        ]
+    for here, there in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
+        table += [
+            Rule(block + here + "weight", out_of, "row", hf + there + "weight", turned),
+            Rule(block + here + "bias", zeros, "whole", hf + there + "bias"),
+        ]
+    table += [
+        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", turned),
+        Rule(block + "feed_forward.w1.bias", zeros, "column", hf + "mlp.c_fc.bias"),
+    ]
+    norms = {block + "attention_norm.": hf + "ln_1.", block + "ffn_norm.": hf + "ln_2.", "norm.": "transformer.ln_f."}
+    for here, there in norms.items():
+        table += [
+            Rule(here + "weight", ones, "norm", there + "weight"),
+            Rule(here + "bias", zeros, "norm", there + "bias"),
+        ]
+    return tuple(table)
+
+
+SPEC = register_model(
+    ModelSpec(
+        "gpt2",
+        FLAVORS,
+        shape,
+        rules,
+        build="titanlite.models.gpt2.model:GPT2",
+        before=("tok_embeddings", "pos_embeddings"),
+    )
+)

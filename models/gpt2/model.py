@@ -1,0 +1,100 @@
+"""GPT-2 as a plain single-device module; there is no parallelism in here.
+
+A pipeline stage may lack the embeddings, the norm and the output, and holds some of `layers`, which is keyed by
+the global layer number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.models.common.attention import CausalAttention
+from titanlite.models.gpt2 import GPT2Config
+
+Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.wq = nn.Linear(c.dim, c.dim)
+        self.wk = nn.Linear(c.dim, c.dim)
+        self.wv = nn.Linear(c.dim, c.dim)
+        self.wo = nn.Linear(c.dim, c.dim)
+        self.core = CausalAttention(c.dropout)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: tensor parallel leaves some of the heads
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        seen = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), documents)
+        return self.dropout(self.wo(seen.transpose(1, 2).flatten(-2)))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(c.dim, 4 * c.dim)
+        self.w2 = nn.Linear(4 * c.dim, c.dim)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.w2(F.gelu(self.w1(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.feed_forward = FeedForward(c)
+
+    def forward(self, h: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        h = h + self.attention(self.attention_norm(h), documents)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class GPT2(nn.Module):
+    tok_embeddings: nn.Embedding | None
+    pos_embeddings: nn.Embedding | None
+    norm: nn.LayerNorm | None
+    output: nn.Linear | None
+
+    def __init__(self, c: GPT2Config, positions: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
+        # All of them whatever `positions` is: weights must fit a run of any length.
+        self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
+        self.dropout = nn.Dropout(c.dropout)
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
+        self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
+        self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        head: Head | None = None,
+    ) -> torch.Tensor:
+        """Logits of (batch, tokens); or whatever `head` makes of the last hidden state and the output layer."""
+        h = tokens
+        if self.tok_embeddings is not None and self.pos_embeddings is not None:
+            if positions is None:
+                positions = torch.arange(tokens.size(1), device=tokens.device)
+            h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions))
+        for block in self.layers.values():
+            h = block(h, documents)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is None:
+            return h
+        return self.output(h) if head is None else head(h, self.output)

@@ -1,0 +1,175 @@
+"""GPT-2: the published sizes, the published function with and without dropout, and nothing in the way of training."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.jobs import QUIET, job, run_to_end
+from titanlite.checkpoint.huggingface import from_hf, to_hf
+from titanlite.config.load import ConfigError
+from titanlite.models.gpt2 import FLAVORS, SPEC, GPT2Config
+from titanlite.observe.throughput import flops_per_token
+from titanlite.parallel.init import fill, materialise, shared_names
+from titanlite.registry import assign, normal
+
+PUBLISHED = {"124M": 124_439_808, "350M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200}
+SMALL = GPT2Config(32, 2, 4, vocab_size=99, max_seq_len=64, dropout=0.0)
+GPT2 = [*QUIET, "--model.name=gpt2", *(f"--model.overrides.{f}" for f in "dim=16 n_layers=2 n_heads=2".split())]
+
+
+def build(config: GPT2Config = SMALL):
+    """The model with its initial values, and its table."""
+    with torch.device("meta"):
+        model = SPEC.module(config, 16)
+    table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
+    materialise(model, table, 0, torch.device("cpu"))
+    return model, table
+
+
+def build_random(config: GPT2Config = SMALL):
+    """Far from the initial values: biases count, logits are of order 1, and GELU's two forms differ."""
+    model, table = build(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, normal(0.3), seed=1)
+    return model, table
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def some_tokens(*size: int) -> torch.Tensor:
+    return torch.randint(SMALL.vocab_size, size, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_a_flavour_has_exactly_the_published_parameters(flavor):
+    with torch.device("meta"):
+        model = SPEC.module(FLAVORS[flavor], 16)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
+
+
+def transformers_model(c: GPT2Config, weights: dict[str, torch.Tensor]):
+    """An independently written GPT-2 on the same weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import GPT2Config as HFConfig
+        from transformers import GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(
+        HFConfig(
+            n_embd=c.dim,
+            n_layer=c.n_layers,
+            n_head=c.n_heads,
+            vocab_size=c.vocab_size,
+            n_positions=c.max_seq_len,
+            layer_norm_epsilon=c.norm_eps,
+            embd_pdrop=c.dropout,
+            attn_pdrop=c.dropout,
+            resid_pdrop=c.dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected
+    theirs.tie_weights()
+    return theirs
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_logits_equal_transformers_gpt2(dropout):
+    """Without dropout, and with it from the same random state: in evaluation none, in training in the same places."""
+    config = dataclasses.replace(SMALL, dropout=dropout)
+    model, table = build_random(config)
+    theirs = transformers_model(config, to_hf(weights(model), table))
+    tokens = some_tokens(2, 64)
+    logits = {}
+    for training in (False, True):
+        found = []
+        for either in (model.train(training), theirs.train(training)):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                out = either(tokens)
+            found.append(out if either is model else out.logits)
+        logits[training] = found[0]
+        assert found[0].std() > 0.5
+        assert (found[0] - found[1]).abs().max().item() <= 1e-5, f"training {training}"
+    assert torch.equal(logits[False], logits[True]) == (dropout == 0)
+
+
+def test_weights_survive_the_way_to_hugging_face_and_back():
+    model, table = build_random()
+    here = weights(model)
+    there = to_hf(here, table)
+    assert there["transformer.h.0.attn.c_attn.weight"].shape == (32, 96)
+    back = from_hf(there, table)
+    assert back.keys() == here.keys() and all(torch.equal(back[name], here[name]) for name in here)
+
+
+def test_a_document_mask_equals_each_document_alone():
+    model, _ = build_random()
+    lengths = [7, 1, 22]
+    tokens = some_tokens(1, sum(lengths))
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    with torch.no_grad():
+        together = model(tokens, positions=positions, documents=documents)
+        alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    assert (together - alone).abs().max() <= 1e-6
+
+
+def test_stages_and_the_head_seam_compose_to_the_model():
+    """A pipeline stage lacks some modules; layers keep their global numbers."""
+    model, _ = build_random()
+    first, last = build_random()[0], build_random()[0]
+    for stage, name in ((first, "norm"), (first, "output"), (last, "tok_embeddings"), (last, "pos_embeddings")):
+        setattr(stage, name, None)
+    del first.layers["1"], last.layers["0"]
+    tokens = some_tokens(2, 8)
+    with torch.no_grad():
+        assert torch.equal(last(first(tokens), head=lambda h, output: -output(h)), -model(tokens))
+
+
+def test_initial_values_are_gpt2s():
+    """What writes into the residual stream shrinks with the number of layers, the same in each."""
+    config = GPT2Config(256, 8, 4, vocab_size=999)
+    model, _ = build(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert parameter.eq(1).all(), name
+        elif name.endswith("bias"):
+            assert parameter.eq(0).all(), name
+        else:
+            std = 0.02 / 4 if ".wo." in name or ".w2." in name else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.02), name
+
+
+def test_flops_equal_the_flop_counter():
+    """Positions are looked up and multiply nothing; the tied output multiplies once."""
+    model, table = build()
+    tokens = some_tokens(2, 32)
+    math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with math, FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    expected = flops_per_token(model.named_parameters(), table, SPEC.shape(SMALL), 32)
+    assert counter.get_total_flops() == expected * tokens.numel()
+
+
+def test_two_runs_with_dropout_are_bit_equal(pool, tmp_path):
+    runs = [pool.run(run_to_end, GPT2, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)]
+    without = [*GPT2, "--model.overrides.dropout=0.0"]
+    other = pool.run(run_to_end, without, str(tmp_path / "without"), world=2)[0]["weights"]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not any(torch.equal(runs[0][name], other[name]) for name in other)
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused():
+    assert job(["--model.name=gpt2", "--training.seq_len=1024"], 1).positions == 1024
+    with pytest.raises(ConfigError) as caught:
+        job(["--model.name=gpt2", "--training.seq_len=2048"], 1)
+    assert "training.seq_len = 2048" in str(caught.value) and "1024 tokens at most" in str(caught.value)
