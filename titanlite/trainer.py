@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -16,6 +17,7 @@ from torch import nn
 
 from titanlite.config.check import Job
 from titanlite.config.load import to_toml
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Ahead, MicroBatch, build_loader
 from titanlite.data.order import Share
 from titanlite.data.tokenizer import open_tokenizer
@@ -50,8 +52,7 @@ class Trainer:
         self.step, self.tokens = 0, 0
         if config.debug.deterministic:
             use_deterministic_algorithms()
-        elsewhere = config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": ""})})
-        self._agree("the config", hashlib.sha256(to_toml(elsewhere).encode()).hexdigest()[:16])
+        self._agree("the config", _identity(config))
         self._agree("the kind of device", device.type)
         self.seed = agree_on_seed(config.debug.seed)
         self.mesh = build_mesh(job.layout, device.type)
@@ -267,3 +268,9 @@ class Trainer:
         mean = torch.where(valid_tokens > 0, loss * sums[1] / valid_tokens, -torch.inf)
         dist.all_reduce(mean, op=dist.ReduceOp.MAX, group=self.mesh.loss)
         return sums[0].item(), mean.item()
+
+
+def _identity(config: JobConfig) -> str:
+    """A hash of the config without the places that may be called otherwise on another node."""
+    text = re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(config), flags=re.MULTILINE)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

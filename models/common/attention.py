@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 class CausalAttention(nn.Module):
@@ -23,7 +24,24 @@ class CausalAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if documents is None:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        if q.is_cuda and torch.compiler.is_compiling() and not dropout:
+            return flex_document_attention(q, k, v, documents)  # fused, and skips blocks between documents
         tokens = q.size(2)
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
         mask = causal & (documents[:, None, :, None] == documents[:, None, None, :])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
+
+
+def flex_document_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
+) -> torch.Tensor:
+    """The same under FlexAttention, which is fast only when compiled, and has no backward pass on a CPU."""
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (i >= j) & (documents[batch, i] == documents[batch, j])
+
+    tokens = q.size(2)
+    mask = create_block_mask(seen, q.size(0), None, tokens, tokens, device=q.device)
+    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
+    assert isinstance(out, torch.Tensor)
+    return out

@@ -88,19 +88,6 @@ def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
     assert "rank 1 on " in tail and "rank-1.log" in tail and tail.count("Traceback") == 1
 
 
-def test_a_killed_rank_is_named(tmp_path):
-    code, out = train(FAULTY, tmp_path, NGPU="2", FAULT="1:2:kill")
-    assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
-
-
-def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
-    (tmp_path / "short.txt").write_text("abcdefgh" * 12)
-    argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
-    code, out = train(argv, tmp_path / "out", NGPU="2")
-    assert code == 1 and "Traceback" not in out
-    assert "the data ended after step 2 of 3: it has 6 windows" in out
-
-
 def descendants(pid: int) -> list[int]:
     listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
@@ -113,6 +100,38 @@ def descendants(pid: int) -> list[int]:
         found += new
         todo += new
     return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
+    argv = [*FAULTY, "--training.dataloader.num_workers=1", "--metrics.log_freq=1"]
+    process = start(argv, tmp_path, NGPU="2", FAULT="1:3:kill")
+    family: set[int] = set()
+    while process.poll() is None:
+        family.update(descendants(process.pid))
+        time.sleep(0.05)
+    code, out = finish(process)
+    assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
+    assert len(family) > 4, "two ranks, and what reads for them"
+    deadline = time.monotonic() + 5
+    while any(map(alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in family if alive(pid)] == []
+
+
+def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
+    (tmp_path / "short.txt").write_text("abcdefgh" * 12)
+    argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
+    code, out = train(argv, tmp_path / "out", NGPU="2")
+    assert code == 1 and "Traceback" not in out
+    assert "the data ended after step 2 of 3: it has 6 windows" in out
 
 
 @pytest.mark.parametrize("settings", [[], ["--training.dataloader.num_workers=1"]], ids=["threads", "workers"])
@@ -135,14 +154,6 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings
     assert re.fullmatch(r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last)
     time.sleep(max(0.0, 5 - (time.monotonic() - began)) if any(map(alive, family)) else 0)
     assert [pid for pid in family if alive(pid)] == []
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_torchrun_and_srun_start_workers_as_well(tmp_path):

@@ -32,6 +32,15 @@ def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
     assert "step:  3" in results[1][1], "node 1 shows its own first rank"
 
 
+def test_nodes_with_different_configs_stop_and_say_so(tmp_path):
+    port = free_port()
+    second = node(1, port, ["--optimizer.lr=0.1"], tmp_path)
+    first = node(0, port, [], tmp_path)
+    results = [finish(first), finish(second)]
+    assert [code for code, _ in results] == [1, 1]
+    assert any("the config differs between ranks: rank 0 has" in out for _, out in results), results
+
+
 @pytest.mark.parametrize("alone", [0, 1])
 def test_one_of_two_nodes_says_that_the_other_did_not_come(tmp_path, alone):
     code, out = finish(node(alone, free_port(), ["--comm.init_timeout_seconds=3"], tmp_path))
