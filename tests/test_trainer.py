@@ -154,8 +154,7 @@ def collected(folder: str) -> list[int]:
         run.train()
     finally:
         gc.callbacks.remove(note)
-        gc.enable()
-    return steps
+    return [step for step in steps if step]
 
 
 def test_garbage_is_collected_at_the_same_steps_everywhere(pool, tmp_path):

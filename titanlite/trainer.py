@@ -142,6 +142,8 @@ class Trainer:
         """Run to the target step."""
         config, steps = self.job.config, self.job.config.training.steps
         gc.disable()  # or ranks would collect at different times, and wait for each other
+        gc.collect()
+        gc.freeze()  # what was built stays: looking through it again costs 0.1 s a time
         consumed = self.step * self.share.per_step
         loader = build_loader(self.data, self.share, consumed, None, config.training.dataloader)
         self.batches = Ahead(loader, self.device)
@@ -222,6 +224,8 @@ class Trainer:
 
     def close(self) -> None:
         """End the readers and the sinks."""
+        gc.unfreeze()
+        gc.enable()
         self.batches.close()
         for sink in self.sinks:
             sink.close()

@@ -75,7 +75,6 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         outcome = repr(error)
     finally:
         gc.callbacks.remove(callback)
-        gc.enable()
     timeouts.append(run_timeout())
     loader = run.batches.loader
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -12,16 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.data.assets import make_assets
 from tests.launch.run import environment
+from titanlite.config.schema import Dataloader
 from titanlite.data import documents as documents_module
 from titanlite.data import prepare as module
 from titanlite.data.cli import data
 from titanlite.data.documents import Documents, pieces, segments, standard_library, text_files
+from titanlite.data.loader import Ahead, build_loader
+from titanlite.data.order import Share
+from titanlite.data.packing import Concatenated
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.windows import Windows
 from titanlite.errors import UserError
 
 
@@ -225,3 +231,24 @@ def test_a_folder_that_something_else_made_is_left_alone(tmp_path):
     shutil.rmtree(tmp_path / "out")
     assert prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)["tokens"] == 5
     assert np.load(tmp_path / "out" / "shard-000000.ends.npy").tolist() == [5]
+
+
+def read_shards(path: str, ranks: int, workers: int) -> list[bytes]:
+    """All samples of three steps, micro-batch by micro-batch, as the ranks read them."""
+    source = ShardSource("training", Path(path), 500, -1)
+    windows = Windows([Concatenated(source, 32, False, "training")], 32, seed=0, repeat=True)
+    settings = Dataloader(num_workers=workers)
+    per_rank = [
+        list(Ahead(build_loader(windows, Share(rank, ranks, 8 // ranks), 0, 3, settings), torch.device("cpu")))
+        for rank in range(ranks)
+    ]
+    batches = [batch for step in zip(*per_rank, strict=True) for batch in step]
+    return [row.numpy().tobytes() for batch in batches for row in batch.rows]
+
+
+def test_shards_are_read_the_same_by_1_and_4_ranks_with_0_and_2_workers(library, assets, tmp_path):
+    prepare({"library": text_files("test", str(library))}, str(assets), tmp_path / "out", workers=1)
+    expected = read_shards(str(tmp_path / "out"), 1, 0)
+    assert len(set(expected)) == 24
+    for ranks, workers in ((4, 0), (1, 2), (4, 2)):
+        assert read_shards(str(tmp_path / "out"), ranks, workers) == expected

@@ -1,0 +1,79 @@
+"""Speed of `titanlite data prepare` beside the bare tokenizer in a loop, on the same text in the same run.
+
+    python scripts/bench/prepare.py [--rounds 5]
+
+The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate between the bare loop
+(one process, one thread, ids thrown away), prepare with one worker, and prepare with all cores; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+
+from titanlite.data import prepare as module  # noqa: E402
+from titanlite.data.documents import standard_library  # noqa: E402
+from titanlite.data.tokenizer import load_tokenizer  # noqa: E402
+from titanlite.runtime.cluster import cores  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    module.UNIT_BYTES = 1 << 20  # the text is small, and all cores shall have their part
+    documents = standard_library(held_out=False)
+    texts = [(documents.root / n).read_bytes().decode("utf-8", errors="replace") for n in documents.names]
+    size = sum(documents.sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        assets = Path(folder)
+        _train(assets, texts)
+        tokenizer = load_tokenizer(str(assets))
+
+        def bare() -> None:
+            for text in texts:
+                tokenizer.encode(text)
+
+        def prepared(workers: int) -> None:
+            shutil.rmtree(assets / "out", ignore_errors=True)
+            module.prepare({"stdlib": documents}, str(assets), assets / "out", workers)
+
+        ways: dict[str, Callable[[], None]] = {
+            "bare tokenizer in a loop": bare,
+            "prepare, 1 worker": lambda: prepared(1),
+            f"prepare, {cores()} workers": lambda: prepared(cores()),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, run in ways.items():
+                began = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - began)
+    first = statistics.median(seconds["bare tokenizer in a loop"])
+    print(f"{size / 1e6:.1f} MB of text in {len(texts)} documents, {rounds} rounds, medians")
+    for name, taken in seconds.items():
+        median = statistics.median(taken)
+        print(f"  {name:<26} {size / median / 1e6:6.2f} MB/s   {first / median:.2f} of the bare loop")
+
+
+def _train(assets: Path, texts: list[str]) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|end_of_text|>"], show_progress=False)
+    tokenizer.train_from_iterator(texts[::10], trainer)
+    tokenizer.save(str(assets / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    main()
