@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
-NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build")
+NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "wandb")
 TORCH_RANGE = ((2, 11), (2, 14))
 
 

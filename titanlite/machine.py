@@ -37,6 +37,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.observe.memory import machine_bytes, readable, state_bytes
+    from titanlite.observe.metrics import require_wandb
     from titanlite.optim import split_by_decay, state_per_element
     from titanlite.parallel.parallelize import build_model
 
@@ -50,6 +51,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
         yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
     checks: list[Callable[[], object]] = [lambda: open_tokenizer(config.model.hf_assets_path, job.shape.vocab_size)]
     checks.append(lambda: find_documents("training", config.training.dataset, config.training.dataset_path))
+    if config.metrics.enable_wandb:
+        checks.append(require_wandb)
     if config.validation.enable:
         checks.append(lambda: find_documents("validation", config.validation.dataset, config.validation.dataset_path))
     for check in checks:

@@ -80,6 +80,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     loader = run.batches.loader
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
+    timed |= {"step_seconds_p50", "step_seconds_p95"}
     return {
         "outcome": outcome,
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
@@ -171,6 +172,7 @@ ELSEWHERE = {  # shown by another test, named here
     "model.overrides": "tests/jobs.py: every tiny job",
     "validation.dataset_path": "tests/test_validate.py",
     "metrics.disable_color_printing": "tests/launch/test_terminal.py",
+    "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_together_record_the_same_steps",
     "comm.init_timeout_seconds": "tests/launch/test_nodes.py",
     "comm.trace_buf_size": "read by NCCL alone; needs a GPU",
     "comm.save_traces_folder": "read by NCCL alone; needs a GPU",

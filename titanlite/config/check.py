@@ -330,7 +330,6 @@ NOT_BUILT = {
     "training.loss_chunks": "the chunked loss",
     "training.mixture": "mixing data sets",
     "optimizer.state_dtype": "low-precision optimizer state",
-    "metrics.enable_wandb": "the W&B sink",
     "profiling.enable_profiling": "profiling",
     "profiling.enable_memory_snapshot": "memory snapshots",
 }

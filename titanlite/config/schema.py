@@ -343,7 +343,7 @@ class Metrics(Section):
     save_tb_folder: str = "tb"
     """Folder for them inside job.dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases."""
+    """Log to Weights & Biases, in the project that WANDB_PROJECT names, or "titanlite"; needs the package wandb."""
     disable_color_printing: bool = False
     """No colours on the terminal."""
 
