@@ -38,6 +38,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.observe.memory import machine_bytes, readable, state_bytes
     from titanlite.observe.metrics import require_wandb
+    from titanlite.observe.profiler import require_gpu
     from titanlite.optim import split_by_decay, state_per_element
     from titanlite.parallel.parallelize import build_model
 
@@ -53,6 +54,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     checks.append(lambda: find_documents("training", config.training.dataset, config.training.dataset_path))
     if config.metrics.enable_wandb:
         checks.append(require_wandb)
+    if config.profiling.enable_memory_snapshot:
+        checks.append(lambda: require_gpu(device))
     if config.validation.enable:
         checks.append(lambda: find_documents("validation", config.validation.dataset, config.validation.dataset_path))
     for check in checks:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from titanlite.config.check import Job, validation_seq_len
 from titanlite.data.loader import Ahead, MicroBatch, Windows, build_loader
@@ -26,6 +27,7 @@ from titanlite.lr_schedule import learning_rate
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import allocator_tags, used
 from titanlite.observe.metrics import Sink, StepRecord, open_sinks
+from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
@@ -145,15 +147,18 @@ class Trainer:
         loader = build_loader(self.data, self.share, consumed, None, config.training.dataloader)
         self.batches = Ahead(loader, self.device)
         self.clock = StepClock()
-        while self.step < steps:
-            self.step += 1
-            self.train_step()
-            if self.step == 1:
-                set_collective_timeout(config.comm.train_timeout_seconds)
-            if self.step % config.training.gc_freq == 0:
-                gc.collect()
-            if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
-                self.validate()
+        with Profiler(config.profiling, self.folder, self.place.rank, self.device, self.step) as profiler:
+            while self.step < steps:
+                self.step += 1
+                self.train_step()
+                if self.step == 1:
+                    set_collective_timeout(config.comm.train_timeout_seconds)
+                if self.step % config.training.gc_freq == 0:
+                    gc.collect()
+                if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
+                    self.validate()
+                with self.clock.paused():  # writing a trace is no step's time
+                    profiler.step(self.step)
         self.finite.settle()
         if config.generate.at_end:
             self.show_sample()
@@ -165,18 +170,21 @@ class Trainer:
         micro_batches = self.next_micro_batches()
         valid_tokens = self.finite.share(count_valid(torch.stack([b.labels for b in micro_batches])))
         loss = self.forward_backward(micro_batches, valid_tokens)
-        norm = clip_grad_norm(self.trained, config.training.max_norm)
+        with record_function("gradient norm"):
+            norm = clip_grad_norm(self.trained, config.training.max_norm)
         self.finite.record(self.step, loss, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with record_function("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(config, self.step)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.tokens += self.job.batch.total * config.training.seq_len
         if self.step == 1 or self.step % config.metrics.log_freq == 0 or self.step == config.training.steps:
             self._log_step(loss, norm, micro_batches)
         else:
             self.clock.step_done()
 
+    @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """This rank's part of the global batch, on the device."""
         with self.clock.waiting_for_data():
@@ -198,11 +206,14 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
-            loss = token_loss_sum(model(batch.tokens), batch.labels) / valid_tokens.clamp(min=1)
-            loss.backward()
+            with record_function("forward"):
+                loss = token_loss_sum(model(batch.tokens), batch.labels) / valid_tokens.clamp(min=1)
+            with record_function("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 
+    @record_function("validation")
     def validate(self) -> None:
         """Log the loss on held-out data."""
         with self.clock.paused():
