@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
-NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build")
+NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "pyarrow", "wandb")
 TORCH_RANGE = ((2, 11), (2, 14))
 
 

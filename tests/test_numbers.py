@@ -143,10 +143,10 @@ def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):
 
 
 def test_the_log_line_is_the_one_that_parsers_know():
-    record = StepRecord(1, 8.04034, 8.1, 1.347, 1e-3, 10, 27483.2, 1.97, 0.2, 0.5, 0.0, 1.02)
+    record = StepRecord(1, 8.04034, 8.1, 1.347, 1e-3, 10, 27483.2, 1.97, 0.2, 0.5, 0.4, 0.6, 0.0015, 1.02, 0)
     assert record.line(11, 1.08) == (
         "step:  1  loss:  8.04034  grad_norm:  1.3470  memory:  1.02GiB(1.08%)  "
-        "tps: 27,483  tflops: 1.97  mfu: 0.20%  eta: 0:05"
+        "tps: 27,483  tflops: 1.97  mfu: 0.20%  eta: 0:05  data: 0.3%"
     )
     tags = set(record.tags())
     assert {

@@ -91,7 +91,7 @@ def _run(
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
         roll_call = RollCall(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (aside := move_previous_aside(folder, job.config.metrics.save_tb_folder)):
+        if nodes.rank == 0 and (aside := move_previous_aside(job.config)):
             print(f"titanlite: an earlier run's files are now in {aside}", flush=True)
         roll_call.wait_for("folder", done_here=nodes.rank == 0)
         terminal.start()
@@ -174,6 +174,8 @@ def _farewell(job: Job, folder: Path) -> None:
     if config.metrics.enable_tensorboard:
         command = shutil.which("tensorboard") and "tensorboard" or Path(sys.executable).parent / "tensorboard"
         lines.append(f"TensorBoard  {command} --logdir {folder / config.metrics.save_tb_folder}")
+    if config.profiling.enable_profiling:
+        lines.append(f"traces       {folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev")
     train = "./run_train.sh" if Path("run_train.sh").exists() else "titanlite train"
     lines.append(f"next         {train} --help lists every key; train_configs/debug.toml is a config to begin with")
     print("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))

@@ -46,6 +46,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     from titanlite.data.sources import look_for
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.observe.memory import machine_bytes, readable, state_bytes
+    from titanlite.observe.metrics import require_wandb
+    from titanlite.observe.profiler import require_gpu
     from titanlite.optim import split_by_decay, state_per_element
     from titanlite.parallel.parallelize import build_model
 
@@ -67,6 +69,10 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     checks += [lambda asked=asked: look_for(*asked, job.shape.vocab_size) for asked in data]
     built: list[tuple[nn.Module, dict[str, Rule]]] = []
     checks.append(lambda: built.append(build_model(job)))
+    if config.metrics.enable_wandb:
+        checks.append(require_wandb)
+    if config.profiling.enable_memory_snapshot:
+        checks.append(lambda: require_gpu(device))
     for check in checks:
         try:
             check()

@@ -70,7 +70,7 @@ def run(job: Job, where: Place, environ: dict[str, str]) -> None:
         aside = None
         if LAUNCHED not in environ:
             if where.rank == 0:
-                aside = move_previous_aside(folder, job.config.metrics.save_tb_folder)
+                aside = move_previous_aside(job.config)
             dist.barrier()
         log = open_log(folder, where.rank, LAUNCHED in environ, where.rank in shown_ranks(environ))
         if aside:

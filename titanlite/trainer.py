@@ -6,7 +6,6 @@ import gc
 import hashlib
 import logging
 import re
-import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from titanlite.config.check import Job
 from titanlite.config.load import to_toml
@@ -28,8 +28,10 @@ from titanlite.generate import generate
 from titanlite.grad_norm import clip_grad_norm
 from titanlite.loss import count_valid, token_loss_sum
 from titanlite.lr_schedule import learning_rate
+from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import allocator_tags, used
-from titanlite.observe.metrics import JsonLines, Sink, StepRecord, TensorBoard
+from titanlite.observe.metrics import Sink, StepRecord, open_sinks
+from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
@@ -107,14 +109,11 @@ class Trainer:
         self.optimizer = build_optimizer(self.decayed, self.exempt, config)
 
     def _open_metrics(self) -> None:
-        config = self.job.config
         self.peak = peak_tflops(self.device)
         self.sinks: list[Sink] = []
         if self.place.rank == 0:
             describe_run(self.folder, self.job, self.seed, self.device.type)
-            self.sinks.append(JsonLines(self.folder / "metrics.jsonl"))
-            if config.metrics.enable_tensorboard:
-                self.sinks.append(TensorBoard(self.folder / config.metrics.save_tb_folder))
+            self.sinks = open_sinks(self.folder, self.job.config)
 
     def describe(self) -> list[str]:
         """What the start of the run prints."""
@@ -147,16 +146,19 @@ class Trainer:
         consumed = self.step * self.share.per_step
         loader = build_loader(self.data, self.share, consumed, None, config.training.dataloader)
         self.batches = Ahead(loader, self.device)
-        self._start_clock()
-        while self.step < steps:
-            self.step += 1
-            self.train_step()
-            if self.step == 1:
-                set_collective_timeout(config.comm.train_timeout_seconds)
-            if self.step % config.training.gc_freq == 0:
-                gc.collect()
-            if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
-                self.validate()
+        self.clock = StepClock()
+        with Profiler(config.profiling, self.folder, self.place.rank, self.device, self.step) as profiler:
+            while self.step < steps:
+                self.step += 1
+                self.train_step()
+                if self.step == 1:
+                    set_collective_timeout(config.comm.train_timeout_seconds)
+                if self.step % config.training.gc_freq == 0:
+                    gc.collect()
+                if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
+                    self.validate()
+                with self.clock.paused():  # writing a trace is no step's time
+                    profiler.step(self.step)
         self.finite.settle()
         if config.generate.at_end:
             self.show_sample()
@@ -168,21 +170,25 @@ class Trainer:
         micro_batches = self.next_micro_batches()
         valid_tokens = self.finite.share(count_valid(torch.stack([b.labels for b in micro_batches])))
         loss = self.forward_backward(micro_batches, valid_tokens)
-        norm = clip_grad_norm(self.trained, config.training.max_norm)
+        with record_function("gradient norm"):
+            norm = clip_grad_norm(self.trained, config.training.max_norm)
         self.finite.record(self.step, loss, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with record_function("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(config, self.step)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.tokens += self.job.batch.total * config.training.seq_len
         if self.step == 1 or self.step % config.metrics.log_freq == 0 or self.step == config.training.steps:
             self._log_step(loss, norm, micro_batches)
+        else:
+            self.clock.step_done()
 
+    @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """This rank's part of the global batch, on the device."""
-        began = time.perf_counter()
-        found = [batch.to(self.device) for batch in islice(self.batches, self.share.accumulation)]
-        self._data_seconds += time.perf_counter() - began
+        with self.clock.waiting_for_data():
+            found = [batch.to(self.device) for batch in islice(self.batches, self.share.accumulation)]
         if len(found) < self.share.accumulation:
             raise UserError(
                 f"the data ended after step {self.step - 1} of {self.job.config.training.steps}: it has "
@@ -200,20 +206,22 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
-            logits = model(batch.tokens, batch.positions, batch.documents)
-            loss = token_loss_sum(logits, batch.labels) / valid_tokens.clamp(min=1)
-            loss.backward()
+            with record_function("forward"):
+                logits = model(batch.tokens, batch.positions, batch.documents)
+                loss = token_loss_sum(logits, batch.labels) / valid_tokens.clamp(min=1)
+            with record_function("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 
+    @record_function("validation")
     def validate(self) -> None:
         """Log the loss on held-out data."""
-        began = time.perf_counter()
-        loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
-        self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
-        for sink in self.sinks:
-            sink.validation(self.step, loss)
-        self._paused += time.perf_counter() - began
+        with self.clock.paused():
+            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
+            self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
+            for sink in self.sinks:
+                sink.validation(self.step, loss)
 
     def show_sample(self) -> None:
         """Print what the model writes."""
@@ -232,18 +240,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- measuring
 
-    def _start_clock(self) -> None:
-        self._clock, self._clock_step = time.perf_counter(), self.step
-        self._paused = self._data_seconds = 0.0
-
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> None:
         """The one place where the host waits for the device."""
         job = self.job
         labels = torch.stack([batch.labels for batch in micro_batches])
         total, largest = self._loss_over_ranks(loss, count_valid(labels))
-        steps = self.step - self._clock_step
-        seconds = (time.perf_counter() - self._clock - self._paused) / steps
-        per_second = job.batch.total * job.config.training.seq_len / seconds / job.layout.world
+        self.clock.step_done()
+        per_second = job.batch.total * job.config.training.seq_len / self.clock.seconds / job.layout.world
         tflops = per_second * self.flops / 1e12
         memory = used(self.device)
         record = StepRecord(
@@ -256,14 +259,17 @@ class Trainer:
             tps=per_second,
             tflops=tflops,
             mfu=100 * tflops / self.peak if self.peak else None,
-            step_seconds=seconds,
-            data_seconds=self._data_seconds / steps,
+            step_seconds=self.clock.seconds,
+            step_seconds_p50=self.clock.percentile(50),
+            step_seconds_p95=self.clock.percentile(95),
+            data_seconds=self.clock.data_seconds,
             memory_gib=memory.gib,
+            recompiles=self.clock.recompiles,
         )
         self.log.info(record.line(job.config.training.steps, memory.percent))
         for sink in self.sinks:
             sink.step(record, allocator_tags(self.device))
-        self._start_clock()
+        self.clock.restart()
 
     def _loss_over_ranks(self, loss: torch.Tensor, valid_tokens: torch.Tensor) -> tuple[float, float]:
         """The global loss, and the largest mean loss of a rank that had valid tokens."""

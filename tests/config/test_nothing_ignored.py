@@ -23,7 +23,6 @@ from titanlite.config.schema import keys
 SOURCE = Path(titanlite.__file__).parent
 BEHIND = {  # a technique that is not built yet, and the section that only tunes it
     "checkpoint.enable": "checkpoint.",
-    "profiling.enable_profiling": "profiling.",
     "quantize.linear.float8.enable": "quantize.linear.float8.",
     "activation_checkpoint.mode": "activation_checkpoint.",
     "compile.enable": "compile.",
@@ -79,6 +78,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     loader = run.batches.loader
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
+    timed |= {"step_seconds_p50", "step_seconds_p95"}
     return {
         "outcome": outcome,
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
@@ -89,6 +89,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         "files": sorted(
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
         ),
+        "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
         "collections": len(collections),
         "timeouts": timeouts,
         "groups": [group["weight_decay"] for group in run.optimizer.param_groups],
@@ -103,6 +104,7 @@ def run_timeout() -> str:
 
 VALIDATING = "--validation.enable --validation.steps=2 --validation.freq=2"
 SAMPLING = "--generate.at_end --generate.tokens=5"
+PROFILED = "--profiling.enable_profiling --profiling.profile_freq=3 --profiling.profiler_warmup=1"
 RAISED = "--training.steps=6 --lr_scheduler.warmup_steps=0"
 
 # key: (flipped value, what else is set in both runs)
@@ -154,6 +156,10 @@ FLIPS: dict[str, tuple[str, str]] = {
     "metrics.log_freq": ("4", "--training.steps=6"),
     "metrics.enable_tensorboard": ("true", ""),
     "metrics.save_tb_folder": ("events", "--metrics.enable_tensorboard"),
+    "profiling.enable_profiling": ("true", "--profiling.profile_freq=3 --profiling.profiler_warmup=1"),
+    "profiling.save_traces_folder": ("elsewhere", PROFILED),
+    "profiling.profile_freq": ("2", PROFILED),
+    "profiling.profiler_active": ("2", PROFILED),
     "comm.train_timeout_seconds": ("50", ""),
     "debug.seed": ("1", ""),
 }
@@ -164,6 +170,7 @@ REFUSED = {  # flipped to a value that can't be honoured here
     "training.dtype": ("float64", "all three"),
     "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
     "parallelism.data_parallel_shard_degree": ("2", "does not fill 1 rank"),
+    "profiling.enable_memory_snapshot": ("true", "a GPU's allocator"),
     "parallelism.fsdp_reshard_after_forward": ("2", "must split 1 sharding ranks"),
 }
 ELSEWHERE = {  # shown by another test, named here
@@ -176,6 +183,9 @@ ELSEWHERE = {  # shown by another test, named here
     "model.overrides": "tests/jobs.py: every tiny job",
     "validation.dataset_path": "tests/test_validate.py",
     "metrics.disable_color_printing": "tests/launch/test_terminal.py",
+    "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_together_record_the_same_steps",
+    "profiling.profiler_warmup": "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_asked_steps",
+    "profiling.save_memory_snapshot_folder": "written on a GPU alone; needs one",
     "comm.init_timeout_seconds": "tests/launch/test_nodes.py",
     "comm.trace_buf_size": "read by NCCL alone; needs a GPU",
     "comm.save_traces_folder": "read by NCCL alone; needs a GPU",

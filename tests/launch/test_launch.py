@@ -26,7 +26,8 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
     lines = records(tmp_path)
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
-        "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds data_seconds memory_gib".split()
+        "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 step_seconds_p95 "
+        "data_seconds memory_gib recompiles".split()
     )
     assert lines[0]["mfu"] is None and "mfu: n/a" in out
     assert lines[2].keys() == {"step", "validation_loss"}

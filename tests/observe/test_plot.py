@@ -23,7 +23,7 @@ SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def record(step, loss, **changed):
-    plain = StepRecord(step, loss, loss, 1.0, 1e-3, step * 100, 5000.0, 1.0, None, 1.0, 0.0, 1.0)
+    plain = StepRecord(step, loss, loss, 1.0, 1e-3, step * 100, 5000.0, 1.0, None, 1.0, 1.0, 1.0, 0.0, 1.0, 0)
     return replace(plain, **changed)
 
 

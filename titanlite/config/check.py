@@ -341,6 +341,27 @@ def _device_has_what_is_asked(judge: _Judge) -> Faults:
 
 
 @_rule
+def _device_has_what_is_observed(judge: _Judge) -> Faults:
+    if judge.config.job.device == "cpu" and judge.config.profiling.enable_memory_snapshot:
+        yield (
+            "profiling.enable_memory_snapshot",
+            "the snapshot is of a GPU's allocator, and job.device is cpu; profiling.enable_profiling works there",
+        )
+
+
+@_rule
+def _traces_fit_between_their_steps(judge: _Judge) -> Faults:
+    profiling = judge.config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            "profiling.profile_freq",
+            f"{profiling.profiler_warmup} steps of warm-up and {profiling.profiler_active} in the trace do not fit "
+            f"into {profiling.profile_freq}; at least {needed}",
+        )
+
+
+@_rule
 def _keep_sharded_over_a_divisor(judge: _Judge) -> Faults:
     reshard = judge.config.parallelism.fsdp_reshard_after_forward
     fits = [d for d in divisors(judge.layout.fsdp) if 1 < d < judge.layout.fsdp]
@@ -372,9 +393,6 @@ NOT_BUILT = {
     "training.enable_cpu_offload": "CPU offload",
     "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
-    "metrics.enable_wandb": "the W&B sink",
-    "profiling.enable_profiling": "profiling",
-    "profiling.enable_memory_snapshot": "memory snapshots",
 }
 """Keys that switch on a technique which is still to be built; everything behind them only tunes it."""
 

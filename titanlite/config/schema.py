@@ -345,26 +345,26 @@ class Metrics(Section):
     save_tb_folder: str = "tb"
     """Folder for them inside job.dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases."""
+    """Log to Weights & Biases, in the project that WANDB_PROJECT names, or "titanlite"; needs the package wandb."""
     disable_color_printing: bool = False
     """No colours on the terminal."""
 
 
 class Profiling(Section):
-    """Traces and memory snapshots."""
+    """Traces and memory snapshots: of every rank, at every profile_freq-th step, in FOLDER/step-N/rank-R."""
 
     enable_profiling: bool = False
-    """Record chrome traces."""
+    """Record chrome traces, with the phases of the step by name."""
     save_traces_folder: str = "profile_traces"
     """Folder for them inside job.dump_folder."""
     profile_freq: Positive = 10
-    """Steps between traces."""
+    """Steps from one trace or snapshot to the next; at least profiler_warmup + profiler_active for traces."""
     profiler_active: Positive = 1
-    """Steps in a trace."""
+    """Steps in a trace; the last of them is a multiple of profile_freq."""
     profiler_warmup: Natural = 3
-    """Steps of warm-up before it."""
+    """Steps for which the profiler runs before, unrecorded: its start is slow."""
     enable_memory_snapshot: bool = False
-    """Record the allocator's history."""
+    """Record the allocator's history, and write it when memory runs out as well; needs a GPU."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder for it inside job.dump_folder."""
 

@@ -19,6 +19,7 @@ _COLOURS = {
     "tflops": 35,
     "mfu": 36,
     "eta": 90,
+    "data": 90,
 }
 
 

@@ -1,11 +1,17 @@
-"""What a run records: metrics.jsonl always, TensorBoard when asked; and the line that people read."""
+"""What a run records: metrics.jsonl always, TensorBoard and W&B when asked; and the line that people read."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,16 @@ class StepRecord:
     tflops: float
     mfu: float | None
     step_seconds: float
+    step_seconds_p50: float
+    step_seconds_p95: float
     data_seconds: float
     memory_gib: float
+    recompiles: int
+
+    @property
+    def data_percent(self) -> float:
+        """Share of the step's time for which it waited for data."""
+        return 100 * self.data_seconds / self.step_seconds
 
     def line(self, steps: int, memory_percent: float) -> str:
         """The console's line; parsers rely on its first fields."""
@@ -32,7 +46,7 @@ class StepRecord:
         return (
             f"step: {self.step:2}  loss: {self.loss:8.5f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({memory_percent:.2f}%)  tps: {round(self.tps):,}  "
-            f"tflops: {self.tflops:,.2f}  mfu: {mfu}  eta: {eta}"
+            f"tflops: {self.tflops:,.2f}  mfu: {mfu}  eta: {eta}  data: {self.data_percent:.1f}%"
         )
 
     def tags(self) -> dict[str, float]:
@@ -46,8 +60,11 @@ class StepRecord:
             "throughput(tps)": self.tps,
             "tflops": self.tflops,
             "time_metrics/end_to_end(s)": self.step_seconds,
+            "time_metrics/p50(s)": self.step_seconds_p50,
+            "time_metrics/p95(s)": self.step_seconds_p95,
             "time_metrics/data_loading(s)": self.data_seconds,
-            "time_metrics/data_loading(%)": 100 * self.data_seconds / self.step_seconds,
+            "time_metrics/data_loading(%)": self.data_percent,
+            "recompiles": self.recompiles,
         }
         return tags if self.mfu is None else {**tags, "mfu(%)": self.mfu}
 
@@ -60,6 +77,16 @@ class Sink(Protocol):
     def validation(self, step: int, loss: float) -> None: ...
 
     def close(self) -> None: ...
+
+
+def open_sinks(folder: Path, config: JobConfig) -> list[Sink]:
+    """Every sink that is asked for; none shuts out another."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    if config.metrics.enable_tensorboard:
+        sinks.append(TensorBoard(folder / config.metrics.save_tb_folder))
+    if config.metrics.enable_wandb:
+        sinks.append(WeightsAndBiases(folder, config))
+    return sinks
 
 
 class JsonLines:
@@ -99,6 +126,43 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run, under TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as ever."""
+
+    def __init__(self, folder: Path, config: JobConfig) -> None:
+        require_wandb()
+        import wandb  # half a second, and an extra
+
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "titanlite"),
+                dir=folder,
+                notes=config.job.description,
+                config=config.model_dump(),
+            )
+        except wandb.Error as error:  # no key, no network
+            raise UserError(f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline") from error
+
+    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
+        self._run.log({**record.tags(), **memory_tags}, step=record.step)
+
+    def validation(self, step: int, loss: float) -> None:
+        self._run.log({"validation_metrics/loss": loss}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def require_wandb() -> None:
+    """Refuse W&B where the package is absent. (A folder ./wandb, which W&B itself leaves, is no package.)"""
+    spec = find_spec("wandb")
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "metrics.enable_wandb = true: the package wandb is not installed; "
+            f"{sys.executable} -m pip install wandb, or leave the key out"
+        )
 
 
 def duration(seconds: float) -> str:

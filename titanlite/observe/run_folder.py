@@ -12,15 +12,21 @@ from pathlib import Path
 
 from titanlite.config.check import Job
 from titanlite.config.load import to_toml
+from titanlite.config.schema import JobConfig
 from titanlite.layout import DIMENSIONS
 
 MOVED = ("metrics.jsonl", "logs", "config.toml", "environment.json")
 
 
-def move_previous_aside(dump_folder: Path, tb_folder: str) -> Path | None:
-    """Move what an earlier run wrote to previous/<time>/; the place, or None where there was nothing."""
+def move_previous_aside(config: JobConfig) -> Path | None:
+    """Move what an earlier run wrote to previous/<time>/; the place, or None where there was nothing.
+
+    W&B's folder stays: it has a folder for each run, whose place W&B told the user.
+    """
+    dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     dump_folder.mkdir(parents=True, exist_ok=True)
-    found = [dump_folder / name for name in (*MOVED, tb_folder) if (dump_folder / name).exists()]
+    folders = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+    found = [dump_folder / name for name in (*MOVED, *folders) if (dump_folder / name).exists()]
     if not found:
         return None
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -1,0 +1,144 @@
+"""Where records go: any set of sinks, each with all of them."""
+
+import json
+import os
+import struct
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.jobs import TINY, run_to_end
+from tests.launch.run import finish, start, train
+from titanlite.observe.metrics import require_wandb
+
+needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="the package wandb is not installed")
+
+Points = dict[str, dict[int, float]]
+"""Values by tag and step."""
+
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_SILENT": "true"}
+
+
+def run_offline(argv: list[str], folder: str, **environ: str) -> None:
+    kept = dict(os.environ)
+    os.environ.update(OFFLINE | environ)
+    try:
+        run_to_end(argv, folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def tensorboard(folder: Path) -> Points:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.scalars.Keys()}
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """What W&B wrote offline: LevelDB's log format, blocks of 32 KiB, protobuf inside."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, whole, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:  # no room for a header: the rest of the block is padding
+            at += -at % 32768
+            continue
+        size, kind = struct.unpack("<4xHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a full record, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            found.append(record)
+            whole = b""
+    return found
+
+
+def wandb_points(records: list[Any]) -> Points:
+    points: Points = defaultdict(dict)
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            for tag, value in row.items():
+                if not tag.startswith("_"):
+                    points[tag][row["_step"]] = value
+    return points
+
+
+@needs_wandb
+def test_all_sinks_together_record_the_same_steps(pool, tmp_path):
+    argv = [*TINY, "--training.steps=5", "--metrics.log_freq=2", "--metrics.enable_tensorboard"]
+    argv += ["--metrics.enable_wandb", "--validation.enable", "--validation.freq=3", "--validation.steps=1"]
+    argv += ["--job.description=a run with notes"]
+    pool.run(run_offline, argv, str(tmp_path), world=1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    validated = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert list(losses) == [1, 2, 4, 5] and list(validated) == [3, 5]
+    records = wandb_records(tmp_path)
+    board, run = tensorboard(tmp_path / "tb"), wandb_points(records)
+    assert board.keys() == run.keys()
+    for points in (board, run):
+        assert points["loss_metrics/global_avg_loss"] == pytest.approx(losses)
+        assert points["validation_metrics/loss"] == pytest.approx(validated)
+        assert points["time_metrics/p95(s)"].keys() == points["recompiles"].keys() == losses.keys()
+
+    (about,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
+    config = {item.key: json.loads(item.value_json) for item in about.config.update}
+    assert about.project == "titanlite" and about.notes == "a run with notes"
+    assert config["training"]["steps"] == 5 and config["training"]["seq_len"] == 16
+
+
+@needs_wandb
+def test_wandb_alone_takes_its_project_from_the_environment(pool, tmp_path):
+    pool.run(run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "mine", world=2)
+    runs = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    assert runs[0].project == "mine" and not (tmp_path / "tb").exists()
+
+
+def run_offline_in(argv: list[str], folder: str, project: str) -> None:
+    run_offline(argv, folder, WANDB_PROJECT=project)
+
+
+@pytest.fixture
+def without_wandb(tmp_path) -> dict[str, str]:
+    """An environment in which wandb is absent, in the workers too."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['wandb'] = None\n")
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+
+
+def test_an_absent_package_is_told_before_any_worker_starts(tmp_path, without_wandb):
+    out_folder = tmp_path / "out"
+    code, out = train([*TINY, "--metrics.enable_wandb"], out_folder, NGPU="1", **without_wandb)
+    assert code == 2 and "nothing was started" in out and "Traceback" not in out
+    assert "metrics.enable_wandb = true" in out and f"{sys.executable} -m pip install wandb" in out
+    assert not out_folder.exists()
+
+
+def test_a_worker_that_nobody_checked_tells_it_as_well(tmp_path, without_wandb):
+    worker = start([*TINY, "--metrics.enable_wandb"], tmp_path / "out", module="titanlite.train", **without_wandb)
+    code, out = finish(worker)
+    assert code == 1 and "-m pip install wandb" in out and "Traceback" not in out
+
+
+def test_a_folder_that_wandb_left_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(Exception, match="pip install wandb"):
+        require_wandb()
+
+
+@needs_wandb
+def test_a_missing_key_is_told_without_a_traceback(tmp_path):
+    home = {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false"}
+    code, out = train([*TINY, "--metrics.enable_wandb"], tmp_path / "out", NGPU="1", **home)
+    assert code == 1 and "Traceback" not in out
+    assert "metrics.enable_wandb = true: No API key configured" in out and "WANDB_MODE=offline" in out
