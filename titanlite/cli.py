@@ -11,6 +11,7 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite train  [--config FILE.toml …] [--section.key VALUE …]   train; the same as ./run_train.sh
   titanlite config [--config FILE.toml …] [--section.key VALUE …]   print the resolved config
                    [--world N]                                        judged for N ranks, not the fewest
+                   [--schedule]                                       which FSDP group gathers which ahead
                    [--schema | --markdown]                            JSON schema of configs; docs/config.md
 
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
@@ -87,6 +88,8 @@ def _config(words: list[str]) -> int:
         return 0
     if {"--help", "-h"} & set(words):
         return _help()
+    schedule = "--schedule" in words
+    words = [word for word in words if word != "--schedule"]
     world: int | None = None
     if "--world" in words:
         at = words.index("--world")
@@ -100,6 +103,11 @@ def _config(words: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if schedule:
+        from titanlite.parallel import prefetch
+
+        print(prefetch.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+        return 0
     print(f"# {job.config.model.name} {job.config.model.flavor} on {job.layout.world} ranks: {job.layout}")
     print(to_toml(job.config), end="")
     return 0

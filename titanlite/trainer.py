@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from titanlite.config.check import Job
@@ -100,6 +101,10 @@ class Trainer:
         )
         parallelize(model, self.job, self.mesh, self.table, self.seed, self.device)
         self.parts: list[nn.Module] = [model]  # a pipeline rank will hold several
+        self.defers_sync = self.job.config.parallelism.defer_gradient_sync
+        settings = self.job.config.compile
+        compiles_loss = settings.enable and "loss" in settings.components
+        self.loss = torch.compile(token_loss_sum, backend=settings.backend) if compiles_loss else token_loss_sum
 
     def _build_optimizer(self) -> None:
         config = self.job.config.optimizer
@@ -205,10 +210,12 @@ class Trainer:
         coordinates = self.job.layout.coordinates(self.place.rank)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
+            if self.defers_sync and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
             with record_function("forward"):
                 logits = model(batch.tokens, batch.positions, batch.documents)
-                loss = token_loss_sum(logits, batch.labels) / valid_tokens.clamp(min=1)
+                loss = self.loss(logits, batch.labels) / valid_tokens.clamp(min=1)
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()

@@ -139,7 +139,7 @@ def test_the_resolved_config_reads_back_to_the_same(tmp_path):
 def test_what_is_not_built_is_refused_by_name_in_training_alone(key):
     default = keys()[key].default
     other = {
-        "activation_checkpoint.mode": "full",
+        "activation_checkpoint.mode": "memory_budget",
         "checkpoint.initial_load_path": "x",
         "optimizer.name": "Muon",
         "training.dtype": "bfloat16",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import titanlite
 from tests.jobs import TINY, job, trainer, weights
-from titanlite.config.check import NOT_BUILT
+from titanlite.config.check import _DEGREES, NOT_BUILT, NOT_BUILT_VALUES
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import keys
 
@@ -24,8 +24,6 @@ SOURCE = Path(titanlite.__file__).parent
 BEHIND = {  # a technique that is not built yet, and the section that only tunes it
     "checkpoint.enable": "checkpoint.",
     "quantize.linear.float8.enable": "quantize.linear.float8.",
-    "activation_checkpoint.mode": "activation_checkpoint.",
-    "compile.enable": "compile.",
 }
 BEHIND_KEYS = {
     "parallelism.disable_loss_parallel": "parallelism.tensor_parallel_degree",
@@ -33,13 +31,14 @@ BEHIND_KEYS = {
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
     "comm.checkpoint_timeout_seconds": "checkpoint.enable",
+    "activation_checkpoint.memory_budget": "activation_checkpoint.mode",
 }
 
 
 def waits_for(key: str) -> bool:
     """Whether a key belongs to a technique that is refused by name until it is built."""
     tuned = any(switch in NOT_BUILT and key.startswith(section) for switch, section in BEHIND.items())
-    return key in NOT_BUILT or tuned or BEHIND_KEYS.get(key) in NOT_BUILT
+    return key in NOT_BUILT or tuned or BEHIND_KEYS.get(key) in {*NOT_BUILT, *NOT_BUILT_VALUES}
 
 
 def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
@@ -48,7 +47,8 @@ def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
     for key in keys():
         section, name = key.split(".")[-2:]
         local = r"(?:settings|config|schedule|view)"  # a section passed on under a shorter name
-        if not re.search(rf"\b(?:{section}|{local})\.{name}\b", code) and not waits_for(key):
+        read = re.search(rf"\b(?:{section}|{local})\.{name}\b", code) or name in _DEGREES.values()
+        if not read and not waits_for(key):
             unread.append(key)
     assert unread == []
 
@@ -173,7 +173,21 @@ REFUSED = {  # flipped to a value that can't be honoured here
     "profiling.enable_memory_snapshot": ("true", "a GPU's allocator"),
     "parallelism.fsdp_reshard_after_forward": ("2", "must split 1 sharding ranks"),
 }
-ELSEWHERE = {  # shown by another test, named here
+# Shown by another test, named here.
+ACTIVE = "tests/parallel/test_active.py::"
+ELSEWHERE = {
+    "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_asked_is_hsdp_had",
+    "parallelism.fsdp_forward_prefetch": ACTIVE + "test_the_recorded_forward_order_is_the_declared_one",
+    "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",
+    "parallelism.fsdp_blocks_per_group": ACTIVE + "test_blocks_in_one_group_share_a_gather",
+    "parallelism.defer_gradient_sync": ACTIVE + "test_deferring_reduces_once_a_step",
+    "activation_checkpoint.mode": ACTIVE + "test_recomputing_computes_again_what_it_says",
+    "activation_checkpoint.selective_ac_option": ACTIVE + "test_recomputing_computes_again_what_it_says",
+    "activation_checkpoint.early_stop": ACTIVE + "test_recomputing_computes_again_what_it_says",
+    "activation_checkpoint.preserve_rng_state": ACTIVE + "test_recomputing_drops_the_same_unless_told_otherwise",
+    "compile.enable": ACTIVE + "test_compiling_compiles_what_was_named_and_never_again",
+    "compile.components": ACTIVE + "test_compiling_compiles_what_was_named_and_never_again",
+    "compile.backend": ACTIVE + "test_compiling_compiles_what_was_named_and_never_again",
     "job.dump_folder": "tests/launch/test_launch.py: the files of every run",
     "job.print_config": "tests/launch/test_launch.py::test_print_config_prints_the_resolved_config",
     "job.device": "tests/launch/test_launch.py::test_a_gpu_that_is_not_there_is_refused",

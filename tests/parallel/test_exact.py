@@ -74,15 +74,55 @@ def test_a_step_equals_one_process_on_the_whole_batch(pool, alone, tmp_path, mod
         f"--training.local_batch_size={SAMPLES // world // accumulation}",
         f"--training.global_batch_size={SAMPLES}",
     ]
-    expected = alone[model]
     for found in pool.run(one_step, [*MODELS[model], *sizes], str(tmp_path), world=world):
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            assert relative_error(found["gradients"][name], gradient) <= 1e-10, name
-            assert torch.equal(found["before"][name], expected["before"][name]), name
-            assert relative_error(found["after"][name], expected["after"][name]) <= 1e-10, name
-        for number in ("loss", "norm", "inf norm"):
-            assert found[number] == pytest.approx(expected[number], rel=1e-10), number
+        same_as_alone(found, alone[model])
+
+
+def same_as_alone(found: dict, expected: dict) -> None:
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        assert relative_error(found["gradients"][name], gradient) <= 1e-10, name
+        assert torch.equal(found["before"][name], expected["before"][name]), name
+        assert relative_error(found["after"][name], expected["after"][name]) <= 1e-10, name
+    for number in ("loss", "norm", "inf norm"):
+        assert found[number] == pytest.approx(expected[number], rel=1e-10), number
+
+
+TECHNIQUES = {
+    "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2"),
+    "replicas": (2, "--parallelism.data_parallel_replicate_degree=2"),
+    "full recompute": (2, "--activation_checkpoint.mode=full"),
+    "recompute by operation": (2, "--activation_checkpoint.mode=selective"),
+    "recompute every second": (
+        2,
+        "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2",
+    ),
+    "prefetch": (2, "--parallelism.fsdp_forward_prefetch=2 --parallelism.fsdp_backward_prefetch=2"),
+    "blocks in one group": (2, "--parallelism.fsdp_blocks_per_group=2 --parallelism.fsdp_forward_prefetch=1"),
+    "never reshard": (2, "--parallelism.fsdp_reshard_after_forward=never"),
+    "always reshard": (2, "--parallelism.fsdp_reshard_after_forward=always"),
+    "reshard to two": (4, "--parallelism.fsdp_reshard_after_forward=2"),
+    "deferred sync": (2, "--parallelism.defer_gradient_sync"),
+    "compiled": (2, "--compile.enable --compile.backend=aot_eager"),
+    "everything": (
+        4,
+        "--parallelism.data_parallel_replicate_degree=2 --activation_checkpoint.mode=selective --compile.enable "
+        "--compile.backend=aot_eager --parallelism.fsdp_forward_prefetch=1 --parallelism.fsdp_backward_prefetch=2 "
+        "--parallelism.defer_gradient_sync",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", ["llama3", "llama3 tied", "gpt2"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):
+    """Each on its own, and many together, with accumulation over three micro-batches."""
+    world, words = TECHNIQUES[technique]
+    local = SAMPLES // world // 3
+    sizes = [f"--training.local_batch_size={local}", f"--training.global_batch_size={SAMPLES}"]
+    argv = [*MODELS[model], *sizes, *words.split()]
+    for found in pool.run(one_step, argv, str(tmp_path), world=world):
+        same_as_alone(found, alone[model])
 
 
 def test_clipping_scales_by_the_global_norm(alone):

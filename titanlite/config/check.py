@@ -362,6 +362,23 @@ def _traces_fit_between_their_steps(judge: _Judge) -> Faults:
 
 
 @_rule
+def _groups_of_blocks_exist(judge: _Judge) -> Faults:
+    size, layers = judge.config.parallelism.fsdp_blocks_per_group, judge.shape.layers
+    if size > layers:
+        yield "parallelism.fsdp_blocks_per_group", f"there are {layers} blocks"
+
+
+@_rule
+def _what_only_fsdp_does_is_asked_with_it(judge: _Judge) -> Faults:
+    parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
+    if layout.fsdp * layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype:
+        return
+    for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync"):
+        if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default:
+            yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
+
+
+@_rule
 def _keep_sharded_over_a_divisor(judge: _Judge) -> Faults:
     reshard = judge.config.parallelism.fsdp_reshard_after_forward
     fits = [d for d in divisors(judge.layout.fsdp) if 1 < d < judge.layout.fsdp]
@@ -374,19 +391,12 @@ def _keep_sharded_over_a_divisor(judge: _Judge) -> Faults:
 
 
 NOT_BUILT = {
-    "parallelism.data_parallel_replicate_degree": "HSDP",
     "parallelism.tensor_parallel_degree": "tensor parallel",
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
-    "parallelism.fsdp_forward_prefetch": "the explicit prefetch schedule",
-    "parallelism.fsdp_backward_prefetch": "the explicit prefetch schedule",
     "parallelism.fsdp_keep_whole": "keeping parameters whole",
-    "parallelism.fsdp_blocks_per_group": "grouping blocks",
     "parallelism.enable_async_tensor_parallel": "async tensor parallel",
-    "parallelism.defer_gradient_sync": "deferring the gradient's reduction",
-    "activation_checkpoint.mode": "activation checkpointing",
-    "compile.enable": "torch.compile",
     "quantize.linear.float8.enable": "float8",
     "checkpoint.enable": "checkpoints",
     "checkpoint.initial_load_path": "loading weights",
@@ -396,7 +406,11 @@ NOT_BUILT = {
 }
 """Keys that switch on a technique which is still to be built; everything behind them only tunes it."""
 
-NOT_BUILT_VALUES = {"optimizer.name": ("Muon",), "training.dtype": ("bfloat16",)}
+NOT_BUILT_VALUES = {
+    "optimizer.name": ("Muon",),
+    "training.dtype": ("bfloat16",),
+    "activation_checkpoint.mode": ("memory_budget",),
+}
 """Keys of which only some values are still to be built."""
 
 

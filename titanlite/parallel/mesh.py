@@ -16,7 +16,7 @@ class Mesh:
 
     world: DeviceMesh
     fsdp: DeviceMesh
-    """Who shards parameters."""
+    """Who shards parameters; under HSDP with the replicas as the outer dimension."""
     loss: dist.ProcessGroup
     """Who sums the loss and the valid tokens."""
 
@@ -25,5 +25,5 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     world = init_device_mesh(device_type, layout.degrees, mesh_dim_names=DIMENSIONS)
     # _flatten is private in torch 2.11 to 2.13, and the only way to one group over several dimensions (tried on 2.13)
     loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    fsdp = world["dp_shard"] if layout.cp == 1 else world["dp_shard", "cp"]._flatten("fsdp")
+    fsdp = world["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else world["dp_shard"]
     return Mesh(world, fsdp, loss.get_group())

@@ -9,7 +9,7 @@ from torch import nn
 
 from titanlite.config.check import Job
 from titanlite.errors import UserError
-from titanlite.parallel import fsdp
+from titanlite.parallel import compile, fsdp, recompute
 from titanlite.parallel.init import materialise, shared_names
 from titanlite.parallel.mesh import Mesh
 from titanlite.registry import Rule, assign
@@ -36,11 +36,16 @@ def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
 def parallelize(
     model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule], seed: int, device: torch.device
 ) -> None:
-    """Apply everything the job asks for to a model on the meta device, then give it values on `device`.
-
-    Each step relies on those before it: what changes layers comes before what shards their parameters, and
-    nothing has memory until every rank knows its shard.
-    """
+    """Apply everything the job asks for to a model on the meta device, then give it values on `device`."""
+    config, blocks = job.config, job.spec.blocks
+    # Recomputing comes first: compile then sees it, and chooses what to keep inside one graph.
+    if config.activation_checkpoint.mode != "none":
+        recompute.apply(model, blocks, config.activation_checkpoint)
+    # Compiled before it is sharded, so that gathering and freeing parameters stay outside of the graph.
+    if config.compile.enable and "model" in config.compile.components:
+        compile.apply(model, blocks, config.compile)
+    # Sharding comes after everything that changes layers, since it takes their parameters away.
     if fsdp.does_something(job):
         fsdp.shard(model, job, mesh, tied=any(rule.tied for rule in table.values()))
+    # Nothing has memory until every rank knows its shard.
     materialise(model, table, seed, device)

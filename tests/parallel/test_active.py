@@ -1,0 +1,264 @@
+"""What was asked for is had: seen in the recorded collectives and operations, never in the settings."""
+
+import subprocess
+import sys
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.jobs import QUIET, TINY, job, micro_batches, trainer
+from tests.launch.run import environment
+from tests.parallel.test_exact import SAMPLES, ragged_batch
+from titanlite.config.load import ConfigError
+from titanlite.loss import count_valid
+from titanlite.observe.clock import compiled_graphs
+from titanlite.parallel.prefetch import schedule
+
+FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
+GPT2 = "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 --model.overrides.n_heads=2".split()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def record(argv: list[str], folder: str) -> dict:
+    """One step's collectives by name and group size, in order with the blocks' forward and backward passes."""
+    run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
+    run.step = 1
+    events: list[str] = []
+    kept = {}
+
+    def wrap(name: str, label: str) -> None:
+        kept[name] = original = getattr(dist, name)
+
+        def called(*args, **kwargs):
+            events.append(f"{label} {dist.get_world_size(kwargs.get('group') or dist.group.WORLD)}")
+            return original(*args, **kwargs)
+
+        setattr(dist, name, called)
+
+    for number, block in run.parts[0].get_submodule("layers").named_children():
+        block.register_forward_pre_hook(lambda *_, number=number: events.append(f"forward {number}"))
+        block.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward {number}"))
+    mine = micro_batches(*ragged_batch(), run.share)
+    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
+    single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
+    wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
+    wrap("reduce_scatter_single" if single else "reduce_scatter_tensor", "scatter")
+    wrap("all_reduce", "all_reduce")
+    operations = Operations()
+    try:
+        with nullcontext() if "--compile.enable" in argv else operations:
+            run.forward_backward(mine, valid)
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+    return {"events": events, "counts": Counter(e for e in events if "ward" not in e), "operations": operations.seen}
+
+
+def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dict:
+    local = f"--training.local_batch_size={SAMPLES // world // accumulation}"
+    return pool.run(record, [*FOUR_LAYERS, local, *argv], str(folder), world=world)[0]
+
+
+GROUPS = 6  # the embedding, four blocks, norm and output
+
+
+def test_fsdp_gathers_each_group_twice_and_reduces_it_once(pool, tmp_path):
+    found = seen(pool, tmp_path)["counts"]
+    assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS}
+    never = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["counts"]
+    assert never["gather 2"] == GROUPS
+    always = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=always")["counts"]
+    assert always["gather 2"] == 2 * GROUPS
+
+
+def test_resharding_to_a_number_gathers_again_over_that_many(pool, tmp_path):
+    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=2", world=4)["counts"]
+    assert (found["gather 4"], found["gather 2"]) == (GROUPS, GROUPS)
+
+
+def test_hsdp_asked_is_hsdp_had(pool, tmp_path):
+    """Shards are gathered and reduced over two ranks, and every group is all-reduced over the two replicas."""
+    found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)["counts"]
+    assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS, "all_reduce 2": GROUPS}
+    replicas = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=2)["counts"]
+    assert replicas["all_reduce 2"] == GROUPS
+
+
+def test_deferring_reduces_once_a_step(pool, tmp_path):
+    plain = seen(pool, tmp_path, accumulation=3)["counts"]
+    assert plain["scatter 2"] == 3 * GROUPS
+    deferred = seen(pool, tmp_path, "--parallelism.defer_gradient_sync", accumulation=3)["counts"]
+    assert deferred["scatter 2"] == GROUPS
+
+
+def test_blocks_in_one_group_share_a_gather(pool, tmp_path):
+    found = seen(pool, tmp_path, "--parallelism.fsdp_blocks_per_group=2")["counts"]
+    assert found["scatter 2"] == 4
+
+
+def gathered_before(events: list[str], word: str) -> list[int]:
+    """How many all-gathers were issued before each block's turn, in the order of the turns."""
+    counts, gathers = [], 0
+    for event in events:
+        gathers += event.startswith("gather")
+        if event.startswith(word):
+            counts.append(gathers)
+    return counts
+
+
+RECOMPUTED_AND_COMPILED = "--activation_checkpoint.mode=full --compile.enable --compile.backend=aot_eager"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("more", ["", RECOMPUTED_AND_COMPILED], ids=["plain", "recomputed and compiled"])
+def test_the_recorded_forward_order_is_the_declared_one(pool, tmp_path, depth, more):
+    argv = [f"--parallelism.fsdp_forward_prefetch={depth}", *more.split()]
+    plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
+    declared: list[int] = []
+    issued: set[int] = set()
+    for group in range(GROUPS):
+        issued |= {group, *(plan.forward[group] if plan.forward else ())}
+        if 1 <= group <= 4:
+            declared.append(len(issued))
+    assert gathered_before(seen(pool, tmp_path, *argv)["events"], "forward")[:4] == declared
+    for block, count in enumerate(declared):
+        assert count <= block + 2 + depth, "at most depth + 1 blocks at a time"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_recorded_backward_order_is_the_declared_one(pool, tmp_path, depth):
+    argv = [f"--parallelism.fsdp_backward_prefetch={depth}"]
+    plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
+    assert plan.backward is not None
+    declared: list[int] = []
+    issued: set[int] = {5}  # the last group was kept after the forward pass
+    for group in reversed(range(GROUPS)):
+        if 1 <= group <= 4:  # its turn is recorded before it gathers others
+            declared.append(GROUPS + len(issued) - 1)
+        issued |= {group, *plan.backward[group]}
+    assert gathered_before(seen(pool, tmp_path, *argv)["events"], "backward") == declared
+
+
+def test_the_schedule_is_data_that_can_be_read():
+    argv = [*FOUR_LAYERS, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
+    plan = schedule(job(argv, 2), tied=False)
+    assert plan.groups == ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm+output")
+    assert plan.forward == ((1, 2), (2, 3), (3, 4), (4, 5), (5,), ())
+    assert plan.backward == ((), (0,), (1,), (2,), (3,), (4,))
+    assert "  layers.0 gathers layers.1, layers.2" in str(plan) and "  layers.3 gathers layers.2" in str(plan)
+    tied = schedule(job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2), tied=True)
+    assert tied.groups == ("tok_embeddings+norm+output", "layers.0+layers.1+layers.2", "layers.3")
+    assert "own order (none ahead)" in str(schedule(job(FOUR_LAYERS, 2), tied=False))
+
+
+def test_the_config_verb_prints_the_schedule_without_torch():
+    code = (
+        "import sys, titanlite.cli as c; "
+        "c.main('config --schedule --world 2 --parallelism.fsdp_forward_prefetch 2'.split()); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert done.returncode == 0 and "  layers.1 gathers layers.2, layers.3" in done.stdout
+
+
+def test_recomputing_computes_again_what_it_says(pool, tmp_path):
+    """Matrix products of a step: each block has seven in its forward pass."""
+
+    def products(*argv: str) -> int:
+        return seen(pool, tmp_path, *argv)["operations"]["mm"]
+
+    plain = products()
+    assert products("--activation_checkpoint.mode=full") == plain + 4 * 7
+    selective = "--activation_checkpoint.mode=selective"
+    assert products(selective, "--activation_checkpoint.selective_ac_option=2") == plain + 2 * 7
+    assert products(selective) == plain + 4 * 3, "of seven, four are kept"
+    early = products("--activation_checkpoint.mode=full", "--activation_checkpoint.early_stop")
+    assert plain < early < plain + 4 * 7, "the last product's result is not needed again"
+    operations = seen(pool, tmp_path, selective)["operations"]
+    forward = [n for name, n in operations.items() if "flash_attention" in name and "backward" not in name]
+    assert sum(forward) == 4, "attention is kept"
+
+
+def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
+    local = f"--training.local_batch_size={SAMPLES}"
+    run = trainer([*QUIET, *GPT2, local, "--model.overrides.dropout=0.5", *argv], folder)
+    run.step = 1
+    mine = micro_batches(*ragged_batch(), run.share)
+    run.forward_backward(mine, run.finite.share(count_valid(torch.stack([b.labels for b in mine]))))
+    gradient = run.parts[0].get_parameter("layers.0.attention.wq.weight").grad
+    assert gradient is not None
+    return gradient.clone()
+
+
+def test_recomputing_drops_the_same_unless_told_otherwise(pool, tmp_path):
+    def gradient(*argv: str) -> torch.Tensor:
+        return pool.run(dropped_gradient, str(tmp_path), *argv, world=1)[0]
+
+    plain = gradient()
+    assert torch.equal(gradient("--activation_checkpoint.mode=full"), plain)
+    careless = gradient("--activation_checkpoint.mode=full", "--activation_checkpoint.no_preserve_rng_state")
+    assert not torch.allclose(careless, plain)
+
+
+def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
+    """What was compiled, and how many graphs each step after the first added."""
+    torch.compiler.reset()
+    names: set[str] = set()
+
+    def backend(graph, inputs):
+        text = graph.print_readable(print_output=False)
+        names.add("loss" if "cross_entropy" in text else "block" if "scaled_dot_product" in text else "other")
+        return graph.forward
+
+    torch._dynamo.register_backend(backend, name=name)
+    validation = ["--validation.enable", "--validation.freq=2", "--validation.steps=1"]
+    run = trainer([*FOUR_LAYERS, *validation, "--training.steps=6", *argv], folder)
+    counts: list[int] = []
+    step = run.train_step
+
+    def counted() -> None:
+        step()
+        counts.append(compiled_graphs())
+
+    run.train_step = counted  # type: ignore[method-assign]
+    run.train()
+    return names, [later - earlier for earlier, later in zip(counts, counts[1:], strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("components", "expected"),
+    [("['model','loss']", {"block", "loss"}), ("['model']", {"block"}), ("['loss']", {"loss"})],
+)
+def test_compiling_compiles_what_was_named_and_never_again(pool, tmp_path, components, expected):
+    name = "_".join(sorted(expected))
+    argv = ("--compile.enable", f"--compile.backend={name}", f"--compile.components={components}")
+    names, later = pool.run(compiled, str(tmp_path), name, *argv, world=2)[0]
+    assert names == expected
+    assert sum(later[2:]) == 0, "only the first validation, which needs no gradients, may add graphs"
+
+
+def test_without_compile_nothing_is_compiled(pool, tmp_path):
+    assert pool.run(compiled, str(tmp_path), "none", world=2)[0] == (set(), [0] * 5)
+
+
+@pytest.mark.parametrize("key", ["fsdp_forward_prefetch=1", "fsdp_blocks_per_group=2", "defer_gradient_sync=true"])
+def test_what_only_sharding_does_is_refused_on_one_rank(key):
+    with pytest.raises(ConfigError, match="nothing to gather on one rank"):
+        job([*TINY, f"--parallelism.{key}"], 1)

@@ -1,0 +1,72 @@
+"""The FSDP prefetch schedule: which group all-gathers which others ahead of their turn. Data first, then applied.
+
+Groups are numbered in the order in which the forward pass needs them. A depth of 0 leaves FSDP2's own order: in the
+forward pass each group is gathered when it is reached, in the backward pass one ahead. No torch in here, so that
+`titanlite config --schedule` can print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config.check import Job
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each group, the groups that it gathers ahead; None leaves FSDP2's own order."""
+
+    groups: tuple[str, ...]
+    forward: tuple[tuple[int, ...], ...] | None
+    backward: tuple[tuple[int, ...], ...] | None
+
+    def __str__(self) -> str:
+        lines = []
+        for name, ahead, order in (
+            ("forward", self.forward, range(len(self.groups))),
+            ("backward", self.backward, reversed(range(len(self.groups)))),
+        ):
+            if ahead is None:
+                lines.append(f"{name}: FSDP2's own order ({'none' if name == 'forward' else 'one'} ahead)")
+                continue
+            lines.append(f"{name}:")
+            for group in order:
+                others = ", ".join(self.groups[other] for other in ahead[group]) or "nothing"
+                lines.append(f"  {self.groups[group]} gathers {others}")
+        return "\n".join(lines)
+
+
+def group_names(job: Job, tied: bool) -> tuple[tuple[str, ...], ...]:
+    """Modules that are gathered together, in the order in which the forward pass first needs them.
+
+    A tied embedding and output are one group, needed first: two would each hold a shard of the same weight.
+    """
+    size = job.config.parallelism.fsdp_blocks_per_group
+    blocks = [f"{job.spec.blocks}.{number}" for number in range(job.shape.layers)]
+    grouped = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
+    if tied:
+        return (*[(*job.spec.before, *job.spec.after)], *grouped)
+    return (job.spec.before, *grouped, job.spec.after)
+
+
+def schedule(job: Job, tied: bool) -> Schedule:
+    """The schedule that a job asks for."""
+    groups = group_names(job, tied)
+    count = len(groups)
+    ahead, behind = job.config.parallelism.fsdp_forward_prefetch, job.config.parallelism.fsdp_backward_prefetch
+    forward = tuple(tuple(range(i + 1, min(i + 1 + ahead, count))) for i in range(count))
+    backward = tuple(tuple(range(i - 1, max(i - 1 - behind, -1), -1)) for i in range(count))
+    return Schedule(
+        tuple("+".join(group) for group in groups), forward if ahead else None, backward if behind else None
+    )
+
+
+def apply(groups: Sequence[Any], plan: Schedule) -> None:
+    """Tell FSDP2; `groups` are the first modules of each group, sharded already."""
+    for i, module in enumerate(groups):
+        if plan.forward is not None:
+            module.set_modules_to_forward_prefetch([groups[other] for other in plan.forward[i]])
+        if plan.backward is not None:
+            module.set_modules_to_backward_prefetch([groups[other] for other in plan.backward[i]])
