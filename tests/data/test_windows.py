@@ -10,7 +10,7 @@ from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, cut_documents, first_fit
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
-from titanlite.data.windows import training_windows
+from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
 from titanlite.loss import IGNORED, count_valid, token_loss_sum
 
@@ -81,8 +81,9 @@ def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, 
     """The loss of packed windows under a mask, and of every document by itself."""
     argv = [*TINY, *FLOAT64, "--training.dataset=text", f"--training.dataset_path={texts}"]
     run = trainer([*argv, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"], folder)
-    model = run.parts[0]
-    rows = torch.stack([torch.as_tensor(run.data[i]) for i in range(run.data.samples)])
+    model, data = run.parts[0], run.data
+    assert isinstance(data, Windows)
+    rows = torch.stack([torch.as_tensor(data[i]) for i in range(data.samples)])
     with torch.no_grad():
         together = token_loss_sum(model(rows[:, 0], rows[:, 3], rows[:, 2]), rows[:, 1])
         alone = torch.zeros((), dtype=torch.float64)
@@ -128,8 +129,9 @@ def mixture_of(*parts: str) -> str:
 
 
 def letters_drawn(folder: str, argv: list[str]) -> list[str]:
-    run = trainer(argv, folder)
-    return [chr(int(run.data[i][0][0])) for i in range(100)]
+    data = trainer(argv, folder).data
+    assert isinstance(data, Windows)
+    return [chr(int(data[i][0][0])) for i in range(100)]
 
 
 def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
@@ -172,8 +174,8 @@ def test_shards_without_a_tokenizer_train_but_have_no_documents(tmp_path):
     tokenizer = open_tokenizer(plain)
     assert isinstance(tokenizer, IdsOnly)
     assert tokenizer.decode(tokenizer.encode("1 299 300 x")) == "1 299"
-    assert training_windows(plain, tokenizer, 0).samples == 12
+    assert training_data(plain, tokenizer, 0).samples == 12
     for more in ("--training.document_mask", "--training.packing=first-fit"):
         masked = job([*argv, more], 1)
         with pytest.raises(UserError, match="nothing tells where these shards' documents end"):
-            training_windows(masked, open_tokenizer(masked), 0)
+            training_data(masked, open_tokenizer(masked), 0)
