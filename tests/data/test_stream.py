@@ -17,6 +17,7 @@ from titanlite.data.order import Share
 from titanlite.data.sources import open_stream
 from titanlite.data.stream import Reader, Stream
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.windows import training_data
 from titanlite.errors import UserError
 from titanlite.loss import IGNORED, count_valid, token_loss_sum
 
@@ -40,9 +41,9 @@ def documents() -> list[str]:
     return sorted(f"{file}:{i} " + "ab" * (i % 5) for file, size in enumerate(SIZES) for i in range(size))
 
 
-def stream(folder: Path, **settings) -> Stream:
+def stream(folder: Path, seed: int = 0, repeat: bool = False, masked: bool = False) -> Stream:
     name, shards = open_stream("training", "c4_test", str(folder))
-    return Stream(name, shards, ByteTokenizer(), 8, **{"seed": 0, "repeat": False, "block": 5, **settings})
+    return Stream(name, shards, ByteTokenizer(), 8, seed, repeat, masked, block=5)
 
 
 def text_of(windows) -> str:
@@ -238,6 +239,13 @@ def test_a_read_that_stalls_or_fails_is_named_and_tried_again_and_nothing_is_los
         "trying again in 0.01 s"
         for file in (1, 2)
     ]
+
+
+def test_the_config_sets_the_patience(folder):
+    argv = [*TINY, "--training.dataset=c4_test", f"--training.dataset_path={folder}"]
+    asked = job([*argv, "--training.dataloader.stall_timeout_seconds=0.5"], 1)
+    data = training_data(asked, ByteTokenizer(), 0)
+    assert isinstance(data, Stream) and data.stall_timeout == 0.5
 
 
 def test_a_dead_stream_is_given_up_after_five_more_tries_with_growing_pauses(tmp_path, capsys):

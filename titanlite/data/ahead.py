@@ -14,16 +14,18 @@ class ReadAhead(Generic[T]):
     """The items of an iterable, read once; an error is raised where it would have been, and the end stays the end."""
 
     def __init__(self, items: Iterable[T], depth: int, timeout: float | None = None) -> None:
-        self._items, self._timeout = items, timeout
+        self._timeout = timeout
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+        # The items are the thread's alone: kept here as well, a loader among them could end up in a cycle, and its
+        # workers take 5 seconds each to end when the garbage collector ends them.
+        self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, items: Iterable[T]) -> None:
         last: BaseException | None = None
         try:
-            for item in self._items:
+            for item in items:
                 if not self._put((item,)):
                     return
         except BaseException as error:
