@@ -83,10 +83,10 @@ def test_every_epoch_has_its_own_order_of_the_same_documents_and_so_has_every_se
 
 
 def test_windows_are_those_of_concatenation_and_the_last_is_padded(folder):
-    plain, masked = (list(Reader(stream(folder, masked=masked), 0, 0, 1, 2)) for masked in (False, True))
+    plain, masked = (list(Reader(stream(folder, masked=masked), 0, 0, 1, 7)) for masked in (False, True))
     size = sum(len(text) + 1 for text in documents())
     counts = [int((window[1] != IGNORED).sum()) for window in plain]
-    assert len(plain) % 2 == 0 and sum(counts) == size - 1
+    assert len(plain) % 7 == 0 and sum(counts) == size - 1
     assert set(counts[: size // 8]) == {8}
     ended = [window[0] == 0 for window in plain[: size // 8]]
     for window, masks, end in zip(plain, masked, ended, strict=False):
@@ -162,6 +162,16 @@ def test_a_state_of_other_ranks_workers_or_data_is_refused_by_name(folder):
         assert str(folder) in str(caught.value)
 
 
+@pytest.fixture
+def uneven(tmp_path) -> Path:
+    """Two files, so that each of two ranks reads one."""
+    (tmp_path / "uneven").mkdir()
+    for name, size in (("long", 40), ("short", 3)):
+        lines = (f'{{"text": "document {i}"}}\n' for i in range(size))
+        (tmp_path / "uneven" / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path / "uneven"
+
+
 def ended(argv: list[str], folder: str) -> tuple[int, str]:
     run = trainer(argv, folder)
     try:
@@ -171,12 +181,8 @@ def ended(argv: list[str], folder: str) -> tuple[int, str]:
     return run.tokens, "no end"
 
 
-def test_ranks_whose_streams_end_at_different_steps_stop_together(pool, tmp_path):
-    few = tmp_path / "uneven"
-    few.mkdir()
-    for name, size in (("long", 40), ("short", 3)):
-        (few / f"{name}.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(size)))
-    argv = [*TINY, "--training.dataset=c4_test", f"--training.dataset_path={few}", "--training.no_repeat"]
+def test_ranks_whose_streams_end_at_different_steps_stop_together(pool, uneven, tmp_path):
+    argv = [*TINY, "--training.dataset=c4_test", f"--training.dataset_path={uneven}", "--training.no_repeat"]
     argv += ["--training.steps=99"]
     longest = sum(len(f"document {i}\0") for i in range(40))
     steps = -(-(longest - 1) // (2 * 16))
@@ -199,10 +205,13 @@ def validated(argv: list[str], folder: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("steps", [-1, 50])
-def test_validation_on_an_uneven_stream_is_the_loss_of_all_its_documents(pool, folder, tmp_path, steps):
+def test_validation_on_an_uneven_stream_is_the_loss_of_all_its_documents(pool, uneven, tmp_path, steps):
     argv = [*TINY, "--validation.enable", "--validation.dataset=c4_test", f"--validation.steps={steps}"]
     for first, again, by_hand in pool.run(
-        validated, [*argv, f"--validation.dataset_path={folder}"], str(tmp_path), world=2
+        validated,
+        [*argv, f"--validation.dataset_path={uneven}", "--validation.local_batch_size=2"],
+        str(tmp_path),
+        world=2,
     ):
         assert first == again == pytest.approx(by_hand, rel=1e-6)
 
@@ -264,7 +273,6 @@ def test_a_dead_stream_is_given_up_after_five_more_tries_with_growing_pauses(tmp
             "training.mixture",
             '"a/b" is streamed, and a mixture',
         ),
-        (["--training.dataset=c4_test"], "training.dataset_path", "needs a folder or file"),
         (
             ["--training.dataset=c4", "--training.dataloader.stall_timeout_seconds=20"],
             "training.dataloader.stall_timeout_seconds",
@@ -292,6 +300,11 @@ def test_a_stream_that_cannot_be_opened_is_one_line(folder, name, path, says):
     line = str(caught.value)
     assert line.startswith(f'training.dataset = "{name}" with dataset_path = "{path.format(folder=folder)}" can')
     assert says.replace('"', "'") in line.replace('"', "'") and "\n" not in line
+
+
+def test_c4_test_without_its_folder_is_refused():
+    with pytest.raises(UserError, match="name its folder in training.dataset_path"):
+        open_stream("training", "c4_test", "")
 
 
 def test_a_stream_without_text_is_named_with_its_columns(tmp_path):

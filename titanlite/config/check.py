@@ -297,7 +297,7 @@ def _data_sets_have_paths(judge: _Judge) -> Faults:
         view = getattr(judge.config, section)
         if view.dataset.startswith("python-stdlib") and view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; leave it out'
-        if view.dataset in ("text", "tokens", "c4_test") and not view.dataset_path:
+        if view.dataset in ("text", "tokens") and not view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
 
 

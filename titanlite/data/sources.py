@@ -100,6 +100,8 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
+    if not path and not repo:
+        raise UserError(f'{key}.dataset = "{name}" is a local sample of C4: name its folder in {key}.dataset_path')
     try:
         opened = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
     except Exception as error:  # the library raises all kinds
