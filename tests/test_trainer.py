@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
+from titanlite.data.windows import Windows
 from titanlite.finite import NotFinite
 from titanlite.runtime.pool import RankFailed
 
@@ -42,6 +43,8 @@ def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[
     argv = [*TINY, "--training.steps=5", f"--optimizer.name={optimizer}", "--lr_scheduler.warmup_steps=0"]
     run = trainer(argv, folder)
     twin = copy.deepcopy(run.parts[0])
+    data = run.data
+    assert isinstance(data, Windows)
     run.train()
     decayed = [p for p in twin.parameters() if p.dim() > 1]
     others = [p for p in twin.parameters() if p.dim() == 1]
@@ -53,7 +56,7 @@ def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[
     )
     numbers: list[float] = []
     for step in range(5):
-        windows = torch.stack([torch.as_tensor(run.data[2 * step + i]) for i in range(2)])
+        windows = torch.stack([torch.as_tensor(data[2 * step + i]) for i in range(2)])
         logits = twin(windows[:, 0])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1].flatten())
         plain.zero_grad()

@@ -13,3 +13,8 @@ class UserError(Exception):
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word closest to `word`, or an empty string where none is close."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,8 +21,9 @@ from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Ahead, MicroBatch, build_loader
 from titanlite.data.order import Share
+from titanlite.data.stream import Stream
 from titanlite.data.tokenizer import open_tokenizer
-from titanlite.data.windows import training_windows, validation_windows
+from titanlite.data.windows import training_data, validation_data
 from titanlite.errors import UserError
 from titanlite.finite import FiniteWatch
 from titanlite.generate import generate
@@ -72,10 +73,10 @@ class Trainer:
         self.tokenizer = open_tokenizer(job)
         coordinate = job.layout.batch_coordinate(self.place.rank)
         self.share = Share(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
-        self.data = training_windows(job, self.tokenizer, self.seed)
+        self.data = training_data(job, self.tokenizer, self.seed)
         self._agree("the data of [training]", self.data.fingerprint)
         if config.validation.enable:
-            held_out = validation_windows(job, self.tokenizer)
+            held_out = validation_data(job, self.tokenizer)
             self._agree("the data of [validation]", held_out.fingerprint)
             self.validation_loader = build_loader(
                 held_out,
@@ -174,6 +175,8 @@ class Trainer:
         config = self.job.config
         micro_batches = self.next_micro_batches()
         valid_tokens = self.finite.share(count_valid(torch.stack([b.labels for b in micro_batches])))
+        if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
+            raise self._data_ended()  # all ranks are out; the wait for the device is the price of an unknown length
         loss = self.forward_backward(micro_batches, valid_tokens)
         with record_function("gradient norm"):
             norm = clip_grad_norm(self.trained, config.training.max_norm)
@@ -195,11 +198,13 @@ class Trainer:
         with self.clock.waiting_for_data():
             found = [batch.to(self.device) for batch in islice(self.batches, self.share.accumulation)]
         if len(found) < self.share.accumulation:
-            raise UserError(
-                f"the data ended after step {self.step - 1} of {self.job.config.training.steps}: it has "
-                f"{self.data.samples} windows, and training.repeat is false"
-            )
+            raise self._data_ended()
         return found
+
+    def _data_ended(self) -> UserError:
+        size = "" if self.data.samples is None else f"it has {self.data.samples} windows, and "
+        ended = f"the data ended after step {self.step - 1} of {self.job.config.training.steps}"
+        return UserError(f"{ended}: {size}training.repeat is false")
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor) -> torch.Tensor:
         """Gradients of (sum of token losses / valid tokens); returns this rank's part of that loss.

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.data.loader import Ahead
+from titanlite.data.loader import Ahead, Loader
+from titanlite.data.stream import StreamLoader
+from titanlite.errors import UserError
 from titanlite.loss import count_valid, token_loss_sum
 
 
-def validation_loss(
-    model: nn.Module, loader: StatefulDataLoader, device: torch.device, group: dist.ProcessGroup
-) -> float:
+def validation_loss(model: nn.Module, loader: Loader, device: torch.device, group: dist.ProcessGroup) -> float:
     """Mean token loss over a loader's batches, the same batches every time.
 
-    The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another.
+    The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another. Of a
+    stream nobody knows the end, so it is asked for in every batch.
     """
     batches = Ahead(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -24,11 +24,19 @@ def validation_loss(
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(device)
+            valid = count_valid(batch.labels)
+            if isinstance(loader, StreamLoader):
+                anywhere = valid.clone()
+                dist.all_reduce(anywhere, group=group)
+                if not anywhere.item():
+                    break
             logits = model(batch.tokens, batch.positions, batch.documents)
             totals[0] += token_loss_sum(logits, batch.labels)
-            totals[1] += count_valid(batch.labels)
+            totals[1] += valid
     model.train()
     batches.close()
     dist.all_reduce(totals, group=group)
     loss, tokens = totals.tolist()
+    if not tokens:
+        raise UserError("validation: there is not one token to predict in the data")
     return loss / tokens

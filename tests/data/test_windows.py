@@ -6,13 +6,15 @@ import torch
 
 from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer
 from titanlite.config.load import ConfigError
+from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, cut_documents, first_fit
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
-from titanlite.data.windows import training_windows
+from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
 from titanlite.loss import IGNORED, count_valid, token_loss_sum
+from titanlite.validate import validation_loss
 
 TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]
 
@@ -77,27 +79,34 @@ def test_long_documents_are_cut_with_every_token_predicted_once():
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == [(1, 4), (5, 4), (10, 1)]
 
 
-def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, float]:
-    """The loss of packed windows under a mask, and of every document by itself."""
-    argv = [*TINY, *FLOAT64, "--training.dataset=text", f"--training.dataset_path={texts}"]
-    run = trainer([*argv, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"], folder)
+def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, float, float]:
+    """The loss of training and of validation under a mask, and of every document by itself."""
+    argv = [*TINY, *FLOAT64, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"]
+    for section in ("training", "validation"):
+        argv += [f"--{section}.dataset=text", f"--{section}.dataset_path={texts}"]
+    run = trainer([*argv, "--validation.enable"], folder)
     model = run.parts[0]
+    assert isinstance(run.data, Windows)
     rows = torch.stack([torch.as_tensor(run.data[i]) for i in range(run.data.samples)])
+    valid = count_valid(rows[:, 1])
+    assert valid > 20
+    training = run.forward_backward([MicroBatch(rows)], valid).item()
+    validation = validation_loss(model, run.validation_loader, run.device, run.mesh.loss)
     with torch.no_grad():
-        together = token_loss_sum(model(rows[:, 0], rows[:, 3], rows[:, 2]), rows[:, 1])
         alone = torch.zeros((), dtype=torch.float64)
         for row in rows:
             for document in row[2].unique():
                 here = row[2] == document
                 alone += token_loss_sum(model(row[0][here].unsqueeze(0)), row[1][here].unsqueeze(0))
-    assert count_valid(rows[:, 1]) > 20
-    return together.item(), alone.item()
+    return training, validation, (alone / valid).item()
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "first-fit"])
 def test_under_a_mask_each_document_is_as_if_alone(pool, folder, tmp_path, packing):
     (found,) = pool.run(masked_against_alone, str(tmp_path / "out"), str(folder), packing, world=1)
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    training, validation, alone = found
+    assert training == pytest.approx(alone, rel=1e-12)
+    assert validation == pytest.approx(alone, rel=1e-12)
 
 
 def test_masked_packed_training_is_the_same_on_1_and_2_ranks(pool, folder, tmp_path):
@@ -128,8 +137,9 @@ def mixture_of(*parts: str) -> str:
 
 
 def letters_drawn(folder: str, argv: list[str]) -> list[str]:
-    run = trainer(argv, folder)
-    return [chr(int(run.data[i][0][0])) for i in range(100)]
+    data = trainer(argv, folder).data
+    assert isinstance(data, Windows)
+    return [chr(int(data[i][0][0])) for i in range(100)]
 
 
 def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
@@ -172,8 +182,8 @@ def test_shards_without_a_tokenizer_train_but_have_no_documents(tmp_path):
     tokenizer = open_tokenizer(plain)
     assert isinstance(tokenizer, IdsOnly)
     assert tokenizer.decode(tokenizer.encode("1 299 300 x")) == "1 299"
-    assert training_windows(plain, tokenizer, 0).samples == 12
+    assert training_data(plain, tokenizer, 0).samples == 12
     for more in ("--training.document_mask", "--training.packing=first-fit"):
         masked = job([*argv, more], 1)
         with pytest.raises(UserError, match="nothing tells where these shards' documents end"):
-            training_windows(masked, open_tokenizer(masked), 0)
+            training_data(masked, open_tokenizer(masked), 0)

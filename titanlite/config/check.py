@@ -19,6 +19,14 @@ from titanlite.layout import Batch, Layout, divisors
 from titanlite.registry import ModelSpec, Shape, get_model
 
 BYTE_VOCABULARY = 256
+STREAMS = ("c4", "c4_test", "c4_validation")
+RETRIES = 5
+"""More tries after a stream failed, after 1, 2, 4, 8 and 16 seconds."""
+
+
+def is_streamed(dataset: str) -> bool:
+    """Whether a data set is streamed from the Hugging Face hub."""
+    return dataset in STREAMS or "/" in dataset
 
 
 @dataclass(frozen=True)
@@ -291,6 +299,32 @@ def _data_sets_have_paths(judge: _Judge) -> Faults:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; leave it out'
         if view.dataset in ("text", "tokens") and not view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
+
+
+@_rule
+def _streams_have_limits(judge: _Judge) -> Faults:
+    training, validation = judge.config.training, judge.config.validation
+    for part in training.mixture:
+        if is_streamed(part.dataset):
+            why = f'"{part.dataset}" is streamed, and a mixture reads its sources at any place'
+            yield "training.mixture", f"{why}; download it and use text, or tokens"
+    asked = [("training", training.dataset)] * (not training.mixture)
+    asked += [("validation", validation.dataset)] * validation.enable
+    streamed = [(section, name) for section, name in asked if is_streamed(name)]
+    if streamed and training.packing == "first-fit":
+        section, name = streamed[0]
+        why = (
+            f'first-fit looks at all documents before the first window, and {section}.dataset = "{name}" is streamed'
+        )
+        yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
+    patience = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
+    limit = judge.config.comm.train_timeout_seconds
+    if streamed and judge.layout.world > 1 and patience >= limit:
+        yield (
+            "training.dataloader.stall_timeout_seconds",
+            f"a dead stream would be given up after {patience:g} s, when the other ranks have stopped waiting: "
+            f"comm.train_timeout_seconds is {limit}; raise that, or lower this",
+        )
 
 
 @_rule

@@ -75,6 +75,8 @@ class Dataloader(Section):
     """Page-lock batches for the copy to a GPU. There it is always done; on a CPU it is refused."""
     prefetch_factor: Positive = 2
     """Batches that each worker process reads ahead."""
+    stall_timeout_seconds: Rate = 10.0
+    """A streamed data set from which nothing came for so long is named and opened again, up to five times."""
 
 
 class Mixture(Section):
@@ -92,7 +94,8 @@ class Training(Section):
     """Data, batch, length and precision of the training."""
 
     dataset: str = "python-stdlib"
-    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards)."""
+    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards); streamed: c4, c4_validation,
+    c4_test, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
     """Folder or file of the data set, where the name alone does not say it."""
     local_batch_size: Positive = 8

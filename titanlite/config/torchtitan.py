@@ -114,6 +114,7 @@ DIFFERENT = {
 NEW = {
     "job.device", "model.package", "model.freeze", "model.overrides",
     "training.packing", "training.document_mask", "training.repeat", "training.loss_chunks", "training.mixture",
+    "training.dataloader.stall_timeout_seconds",
     "optimizer.no_decay", "optimizer.state_dtype",
     "parallelism.fsdp_forward_prefetch", "parallelism.fsdp_backward_prefetch", "parallelism.fsdp_keep_whole",
     "parallelism.fsdp_blocks_per_group", "parallelism.defer_gradient_sync",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,8 +15,12 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Dataloader
+from titanlite.data.ahead import ReadAhead
 from titanlite.data.order import Share
+from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.windows import Windows
+
+Loader = StatefulDataLoader | StreamLoader
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,12 @@ class IndexSampler:
 
 
 def build_loader(
-    windows: Windows, share: Share, consumed: int, steps: int | None, settings: Dataloader
-) -> StatefulDataLoader:
-    """Micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts."""
-    left = windows.steps_left(consumed, share.per_step)
-    steps = left if steps is None else steps if left is None else min(steps, left)
+    data: Windows | Stream, share: Share, consumed: int, steps: int | None, settings: Dataloader
+) -> Loader:
+    """Micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts.
+
+    A stream knows no sample numbers: it begins at its beginning, or from a state that its loader is given.
+    """
     options: dict[str, Any] = {"collate_fn": np.stack}
     if settings.num_workers:
         # Not fork: a child forked after a backward pass hangs in torch.
@@ -83,11 +87,16 @@ def build_loader(
             "persistent_workers": settings.persistent_workers,
             "multiprocessing_context": context,
             "worker_init_fn": _leave_with_parent,
-            "snapshot_every_n_steps": 1 << 30,  # the position is the trainer's count, not the loader's state
         }
     # torchdata 0.11 calls what torch 2.13 deprecates
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-    return StatefulDataLoader(windows, batch_sampler=IndexSampler(share, consumed, steps), **options)
+    if isinstance(data, Stream):
+        return StreamLoader(data, share, None if steps is None else steps * share.accumulation, options)
+    if settings.num_workers:
+        options["snapshot_every_n_steps"] = 1 << 30  # the position is the trainer's count, not the loader's state
+    left = data.steps_left(consumed, share.per_step)
+    steps = left if steps is None else steps if left is None else min(steps, left)
+    return StatefulDataLoader(data, batch_sampler=IndexSampler(share, consumed, steps), **options)
 
 
 def _leave_with_parent(_: int) -> None:
@@ -105,48 +114,27 @@ def _leave_with_parent(_: int) -> None:
 class Ahead:
     """Reads a loader once, in a thread: the next batch is ready, and pinned for a GPU, before it is asked for."""
 
-    def __init__(self, loader: StatefulDataLoader, device: torch.device) -> None:
+    def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader = loader
-        self._ready: queue.Queue[MicroBatch | BaseException | None] = queue.Queue(maxsize=2)
-        self._stopped = threading.Event()
+        self.state: dict[str, Any] | None = None
+        """Of a stream: its state after the batch that was asked for last, however far it was read ahead."""
         self._pin = device.type == "cuda"
-        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-        self._thread.start()
+        self._ahead = ReadAhead(self._read(), depth=2)
 
-    def _run(self) -> None:
-        last: BaseException | None = None
-        try:
-            for batch in self.loader:
-                tensor = torch.as_tensor(batch)
-                tensor = tensor.pin_memory() if self._pin else tensor
-                if not self._put(MicroBatch(tensor)):
-                    return
-        except BaseException as error:
-            last = error
-        self._put(last)
-
-    def _put(self, item: MicroBatch | BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _read(self) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
+        streamed = isinstance(self.loader, StreamLoader)
+        for batch in self.loader:
+            tensor = torch.as_tensor(batch)
+            state = self.loader.state_dict() if streamed else None
+            yield MicroBatch(tensor.pin_memory() if self._pin else tensor), state
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        item = self._ready.get()
-        if isinstance(item, MicroBatch):
-            return item
-        self._ready.put(item)  # the end stays the end
-        if item is None:
-            raise StopIteration
-        raise item
+        batch, self.state = next(self._ahead)
+        return batch
 
     def close(self) -> None:
         """Stop reading; idempotent."""
-        self._stopped.set()
-        self._thread.join()
+        self._ahead.close()

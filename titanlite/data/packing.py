@@ -41,12 +41,7 @@ class Concatenated:
 
     def window(self, number: int) -> np.ndarray:
         ids = self._source.read(number * self._seq_len, self._seq_len + 1)
-        tokens, labels = ids[:-1], ids[1:]
-        ended = tokens == self._source.end
-        documents = np.cumsum(ended) - ended
-        if self._masked:  # what follows an end is another document's, which it can't see
-            labels = np.where(ended, IGNORED, labels)
-        return np.stack([tokens, labels, documents, _positions(documents)])
+        return window_of(ids, self._seq_len, self._source.end, self._masked)
 
 
 class Packed:
@@ -67,8 +62,7 @@ class Packed:
             raise UserError(f"{key}: no document with two tokens or more")
 
     def window(self, number: int) -> np.ndarray:
-        out = np.zeros((4, self._seq_len), dtype=np.int64)
-        out[1] = IGNORED
+        out = blank(self._seq_len)
         at = 0
         first = int(self._stops[number - 1]) if number else 0
         for document, piece in enumerate(range(first, int(self._stops[number]))):
@@ -77,9 +71,27 @@ class Packed:
             here = slice(at, at + length)
             out[0, here], out[1, here], out[2, here] = ids[:-1], ids[1:], document
             at += length
-        out[2, at:] = -1
         out[3] = _positions(out[2])
         return out
+
+
+def blank(seq_len: int) -> np.ndarray:
+    """A window of padding."""
+    out = np.zeros((4, seq_len), dtype=np.int64)
+    out[1], out[2] = IGNORED, -1
+    return out
+
+
+def window_of(ids: np.ndarray, seq_len: int, end: int, masked: bool) -> np.ndarray:
+    """The window of a piece of a stream: seq_len tokens and the one after them, or fewer, and then padding."""
+    out = blank(seq_len)
+    tokens, labels = ids[:-1], ids[1:]
+    ended = tokens == end
+    documents = np.cumsum(ended) - ended
+    if masked:  # what follows an end is another document's, which it can't see
+        labels = np.where(ended, IGNORED, labels)
+    out[:, : len(tokens)] = tokens, labels, documents, _positions(documents)
+    return out
 
 
 def require_ends(source: Source, key: str) -> None:

@@ -13,18 +13,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from titanlite.config.check import STREAMS, is_streamed
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer
-from titanlite.errors import UserError, nearest
+from titanlite.errors import UserError, first_line, nearest
 from titanlite.runtime.cluster import cores
 
-NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens")
+NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS)
+_STREAMS = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+    "c4_test": ("", "", "train"),  # TorchTitan's name for a local sample
+}
+"""Repository, configuration and split."""
 
 
 class Source(Protocol):
@@ -52,12 +59,17 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
         return None
     close = nearest(name, NAMES)
     hint = f"; did you mean {close}?" if close else ""
-    raise UserError(f'{key}.dataset = "{name}" is not a data set{hint} There are: {", ".join(NAMES)}')
+    raise UserError(
+        f'{key}.dataset = "{name}" is not a data set{hint} There are: {", ".join(NAMES)}, '
+        "or a data set of the hub: OWNER/NAME"
+    )
 
 
 def look_for(key: str, name: str, path: str, vocab_size: int) -> None:
     """Find what is wrong with a data set without preparing it."""
-    if find_documents(key, name, path) is None:
+    if is_streamed(name):
+        open_stream(key, name, path)
+    elif find_documents(key, name, path) is None:
         ShardSource(key, Path(path), vocab_size, end=-1)
 
 
@@ -72,6 +84,30 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer, vocab_size
     with locked(cache):
         prepare({name: documents}, tokenizer.assets, cache, workers=cores())
     return ShardSource(key, cache, vocab_size, tokenizer.end)
+
+
+def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
+    """A data set by its name here or on the hub, NAME[:CONFIG][@SPLIT]; with a path, from that folder instead.
+
+    Returns what was opened, for messages, and the `datasets.IterableDataset`.
+    """
+    try:
+        import datasets  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(
+            f"{key}.dataset = \"{name}\": streaming needs datasets: pip install 'titanlite[hf]'"
+        ) from None
+    rest, _, split = name.partition("@")
+    repo, _, config = rest.partition(":")
+    repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
+    if not path and not repo:
+        raise UserError(f'{key}.dataset = "{name}" is a local sample of C4: name its folder in {key}.dataset_path')
+    try:
+        opened = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
+    except Exception as error:  # the library raises all kinds
+        asked = f'{key}.dataset = "{name}"' + (f' with dataset_path = "{path}"' if path else "")
+        raise UserError(f"{asked} can't be streamed: {first_line(error)}") from None
+    return f"{path or repo}{':' * bool(config)}{config}@{split}", opened
 
 
 class ByteSource:

@@ -78,7 +78,8 @@ class JsonTokenizer:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(
-                f'model.hf_assets_path = "{folder}": cannot read tokenizer.json there: {error.strerror}'
+                f'model.hf_assets_path = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
+                f'To fetch one: titanlite download REPO --only tokenizer --to "{folder}"'
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))

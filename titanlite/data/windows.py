@@ -7,12 +7,13 @@ import hashlib
 import numpy as np
 from torch.utils.data import Dataset
 
-from titanlite.config.check import Job, validation_seq_len
+from titanlite.config.check import Job, is_streamed, validation_seq_len
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
 from titanlite.data.packing import Concatenated, Cut, Packed
-from titanlite.data.sources import open_source
+from titanlite.data.sources import open_source, open_stream
+from titanlite.data.stream import Stream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import IGNORED
 
@@ -55,7 +56,7 @@ class Windows(Dataset[np.ndarray]):
         return None if self.repeat else max(0, -(-(self.samples - consumed) // per_step))
 
 
-def training_windows(job: Job, tokenizer: Tokenizer, seed: int) -> Windows:
+def training_data(job: Job, tokenizer: Tokenizer, seed: int) -> Windows | Stream:
     """The training data."""
     training = job.config.training
     alone = MixturePart(dataset=training.dataset, dataset_path=training.dataset_path, weight=1.0)
@@ -63,7 +64,7 @@ def training_windows(job: Job, tokenizer: Tokenizer, seed: int) -> Windows:
     return _open(job, "training", parts, training.seq_len, tokenizer, seed, training.repeat)
 
 
-def validation_windows(job: Job, tokenizer: Tokenizer) -> Windows:
+def validation_data(job: Job, tokenizer: Tokenizer) -> Windows | Stream:
     """The held-out data, in an order with a fixed seed, so that n steps are the same windows in every run."""
     validation = job.config.validation
     part = MixturePart(dataset=validation.dataset, dataset_path=validation.dataset_path, weight=1.0)
@@ -72,8 +73,12 @@ def validation_windows(job: Job, tokenizer: Tokenizer) -> Windows:
 
 def _open(
     job: Job, key: str, parts: list[MixturePart], seq_len: int, tokenizer: Tokenizer, seed: int, repeat: bool
-) -> Windows:
+) -> Windows | Stream:
     training, vocab_size = job.config.training, job.shape.vocab_size
+    if is_streamed(parts[0].dataset):
+        name, shards = open_stream(key, parts[0].dataset, parts[0].dataset_path)
+        patience = training.dataloader.stall_timeout_seconds
+        return Stream(name, shards, tokenizer, seq_len, seed, repeat, training.document_mask, patience)
     sources = [open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts]
     masked, packed = training.document_mask, training.packing == "first-fit"
     cuts: list[Cut] = [

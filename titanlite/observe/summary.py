@@ -25,7 +25,7 @@ def describe_start(
     device: torch.device,
     hosts: list[str],
     seed: int,
-    samples: int,
+    samples: int | None,
     fingerprint: str,
     flops: int,
     decayed: int,
@@ -56,8 +56,11 @@ def describe_start(
         "mesh": str(layout),
         "batch": f"{batch.total} = local {batch.local} x data-parallel {batch.data_parallel} x accumulation "
         f"{batch.accumulation}; {tokens:,} tokens a step, {tokens * config.training.steps:,} in all",
-        "data": f"{_data_names(job)}, {samples:,} windows of {config.training.seq_len} tokens, "
-        f"{samples / batch.total:,.0f} steps an epoch, fingerprint {fingerprint}",
+        "data": f"{_data_names(job)}, "
+        + ("streamed, " if samples is None else f"{samples:,} ")
+        + f"windows of {config.training.seq_len} tokens, "
+        + ("" if samples is None else f"{samples / batch.total:,.0f} steps an epoch, ")
+        + f"fingerprint {fingerprint}",
         "compute": f"{flops:,} FLOPs per token, {config.training.mixed_precision_param} "
         f"(parameters {config.training.dtype}, reduction {config.training.mixed_precision_reduce})",
         "memory": "per rank: "
