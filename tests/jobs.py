@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.check import Job, job_from
+from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
 from titanlite.data.order import Share

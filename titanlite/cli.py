@@ -81,8 +81,8 @@ def _config(words: list[str]) -> int:
     """Print the resolved config, or what describes all configs."""
     import os
 
-    from titanlite.config.check import job_from
     from titanlite.config.document import json_schema, markdown
+    from titanlite.config.job import job_from
     from titanlite.config.load import ConfigError, parse_command_line, to_toml
 
     if "--schema" in words:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.check import Job, job_from
+from titanlite.config.job import Job, job_from
 from titanlite.config.load import CommandLine, ConfigError, load, parse_command_line
 from titanlite.errors import UserError
 from titanlite.machine import check_machine, check_torch

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.runtime import cluster
 

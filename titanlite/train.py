@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.config.check import Job, job_from
+from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line, to_toml
 from titanlite.errors import UserError
 from titanlite.finite import NotFinite

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Ahead, MicroBatch, build_loader

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.check import job_from
 from titanlite.config.document import help_text, json_schema, markdown
+from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line, shipped_configs
 from titanlite.config.schema import keys
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW

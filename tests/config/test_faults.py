@@ -2,7 +2,8 @@
 
 import pytest
 
-from titanlite.config.check import NOT_BUILT, NOT_BUILT_VALUES, job_from
+from titanlite.config.check import NOT_BUILT, NOT_BUILT_VALUES
+from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
 from titanlite.config.schema import keys
 

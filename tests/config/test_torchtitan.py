@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.check import job_from
+from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, parse_command_line
 
 FILES = Path(__file__).parent / "torchtitan"

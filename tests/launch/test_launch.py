@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, environment, finish, records, start, train
-from titanlite.config.check import job_from
+from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]

@@ -1,4 +1,4 @@
-"""The rules that several fields make together, and the Job that a sound config describes. No torch.
+"""The rules that several fields make together, and what is not built yet. No torch.
 
 A rule runs when every field that it reads is valid, so that one bad key never hides another. Degrees are judged
 through a Layout, and every message lists the legal values.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from titanlite.config.load import CommandLine, ConfigError, Fault, Loaded, load
-from titanlite.config.schema import JobConfig, Section, keys
+from titanlite.config.judge import Judge
+from titanlite.config.load import Loaded
+from titanlite.config.schema import keys
 from titanlite.errors import UserError
-from titanlite.layout import Batch, Layout, divisors
-from titanlite.registry import ModelSpec, Shape, get_model
+from titanlite.layout import Layout, divisors
+from titanlite.registry import get_model
 
 BYTE_VOCABULARY = 256
 STREAMS = ("c4", "c4_test", "c4_validation")
@@ -29,135 +29,25 @@ def is_streamed(dataset: str) -> bool:
     return dataset in STREAMS or "/" in dataset
 
 
-@dataclass(frozen=True)
-class Job:
-    """A config that was found sound, and what follows from it."""
-
-    config: JobConfig
-    layout: Layout
-    batch: Batch
-    spec: ModelSpec
-    model: Any
-    """The model's flavour, overrides applied."""
-    shape: Shape
-
-    @property
-    def positions(self) -> int:
-        """The longest sequence that the model will see."""
-        return max(self.config.training.seq_len, validation_seq_len(self.config))
-
-
-def validation_seq_len(config: JobConfig) -> int:
-    """validation.seq_len, where it follows training.seq_len unless set."""
-    return config.validation.seq_len or config.training.seq_len
-
-
-def job_from(line: CommandLine, *, world: int | None, training: bool) -> Job:
-    """The job that a command line asks for; ConfigError with all its faults.
-
-    `world` None takes the smallest number of ranks that fits. With `training`, techniques that are not built
-    yet are refused by name.
-    """
-    loaded = load(line)
-    faults = list(loaded.faults)
-    judge = _Judge(loaded, world)
-    for rule in _RULES:
-        try:
-            faults += [judge.fault(key, why) for key, why in rule(judge)]
-        except _Unreadable:
-            continue
-    if training:
-        faults += [judge.fault(key, why) for key, why in _not_built(loaded)]
-    if faults:
-        raise ConfigError(faults)
-    config = loaded.config
-    batch = Batch.of(config.training.local_batch_size, config.training.global_batch_size, judge.layout.batch)
-    return Job(config, judge.layout, batch, judge.spec, judge.model, judge.shape)
-
-
-class _Unreadable(Exception):
-    """A rule asked for a field that has no valid value."""
-
-
-class _View:
-    """A section whose invalid fields can't be read."""
-
-    def __init__(self, section: Section, prefix: str, invalid: set[str]) -> None:
-        self._section, self._prefix, self._invalid = section, prefix, invalid
-
-    def __getattr__(self, name: str) -> Any:
-        key = self._prefix + name
-        if key in self._invalid:
-            raise _Unreadable(key)
-        value = getattr(self._section, name)
-        return _View(value, key + ".", self._invalid) if isinstance(value, Section) else value
-
-
-@dataclass
-class _Judge:
-    """What rules read: the config, and what earlier rules derived from it (None until they could)."""
-
-    loaded: Loaded
-    world: int | None
-    _layout: Layout | None = None
-    _spec: ModelSpec | None = None
-    _model: Any = None
-    config: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.config = _View(self.loaded.config, "", self.loaded.invalid)
-
-    @property
-    def layout(self) -> Layout:
-        return _readable(self._layout)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return _readable(self._spec)
-
-    @property
-    def model(self) -> Any:
-        return _readable(self._model)
-
-    @property
-    def shape(self) -> Shape:
-        return self.spec.shape(self.model)
-
-    def fault(self, key: str, why: str) -> Fault:
-        """A fault at a key, with the value in force and where it came from."""
-        value: Any = self.loaded.config
-        for part in key.split("."):
-            value = getattr(value, part)
-        entries = [e for k, e in self.loaded.entries.items() if k == key or k.startswith(f"{key}.")]
-        origin = entries[-1].origin if entries else "default"
-        return Fault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
-
-
-def _readable(value: Any) -> Any:
-    if value is None:
-        raise _Unreadable
-    return value
-
-
 Faults = Iterator[tuple[str, str]]
-_RULES: list[Callable[[_Judge], Faults]] = []
+RULES: list[Callable[[Judge], Faults]] = []
 
 
-def _rule(rule: Callable[[_Judge], Faults]) -> Callable[[_Judge], Faults]:
-    _RULES.append(rule)
+def _rule(rule: Callable[[Judge], Faults]) -> Callable[[Judge], Faults]:
+    RULES.append(rule)
     return rule
 
 
 @_rule
-def _model_exists(judge: _Judge) -> Faults:
+def _model_exists(judge: Judge) -> Faults:
     model = judge.config.model
     try:
-        judge._spec = get_model(model.name, model.package)
+        judge.found_spec = get_model(model.name, model.package)
     except UserError as error:
         yield ("model.name" if "registered as" in str(error) else "model.package"), str(error)
         return
     try:
-        judge._model = judge._spec.configure(model.flavor, model.overrides)
+        judge.found_model = judge.found_spec.configure(model.flavor, model.overrides)
     except UserError as error:
         yield ("model.flavor" if "no flavour" in str(error) else "model.overrides"), str(error)
 
@@ -171,13 +61,13 @@ _DEGREES = {
 
 
 @_rule
-def _degrees_fill_the_world(judge: _Judge) -> Faults:
+def _degrees_fill_the_world(judge: Judge) -> Faults:
     parallelism = judge.config.parallelism
     degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
     shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     world = judge.world or fixed * max(shard, 1)
     if world % fixed == 0 and shard in (-1, world // fixed):
-        judge._layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
+        judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
         return
     ranks = f"{world} rank" + "s" * (world > 1)
     for name, key in _DEGREES.items():
@@ -202,7 +92,7 @@ def _listed(values: list[int]) -> str:
 
 
 @_rule
-def _tensor_parallel_divides_the_model(judge: _Judge) -> Faults:
+def _tensor_parallel_divides_the_model(judge: Judge) -> Faults:
     tp, shape = judge.config.parallelism.tensor_parallel_degree, judge.shape
     parts = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
     parts["tokens in a sequence"] = judge.config.training.seq_len
@@ -213,7 +103,7 @@ def _tensor_parallel_divides_the_model(judge: _Judge) -> Faults:
 
 
 @_rule
-def _context_and_pipeline_divide(judge: _Judge) -> Faults:
+def _context_and_pipeline_divide(judge: Judge) -> Faults:
     parallelism, seq_len, layers = judge.config.parallelism, judge.config.training.seq_len, judge.shape.layers
     cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
     if cp > 1 and seq_len % (2 * cp):
@@ -224,7 +114,7 @@ def _context_and_pipeline_divide(judge: _Judge) -> Faults:
 
 
 @_rule
-def _batch_sizes_divide(judge: _Judge) -> Faults:
+def _batch_sizes_divide(judge: Judge) -> Faults:
     local, total = judge.config.training.local_batch_size, judge.config.training.global_batch_size
     unit = local * judge.layout.batch
     if total != -1 and total % unit:
@@ -237,7 +127,7 @@ def _batch_sizes_divide(judge: _Judge) -> Faults:
 
 
 @_rule
-def _sequences_fit_the_model(judge: _Judge) -> Faults:
+def _sequences_fit_the_model(judge: Judge) -> Faults:
     longest = judge.shape.max_seq_len
     for key, length in (
         ("training.seq_len", judge.config.training.seq_len),
@@ -248,7 +138,7 @@ def _sequences_fit_the_model(judge: _Judge) -> Faults:
 
 
 @_rule
-def _byte_tokenizer_fits_the_vocabulary(judge: _Judge) -> Faults:
+def _byte_tokenizer_fits_the_vocabulary(judge: Judge) -> Faults:
     if judge.config.training.dataset == "tokens":
         return  # shards bring a tokenizer, or do without
     if not judge.config.model.hf_assets_path and judge.shape.vocab_size != BYTE_VOCABULARY:
@@ -260,7 +150,7 @@ def _byte_tokenizer_fits_the_vocabulary(judge: _Judge) -> Faults:
 
 
 @_rule
-def _schedule_fits_the_steps(judge: _Judge) -> Faults:
+def _schedule_fits_the_steps(judge: Judge) -> Faults:
     schedule, steps = judge.config.lr_scheduler, judge.config.training.steps
     total = schedule.total_steps or steps
     if schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
@@ -272,7 +162,7 @@ def _schedule_fits_the_steps(judge: _Judge) -> Faults:
 
 
 @_rule
-def _optimizer_has_the_keys(judge: _Judge) -> Faults:
+def _optimizer_has_the_keys(judge: Judge) -> Faults:
     optimizer = judge.config.optimizer
     if optimizer.name == "SGD":
         for key in ("beta1", "beta2", "eps"):
@@ -281,7 +171,7 @@ def _optimizer_has_the_keys(judge: _Judge) -> Faults:
 
 
 @_rule
-def _precisions_agree(judge: _Judge) -> Faults:
+def _precisions_agree(judge: Judge) -> Faults:
     training = judge.config.training
     for key in ("mixed_precision_param", "mixed_precision_reduce"):
         if (training.dtype == "float64") != (getattr(training, key) == "float64"):
@@ -292,7 +182,7 @@ def _precisions_agree(judge: _Judge) -> Faults:
 
 
 @_rule
-def _data_sets_have_paths(judge: _Judge) -> Faults:
+def _data_sets_have_paths(judge: Judge) -> Faults:
     for section in ("training", "validation") if judge.config.validation.enable else ("training",):
         view = getattr(judge.config, section)
         if view.dataset.startswith("python-stdlib") and view.dataset_path:
@@ -302,7 +192,7 @@ def _data_sets_have_paths(judge: _Judge) -> Faults:
 
 
 @_rule
-def _streams_have_limits(judge: _Judge) -> Faults:
+def _streams_have_limits(judge: Judge) -> Faults:
     training, validation = judge.config.training, judge.config.validation
     for part in training.mixture:
         if is_streamed(part.dataset):
@@ -328,7 +218,7 @@ def _streams_have_limits(judge: _Judge) -> Faults:
 
 
 @_rule
-def _mixtures_add_up(judge: _Judge) -> Faults:
+def _mixtures_add_up(judge: Judge) -> Faults:
     training = judge.config.training
     parts = training.mixture
     if not parts:
@@ -358,7 +248,7 @@ _FOLDERS = (
 
 
 @_rule
-def _folders_lie_inside_the_dump_folder(judge: _Judge) -> Faults:
+def _folders_lie_inside_the_dump_folder(judge: Judge) -> Faults:
     for key in _FOLDERS:
         section, _, name = key.partition(".")
         if key in judge.loaded.invalid:
@@ -369,13 +259,13 @@ def _folders_lie_inside_the_dump_folder(judge: _Judge) -> Faults:
 
 
 @_rule
-def _device_has_what_is_asked(judge: _Judge) -> Faults:
+def _device_has_what_is_asked(judge: Judge) -> Faults:
     if judge.config.job.device == "cpu" and judge.config.training.dataloader.pin_memory:
         yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
 
 
 @_rule
-def _device_has_what_is_observed(judge: _Judge) -> Faults:
+def _device_has_what_is_observed(judge: Judge) -> Faults:
     if judge.config.job.device == "cpu" and judge.config.profiling.enable_memory_snapshot:
         yield (
             "profiling.enable_memory_snapshot",
@@ -384,7 +274,7 @@ def _device_has_what_is_observed(judge: _Judge) -> Faults:
 
 
 @_rule
-def _traces_fit_between_their_steps(judge: _Judge) -> Faults:
+def _traces_fit_between_their_steps(judge: Judge) -> Faults:
     profiling = judge.config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < needed:
@@ -396,14 +286,14 @@ def _traces_fit_between_their_steps(judge: _Judge) -> Faults:
 
 
 @_rule
-def _groups_of_blocks_exist(judge: _Judge) -> Faults:
+def _groups_of_blocks_exist(judge: Judge) -> Faults:
     size, layers = judge.config.parallelism.fsdp_blocks_per_group, judge.shape.layers
     if size > layers:
         yield "parallelism.fsdp_blocks_per_group", f"there are {layers} blocks"
 
 
 @_rule
-def _what_only_fsdp_does_is_asked_with_it(judge: _Judge) -> Faults:
+def _what_only_fsdp_does_is_asked_with_it(judge: Judge) -> Faults:
     parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
     if layout.fsdp * layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype:
         return
@@ -413,7 +303,7 @@ def _what_only_fsdp_does_is_asked_with_it(judge: _Judge) -> Faults:
 
 
 @_rule
-def _keep_sharded_over_a_divisor(judge: _Judge) -> Faults:
+def _keep_sharded_over_a_divisor(judge: Judge) -> Faults:
     reshard = judge.config.parallelism.fsdp_reshard_after_forward
     fits = [d for d in divisors(judge.layout.fsdp) if 1 < d < judge.layout.fsdp]
     if isinstance(reshard, int) and reshard not in fits:
@@ -448,7 +338,8 @@ NOT_BUILT_VALUES = {
 """Keys of which only some values are still to be built."""
 
 
-def _not_built(loaded: Loaded) -> Faults:
+def not_built(loaded: Loaded) -> Faults:
+    """Techniques that were asked for and are still to be built."""
     for key, value in _values(loaded):
         default = keys()[key].default
         if key in NOT_BUILT and value != default:

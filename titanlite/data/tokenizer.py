@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from titanlite.config.check import BYTE_VOCABULARY, Job
+from titanlite.config.check import BYTE_VOCABULARY
+from titanlite.config.job import Job
 from titanlite.errors import UserError
 
 

@@ -7,7 +7,8 @@ import hashlib
 import numpy as np
 from torch.utils.data import Dataset
 
-from titanlite.config.check import Job, is_streamed, validation_seq_len
+from titanlite.config.check import is_streamed
+from titanlite.config.job import Job, validation_seq_len
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order

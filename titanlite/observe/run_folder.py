@@ -10,7 +10,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
 from titanlite.layout import DIMENSIONS

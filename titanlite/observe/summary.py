@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite import __version__
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.observe.memory import readable, state_bytes
 from titanlite.registry import Rule
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.parallel import prefetch
 from titanlite.parallel.mesh import Mesh
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel import compile, fsdp, recompute
 from titanlite.parallel.init import materialise, shared_names

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.check import Job
+from titanlite.config.job import Job
 
 
 @dataclass(frozen=True)
