@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from titanlite import __version__
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a verb; the exit code."""
     words = sys.argv[1:] if argv is None else argv
     verb, rest = (words[0], words[1:]) if words else ("--help", [])
+    if verb != "train" or {"--help", "-h"} & set(rest):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `titanlite … | head` ends without a traceback
     if verb in ("--version", "version"):
         print(f"titanlite {__version__}")
         return 0
@@ -113,6 +116,7 @@ def _config(words: list[str]) -> int:
 
         print(prefetch.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
         return 0
-    print(f"# {job.config.model.name} {job.config.model.flavor} on {job.layout.world} ranks: {job.layout}")
+    ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
+    print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
     print(to_toml(job.config), end="")
     return 0

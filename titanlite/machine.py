@@ -92,13 +92,27 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     each = total // job.layout.fsdp
     has = cluster.gpu_bytes() if device == "cuda" else machine_bytes() // processes
     if has is not None and each > has:
-        others = ", ".join(name for name in job.spec.flavors if name != config.model.flavor)
+        fits = [name for name in job.spec.flavors if _state_of(job, name, size) // job.layout.fsdp <= has]
+        smaller = f"; here: --model.flavor {' or '.join(fits)}" if fits else ""
         yield (
             f"memory: parameters, gradients and optimizer state take {readable(total)} in all, {readable(each)} in "
             f"each of {job.layout.fsdp} sharding ranks, and there are {readable(has)} for each\n"
             f"      what could: {-(-total // has)} or more ranks like these, or {-(-total // (60 << 30))} or more "
-            f"GPUs of 80 GB; a smaller model runs here: --model.flavor, one of {others}"
+            f"GPUs of 80 GB{smaller}"
         )
+
+
+def _state_of(job: Job, flavor: str, element_size: int) -> int:
+    """Bytes that training another flavour of the model keeps."""
+    import torch
+
+    from titanlite.observe.memory import state_bytes
+    from titanlite.optim import state_per_element
+
+    with torch.device("meta"):
+        model = job.spec.module(job.spec.configure(flavor, {}), positions=1)
+    elements = sum(p.numel() for p in model.parameters())
+    return sum(state_bytes(elements, elements, element_size, state_per_element(job.config.optimizer)))
 
 
 def _folder_fault(folder: Path) -> str:

@@ -61,7 +61,9 @@ def test_a_config_that_this_machine_cannot_run_says_what_could(tmp_path):
     code, out = train(["--config", "llama_8b.toml", "--job.device=cpu"], tmp_path)
     assert code == 2 and "Traceback" not in out
     assert "cannot read tokenizer.json" in out and "no such folder or file" in out
-    assert "119.7 GiB" in out and "what could:" in out and "one of debugmodel, 1B" in out
+    assert (
+        "119.7 GiB" in out and "what could:" in out and "here: --model.flavor debugmodel" in out and "405B" not in out
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -194,6 +196,20 @@ def test_help_and_versions_answer_without_torch():
         code = f"import sys, titanlite.cli as c; assert c.main({argv}) == 0; sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
         assert done.returncode == 0 and says in done.stdout
+
+
+def test_output_that_is_cut_off_by_a_pager_ends_quietly():
+    command = f"{sys.executable} -m titanlite train --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.startswith("titanlite") and done.stderr == ""
+
+
+def test_a_console_that_goes_away_does_not_end_the_run(tmp_path):
+    command = f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} | head -1"
+    done = subprocess.run(
+        command, shell=True, env=environment(NGPU="1"), capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stderr == "" and [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
 def test_an_unknown_verb_is_told_the_nearest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -54,6 +55,12 @@ class Terminal:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._show_until_stopped()
+        except BrokenPipeError:  # nobody reads any more; the run goes on, and its logs have it all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _show_until_stopped(self) -> None:
         if not self._live:
             while not self._done.wait(0.1):
                 self._show(print)
