@@ -275,6 +275,6 @@ class ConsoleProgress:
         share = done / total if total else 1.0
         eta = f"{(total - done) / rate:.0f} s left" if rate else ""
         bar = "=" * round(30 * share)
-        text = f"[{bar:<30}] {share:4.0%}  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB  {rate / 1e6:,.1f} MB/s  {eta}"
+        text = f"[{bar:<30}] {share:4.0%}  {done / 1e6:,.1f} of {total / 1e6:,.1f} MB  {rate / 1e6:,.1f} MB/s  {eta}"
         again = live and done < total  # the next one overwrites it
         print(f"\r{text:<90}" if live else text, end="" if again else "\n", file=sys.stderr, flush=True)

@@ -52,9 +52,7 @@ def run_workers(
     extra_environ: dict[str, str],
 ) -> None:
     """Run this node's workers to their end; ChildFailedError if one fails, SignalException on a signal."""
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # the launcher tells it in its own words
+    _silence("torch.distributed.elastic")  # the launcher tells it in its own words
     rendezvous_handler_registry.register("titanlite", lambda _: roll_call)
     os.environ.update(extra_environ)
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
@@ -74,3 +72,10 @@ def run_workers(
             **patience,
         )
         elastic_launch(config, sys.executable)("-m", "titanlite.train", *argv)
+
+
+def _silence(package: str) -> None:
+    """Each logger of torch's elastic package sets a level of its own, so their parent's alone does nothing."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(package):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
