@@ -137,6 +137,7 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cluster.cores() // processes)),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
         LAUNCHED: "1",
     }
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
