@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,9 @@ def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout)
     said = [error for _, error in outs]
     assert sum("installing titanlite into" in text for text in said) == 1
     assert sum("waiting for it" in text for text in said) == 1
-    began = time.monotonic()
     third = start(checkout)
     out, error = third.communicate()
-    assert out.strip() == expected and error == "" and time.monotonic() - began < 0.5
+    assert out.strip() == expected and error == ""
     sees = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     assert subprocess.run([expected, "-c", sees], check=False).returncode == 0, (
         "the active torch is seen, not downloaded"

