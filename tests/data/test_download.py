@@ -104,7 +104,7 @@ def test_without_only_weights_and_config_come_as_well(hub, tmp_path):
         (["own/none"], "there is no own/none on the hub, or it is private"),
         (["small"], "download takes one REPO, OWNER/NAME, not small"),
         (["own/small", "--only", "token"], "--only token: there are tokenizer and weights; did you mean tokenizer?"),
-        (["own/small", "--into", "x"], "--into is not an option of download"),
+        (["own/small", "--into", "x"], "download has no option --into; did you mean --to?"),
         (["own/s mall"], "own/s mall can't be the name of a repository"),
     ],
 )

@@ -186,7 +186,7 @@ def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_
     assert data(["prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
     assert data(["prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
-    assert "--worker is not an option" in capsys.readouterr().err
+    assert "data prepare has no option --worker; did you mean --workers?" in capsys.readouterr().err
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a" * 299 + "\x1b")
     two.write_text("b" * 99)

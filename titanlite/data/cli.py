@@ -11,6 +11,7 @@ from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
 from titanlite.errors import UserError
 from titanlite.runtime.cluster import cores
+from titanlite.words import split_options
 
 USAGE = """  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER] [--workers N]
       Tokenize text (.txt, .jsonl, .parquet files, or folders of them) into shards. Without --tokenizer bytes are
@@ -39,20 +40,8 @@ def data(words: list[str]) -> int:
 
 
 def _prepare(words: list[str]) -> int:
-    options = {"--out": "", "--tokenizer": "", "--workers": str(cores())}
-    sources: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name in options:
-            if not equals and not rest:
-                raise UserError(f"{name} needs a value")
-            options[name] = value if equals else rest.pop(0)
-        elif word.startswith("--"):
-            raise UserError(f"{word} is not an option of data prepare; there are: {', '.join(options)}")
-        else:
-            sources.append(word)
+    defaults = {"--out": "", "--tokenizer": "", "--workers": str(cores())}
+    sources, options = split_options("data prepare", words, defaults)
     if not sources or not options["--out"]:
         raise UserError("data prepare needs at least one SRC, and --out FOLDER")
     if not options["--workers"].isdigit() or int(options["--workers"]) < 1:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from titanlite.errors import UserError, first_line, nearest
+from titanlite.words import split_options
 
 USAGE = """  titanlite download REPO [--only tokenizer|weights] [--to FOLDER]
       Fetch a model's tokenizer, weights and config from the Hugging Face hub, by default into ./assets/hf/NAME. Run
@@ -36,20 +37,7 @@ def download(words: list[str]) -> int:
 
 
 def _asked(words: list[str]) -> tuple[str, list[str], Path]:
-    options = {"--only": "", "--to": ""}
-    repos: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name in options:
-            if not equals and not rest:
-                raise UserError(f"{name} needs a value")
-            options[name] = value if equals else rest.pop(0)
-        elif word.startswith("-"):
-            raise UserError(f"{word} is not an option of download; there are: {', '.join(options)}")
-        else:
-            repos.append(word)
+    repos, options = split_options("download", words, {"--only": "", "--to": ""})
     if len(repos) != 1 or len(repos[0].split("/")) != 2:
         raise UserError(f"download takes one REPO, OWNER/NAME, not {' '.join(repos) or 'nothing'}")
     only = options["--only"]

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import median
 
 from titanlite import __version__
-from titanlite.errors import UserError, nearest
+from titanlite.errors import UserError
 from titanlite.observe.plot_charts import RUN_COLOURS, Chart, Curve, Page
 from titanlite.observe.plot_html import html
+from titanlite.words import split_options
 
 USAGE = """titanlite plot DUMP… [--out curves.html|curves.png] [--x steps|tokens]
 
@@ -78,23 +79,8 @@ class Run:
 
 def _parse(words: list[str]) -> tuple[list[Path], Path, str]:
     """Dumps, the file to write, and what to draw over."""
-    options = {"--out": "curves.html", "--x": "steps"}
-    dumps: list[Path] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            dumps.append(Path(word))
-            continue
-        if key not in options:
-            close = nearest(key, options)
-            raise UserError(
-                f"plot has no option {key}; " + (f"did you mean {close}?" if close else "--out and --x are")
-            )
-        if not equals and not rest:
-            raise UserError(f"{key} needs a value; `titanlite plot --help` shows which")
-        options[key] = value if equals else rest.pop(0)
+    others, options = split_options("plot", words, {"--out": "curves.html", "--x": "steps"})
+    dumps = [Path(word) for word in others]
     out, over = Path(options["--out"]), options["--x"]
     if over not in ("steps", "tokens"):
         raise UserError(f"--x {over}: must be steps or tokens")
