@@ -6,6 +6,7 @@ fit; what fails later is told by the first rank that failed, its traceback last.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -150,9 +151,13 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
 def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:
     """Who failed first, and its traceback as the last thing on the console."""
 
-    def when(rank: int) -> float:  # one that was killed left no word; those that did may only have lost their peer
+    def when(rank: int) -> float:
+        """A rank that was killed left no word, and comes before those that may only have lost it; a rank that was
+        terminated was so by the elastic agent, because of another."""
         message = failures[rank].message
-        return message["extraInfo"].get("time", 0.0) if isinstance(message, dict) else 0.0
+        if isinstance(message, dict):
+            return message["extraInfo"].get("time", 0.0)
+        return math.inf if failures[rank].exitcode == -signal.SIGTERM else 0.0
 
     rank = min(failures, key=when)
     message = failures[rank].message

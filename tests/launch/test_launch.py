@@ -9,11 +9,13 @@ import sys
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, environment, finish, records, start, train
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.launch import _report
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 
@@ -87,6 +89,29 @@ def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
     assert out.rstrip().endswith("ValueError: a fault was put in here")
     tail = out[out.index("failed first") - 80 :]
     assert "rank 1 on " in tail and "rank-1.log" in tail and tail.count("Traceback") == 1
+
+
+def test_the_first_failure_is_told_from_those_that_follow(tmp_path, capsys):
+    """A rank that the agent terminated is no cause, one that was killed is, and times decide between the others."""
+    (tmp_path / "logs").mkdir()
+    for rank in range(3):
+        (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"the log of rank {rank}\n")
+
+    def failure(exitcode: int, raised: float | None = None):
+        found = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
+        if raised is not None:
+            details = {"py_callstack": f"a traceback of {raised}", "timestamp": "0", "time": raised}
+            found.message = {"message": "ValueError: x", "extraInfo": details}  # type: ignore[assignment]
+        return found
+
+    for failures, says in (
+        ({0: failure(-15), 1: failure(1, raised=5.0)}, "rank 1 on"),
+        ({0: failure(1, raised=5.1), 1: failure(1, raised=5.0), 2: failure(-15)}, "rank 1 on"),
+        ({0: failure(1, raised=5.0), 2: failure(-9)}, "rank 2 on"),
+        ({0: failure(-15)}, "rank 0 on"),
+    ):
+        _report(failures, tmp_path)
+        assert says in capsys.readouterr().err
 
 
 def descendants(pid: int) -> list[int]:
