@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 from titanlite.errors import UserError, nearest
+
+
+def run_resumable(verb: Callable[[], int]) -> int:
+    """The exit code of a verb that goes on where it stopped; a user's mistake is one line."""
+    try:
+        return verb()
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntitanlite: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 def split_options(verb: str, words: list[str], options: dict[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -24,6 +24,11 @@ RETRIES = 5
 """More tries after a stream failed, after 1, 2, 4, 8 and 16 seconds."""
 
 
+def sharding_does_something(layout: Layout, training: Any) -> bool:
+    """FSDP2 over one rank is worth its cost only where it casts parameters."""
+    return layout.fsdp * layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype
+
+
 def is_streamed(dataset: str) -> bool:
     """Whether a data set is streamed from the Hugging Face hub."""
     return dataset in STREAMS or "/" in dataset
@@ -295,7 +300,7 @@ def _groups_of_blocks_exist(judge: Judge) -> Faults:
 @_rule
 def _what_only_fsdp_does_is_asked_with_it(judge: Judge) -> Faults:
     parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
-    if layout.fsdp * layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype:
+    if sharding_does_something(layout, training):
         return
     for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync"):
         if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default:

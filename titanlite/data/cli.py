@@ -11,7 +11,7 @@ from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
 from titanlite.errors import UserError
 from titanlite.runtime.cluster import cores
-from titanlite.words import split_options
+from titanlite.words import run_resumable, split_options
 
 USAGE = """  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER] [--workers N]
       Tokenize text (.txt, .jsonl, .parquet files, or folders of them) into shards. Without --tokenizer bytes are
@@ -23,18 +23,11 @@ USAGE = """  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER] [--
 
 def data(words: list[str]) -> int:
     """Run a verb; the exit code."""
-    try:
-        if words[:1] == ["prepare"]:
-            return _prepare(words[1:])
-        if words[:1] == ["show"] and len(words) == 2:
-            return _show(Path(words[1]))
-    except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ntitanlite: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    asked = not words or words[0] in ("--help", "-h")
+    asked = not words or bool({"--help", "-h"} & set(words))
+    if not asked and words[0] == "prepare":
+        return run_resumable(lambda: _prepare(words[1:]))
+    if not asked and words[0] == "show" and len(words) == 2:
+        return run_resumable(lambda: _show(Path(words[1])))
     print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

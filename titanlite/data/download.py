@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from titanlite.errors import UserError, first_line, nearest
-from titanlite.words import split_options
+from titanlite.words import run_resumable, split_options
 
 USAGE = """  titanlite download REPO [--only tokenizer|weights] [--to FOLDER]
       Fetch a model's tokenizer, weights and config from the Hugging Face hub, by default into ./assets/hf/NAME. Run
@@ -24,14 +24,11 @@ def download(words: list[str]) -> int:
     if not words or {"--help", "-h"} & set(words):
         print(USAGE, end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
-    try:
-        folder = _download(*_asked(words))
-    except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ntitanlite: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    return run_resumable(lambda: _fetch(words))
+
+
+def _fetch(words: list[str]) -> int:
+    folder = _download(*_asked(words))
     print(f'to use it: --model.hf_assets_path "{folder}"')
     return 0
 

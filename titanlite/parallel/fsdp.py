@@ -14,12 +14,6 @@ from titanlite.parallel import prefetch
 from titanlite.parallel.mesh import Mesh
 
 
-def does_something(job: Job) -> bool:
-    """Sharding over one rank is worth its cost only where it casts parameters."""
-    training = job.config.training
-    return job.layout.fsdp * job.layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype
-
-
 def shard(model: nn.Module, job: Job, mesh: Mesh, tied: bool) -> None:
     """Apply FSDP2 to each group of modules, then to the root, and set the order of their all-gathers."""
     training, policy = job.config.training, job.config.parallelism.fsdp_reshard_after_forward

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from titanlite.config.check import sharding_does_something
 from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel import compile, fsdp, recompute
@@ -45,7 +46,7 @@ def parallelize(
     if config.compile.enable and "model" in config.compile.components:
         compile.apply(model, blocks, config.compile)
     # Sharding comes after everything that changes layers, since it takes their parameters away.
-    if fsdp.does_something(job):
+    if sharding_does_something(job.layout, config.training):
         fsdp.shard(model, job, mesh, tied=any(rule.tied for rule in table.values()))
     # Nothing has memory until every rank knows its shard.
     materialise(model, table, seed, device)
