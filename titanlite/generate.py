@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Generate
 from titanlite.data.tokenizer import Tokenizer, printable
@@ -13,15 +14,28 @@ from titanlite.runtime.determinism import derive_seed
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, tokenizer: Tokenizer, settings: Generate, positions: int, seed: int, device: torch.device
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    settings: Generate,
+    positions: int,
+    seed: int,
+    device: torch.device,
+    multiple: int = 1,
 ) -> str:
-    """The prompt and what follows it, until the end of the document or settings.tokens."""
+    """The prompt and what follows it, until the end of the document or settings.tokens.
+
+    Tensor parallel splits sequences: their length must be a `multiple`, so what nobody looks at is added behind.
+    """
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()
     for _ in range(settings.tokens):
-        logits = model(torch.tensor([tokens[-positions:]], device=device))[0, -1].float().cpu()
-        choice = _sample(logits, settings.temperature, generator).to(device)
+        seen = tokens[-positions:]
+        padded = seen + [tokenizer.end] * (-len(seen) % multiple)
+        logits = model(torch.tensor([padded], device=device))[0, len(seen) - 1]
+        if isinstance(logits, DTensor):  # each rank holds a slice of the vocabulary
+            logits = logits.full_tensor()
+        choice = _sample(logits.float().cpu(), settings.temperature, generator).to(device)
         dist.broadcast(choice, src=0)
         tokens.append(int(choice))
         if tokens[-1] == tokenizer.end:

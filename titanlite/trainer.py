@@ -238,7 +238,15 @@ class Trainer:
     def show_sample(self) -> None:
         """Print what the model writes."""
         settings = self.job.config.generate
-        text = generate(self.parts[0], self.tokenizer, settings, self.job.positions, self.seed, self.device)
+        text = generate(
+            self.parts[0],
+            self.tokenizer,
+            settings,
+            self.job.positions,
+            self.seed,
+            self.device,
+            multiple=self.job.layout.tp,
+        )
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(f"    {line}" for line in text.splitlines()) + "\n")
 

@@ -90,7 +90,7 @@ class Llama(nn.Module):
     ) -> torch.Tensor:
         """Logits of (batch, tokens); or whatever `head` makes of the last hidden state and the output layer."""
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        cos, sin = self.rope(positions, h.size(1))
+        cos, sin = self.rope(positions, tokens.size(1))
         for block in self.layers.values():
             h = block(h, cos, sin, documents)
         if self.norm is not None:

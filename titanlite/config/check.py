@@ -101,6 +101,8 @@ def _tensor_parallel_divides_the_model(judge: Judge) -> Faults:
     tp, shape = judge.config.parallelism.tensor_parallel_degree, judge.shape
     parts = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
     parts["tokens in a sequence"] = judge.config.training.seq_len
+    if judge.config.validation.enable and judge.config.validation.seq_len:
+        parts["tokens in a validation sequence"] = judge.config.validation.seq_len
     fits = divisors(math.gcd(*parts.values(), judge.world or 0))
     for what, size in parts.items():
         if size % tp:
@@ -320,12 +322,10 @@ def _keep_sharded_over_a_divisor(judge: Judge) -> Faults:
 
 
 NOT_BUILT = {
-    "parallelism.tensor_parallel_degree": "tensor parallel",
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
     "parallelism.fsdp_keep_whole": "keeping parameters whole",
-    "parallelism.enable_async_tensor_parallel": "async tensor parallel",
     "quantize.linear.float8.enable": "float8",
     "checkpoint.enable": "checkpoints",
     "checkpoint.initial_load_path": "loading weights",

@@ -7,6 +7,7 @@ the shard. torch's own answer, a random state on the mesh, gives every shard the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -34,13 +35,18 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     return ties
 
 
+def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
+    """Make each second name stand for the parameter of its first."""
+    for second, first in ties.items():
+        module, _, attribute = second.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+
+
 def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device) -> None:
     """Move a model from the meta device to `device` with its initial values; ties stay ties."""
     ties = shared_names(model)
     model.to_empty(device=device)
-    for second, first in ties.items():  # to_empty makes a parameter for each name
-        module, _, attribute = second.rpartition(".")
-        setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+    tie(model, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, name, table[name].init, seed)

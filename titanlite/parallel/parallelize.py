@@ -10,7 +10,7 @@ from torch import nn
 from titanlite.config.check import sharding_does_something
 from titanlite.config.job import Job
 from titanlite.errors import UserError
-from titanlite.parallel import compile, fsdp, recompute
+from titanlite.parallel import compile, fsdp, recompute, tensor
 from titanlite.parallel.init import materialise, shared_names
 from titanlite.parallel.mesh import Mesh
 from titanlite.registry import Rule, assign
@@ -39,7 +39,10 @@ def parallelize(
 ) -> None:
     """Apply everything the job asks for to a model on the meta device, then give it values on `device`."""
     config, blocks = job.config, job.spec.blocks
-    # Recomputing comes first: compile then sees it, and chooses what to keep inside one graph.
+    # Splitting layers comes before everything that looks at their parameters or wraps their forward pass.
+    if job.layout.tp > 1:
+        tensor.apply(model, blocks, table, mesh.tp, shard_loss=not config.parallelism.disable_loss_parallel)
+    # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph.
     if config.activation_checkpoint.mode != "none":
         recompute.apply(model, blocks, config.activation_checkpoint)
     # Compiled before it is sharded, so that gathering and freeing parameters stay outside of the graph.

@@ -1,0 +1,122 @@
+"""Tensor and sequence parallel for any model, from the roles in its table.
+
+Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and row layers sees
+the whole sequence, gathered once, and a slice of the heads or hidden units. So everything outside of such modules
+must treat each token on its own. Parameters become DTensors on the `tp` mesh under their plain names; those that stay
+whole are replicated there, and their gradients summed over the slices.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.func import functional_call
+
+from titanlite.errors import UserError
+from titanlite.parallel.init import shared_names, tie
+from titanlite.registry import Role, Rule
+
+SEQUENCE = Shard(1)
+_ROLE_OF_BIAS: dict[Role, Role] = {"column": "column", "row": "whole", "norm": "norm", "whole": "whole"}
+
+
+def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMesh, shard_loss: bool) -> None:
+    """Split every module with parameters as its table says; the output's logits stay split with `shard_loss`."""
+    ties = shared_names(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    roles = _roles(model, table)
+    gathering = _gathering(model, blocks, roles)
+    logits = Shard(-1) if shard_loss else Replicate()
+    styles: dict[Role, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+        "column": ColwiseParallel(input_layouts=SEQUENCE),  # a gathering module hands in whole sequences: left alone
+        "row": RowwiseParallel(output_layouts=SEQUENCE),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=not shard_loss),
+        "whole": _Whole(),
+    }
+    for name, role in roles.items():
+        try:
+            parallelize_module(model.get_submodule(name), mesh, styles[role])
+        except NotImplementedError:
+            kind = type(model.get_submodule(name)).__name__
+            raise UserError(
+                f'tensor parallel: {name}.weight has the role "{role}", and {kind} cannot be split'
+            ) from None
+        if role == "embedding":
+            # Its collective may be pending still, which a compiled block could not take.
+            model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
+    for name in gathering:
+        model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh))
+    tie(model, ties)  # splitting a module makes parameters of its own
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+
+
+def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
+    """The role of every module that has parameters of its own: that of its weight, or of all."""
+    of = {name: rule.tensor for name, rule in table.items()}
+    of |= {rule.tied: "head" for rule in table.values() if rule.tied}
+    found: dict[str, Role] = {}
+    for path, module in model.named_modules():
+        own = {name: of[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)}
+        if not own:
+            continue
+        role = own.get("weight", next(iter(own.values())))
+        for name, other in own.items():
+            if name != "weight" and other != _ROLE_OF_BIAS.get(role, role):
+                raise UserError(
+                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight of '
+                    f'the role "{role}" it must be "{_ROLE_OF_BIAS.get(role, role)}"'
+                )
+        found[path] = role
+    return found
+
+
+def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[str]:
+    """The largest modules inside of blocks that hold column and row layers only: they gather their input once."""
+    found: list[str] = []
+    for path, _ in model.named_modules():
+        inside = [role for name, role in roles.items() if name.startswith(f"{path}.")]
+        deep = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
+        if deep and "column" in inside and {*inside} <= {"column", "row"}:
+            if not any(path.startswith(f"{larger}.") for larger in found):
+                found.append(path)
+    return found
+
+
+def _gather(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
+    sequence = DTensor.from_local(args[0], mesh, (SEQUENCE,), run_check=False)
+    return (sequence.redistribute(placements=(Replicate(),)), *args[1:])
+
+
+class _Whole(ParallelStyle):
+    """Every rank holds and uses all of a module's own parameters; each sees a part of the tokens or heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
+            module.register_parameter(name, nn.Parameter(whole))
+        module.forward = partial(_with_local_parameters, module, module.forward)
+        return module
+
+
+def _with_local_parameters(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    shared = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+    if not shared:  # called again from below
+        return forward(*args, **kwargs)
+    local = {name: parameter.to_local(grad_placements=(Partial(),)) for name, parameter in shared.items()}
+    return functional_call(module, local, args, kwargs)
