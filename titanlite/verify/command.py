@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +109,8 @@ def fault_rows(subject: Subject, name: str) -> list[Row]:
         close = nearest(name, FAULTS)
         raise UserError(f'there is no fault "{name}"; ' + (f"did you mean {close}?" if close else ", ".join(FAULTS)))
     wanted = FAULTS[name].rows
+    if subject.tied:
+        wanted = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in wanted)
     rows = [row for row in wanted if row.layout in subject.layouts and row.variant in subject.variants]
     if not rows:
         raise UserError(f"{subject.name} has no row that could show {name}: {wanted[0]}")

@@ -141,9 +141,7 @@ def _column_made_whole() -> Iterator[None]:
         yield
 
 
-@_fault(
-    "the output layer has a weight of its own in place of the embedding's", Row("dp2", variant="tied"), Row("dp2")
-)
+@_fault("the output layer has a weight of its own in place of the embedding's", Row("dp2", variant="tied"))
 def _tie_broken() -> Iterator[None]:
     def untie(built: Any, *args: Any) -> None:
         model, table = built
@@ -217,7 +215,7 @@ def _clip_by_local_norm() -> Iterator[None]:
         yield
 
 
-@_fault("the loss is divided by the rank's own valid tokens", Row("dp2"), Row("replicate4"))
+@_fault("the loss is divided by the rank's own valid tokens", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Iterator[None]:
     with _replaced(FiniteWatch, share=lambda self, valid_tokens: valid_tokens):
         yield

@@ -19,6 +19,7 @@ from torch import nn
 
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
+from titanlite.errors import first_line
 from titanlite.grad_norm import clip_grad_norm
 from titanlite.observe.clock import StepClock
 from titanlite.observe.metrics import StepRecord
@@ -33,7 +34,10 @@ from titanlite.verify.subject import build_job
 
 
 def measure(words: list[str], expected: str, bound: float, fault: str = "") -> Finding:
-    """The worst that this rank finds in the job of a row, a known fault put in if one is named."""
+    """The worst that this rank finds in the job of a row, a known fault put in if one is named.
+
+    Failed is raised where it does not run: the pool then ends the ranks that wait for this one.
+    """
     # In the rank itself: a process that was killed would leave its compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every recomputed block that is compiled
@@ -45,12 +49,16 @@ def measure(words: list[str], expected: str, bound: float, fault: str = "") -> F
             run = Watched(build_job(words, world), Place(rank, world, rank, f"rank{rank}"))
             seen = run.observe()
     except Exception as error:
-        where = _module_in(error.__traceback__, run.parts[0]) if run else ""
-        return Finding(f"{type(error).__name__} in {where or 'building'}:", str(error).strip().partition("\n")[0])
+        where = "building" if run is None else _module_in(error.__traceback__, run.parts[0]) or "a step"
+        raise Failed(f"{type(error).__name__} in {where}: {first_line(error)}") from error
     finding = observed.compare(seen, torch.load(expected, mmap=True), bound)
     if finding.error <= bound and (difference := run.gathered_out_of_order()):
         return Finding("all-gathers:", difference)
     return finding
+
+
+class Failed(Exception):
+    """A row's job did not run; one line says in which module."""
 
 
 class Watched(Trainer):

@@ -1,8 +1,8 @@
 """What is looked at in a few steps of a model, and how two such looks are compared.
 
 The error of a tensor is ||found - expected|| / ||expected||, of the full tensor. Where ||expected|| is less than
-FLOOR of the norm of all tensors of its kind, that takes its place: what is zero but for rounding, such as the gradient
-of a key's bias under softmax, has an error of the size of what was summed, not of what is left.
+FLOOR of the norm of all tensors of its kind, that takes its place: what is zero but for rounding, such as a key
+bias's gradient under softmax, has an error of the size of what was summed, not of what is left.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def compare(found: Observed, expected: Observed, bound: float) -> Finding:
     worst = []
     for what, tensors in expected.items():
         if strange := sorted(found[what].keys() ^ tensors.keys()):
-            where = "expected" if strange[0] in tensors else "found"
-            return Finding(what, f"{strange[0]}, {where} alone")
+            why = "is missing" if strange[0] in tensors else "is none of the plain model's"
+            return Finding(what, f"{strange[0]}, which {why}")
         worst.append(max(_errors(what, found[what], tensors), key=lambda finding: finding.error))
         if worst[-1].error > bound:
             return worst[-1]

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,26 +46,24 @@ class Result:
 
 @contextmanager
 def proof(subject: Subject) -> Iterator[Callable[..., Result]]:
-    """A function that runs a row, with a fault's name or none. Rows compiled by inductor get processes of their own,
-    since a second compile backend in one process fails."""
+    """A function that runs a row, with a fault's name or none. One compile backend a process: a second one fails
+    there, and so does a second compiled row with tensor parallel, since the first one's process group is remembered
+    (tried on torch 2.13). Such rows get processes of their own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # what ends, the system frees
     ranks = max(LAYOUTS[layout].world for layout in subject.layouts)
-    pools: list[Pool] = []
+    pool = Pool(ranks, PRELOAD)
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         rows = Rows(subject, Path(folder))
 
         def run(row: Row, fault: str = "") -> Result:
-            if not pools or row.compile == "inductor":
-                for pool in pools:
-                    pool.close()
-                pools[:] = [Pool(row.mesh.world if row.compile == "inductor" else ranks, PRELOAD)]
-            return rows.run(pools[0], row, fault)
+            if row.compile == "inductor" or (row.compile != "off" and row.mesh.tp > 1):
+                with closing(Pool(row.mesh.world, PRELOAD)) as own:
+                    return rows.run(own, row, fault)
+            return rows.run(pool, row, fault)
 
-        try:
+        with closing(pool):
             yield run
-        finally:
-            for pool in pools:
-                pool.close()
 
 
 class Rows:
@@ -86,7 +84,7 @@ class Rows:
             arguments = (words, expected, BOUNDS[row.precision], fault)
             findings = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT)
         except RankFailed as error:
-            findings = [Finding("the ranks:", str(error).strip().splitlines()[-1])]
+            findings = [Finding(str(error).strip().splitlines()[-1].rpartition("harness.Failed: ")[2], "")]
         rank = max(range(len(findings)), key=lambda rank: findings[rank].error)
         return Result(row, str(findings[rank]), findings[rank].error, rank, time.monotonic() - began)
 

@@ -45,6 +45,8 @@ class Subject:
     """Its [model] section as overrides."""
     variants: Mapping[str, tuple[str, ...]]
     """What each variant that it has adds to them."""
+    tied: bool
+    """The plain variant's output layer has the embedding's weight already."""
     layouts: tuple[str, ...]
     left_out: Mapping[str, str]
     """Layouts that the config's own rules refuse for it, and why."""
@@ -82,9 +84,10 @@ def read_subject(line: CommandLine) -> Subject:
     variants = {"plain": (), "frozen": (_freezing(model),)}
     if "tied" in known:
         variants["untied" if known["tied"] else "tied"] = (f"--model.overrides.tied={toml_value(not known['tied'])}",)
+    tied = any(rule.tied for rule in spec.rules(spec.configure(model.flavor, model.overrides)))
     left_out = _refused(words)
     layouts = tuple(layout for layout in LAYOUTS if layout not in left_out)
-    return Subject(f"{model.name} {model.flavor}", spec.build, words, variants, layouts, left_out)
+    return Subject(f"{model.name} {model.flavor}", spec.build, words, variants, tied, layouts, left_out)
 
 
 def _usual_flavor(model: Model) -> str:
