@@ -17,8 +17,10 @@ IGNORED = -100
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropy over the valid tokens, computed in float32 or wider."""
-    if isinstance(logits, DTensor):
-        return _split_loss_sum(logits, labels)
+    if isinstance(logits, DTensor):  # from tensor parallel
+        if any(placement.is_shard() for placement in logits.placements):
+            return _split_loss_sum(logits, labels)
+        logits = logits.to_local()
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
