@@ -77,7 +77,9 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
     """The role of every module that has parameters of its own: that of its weight, or of all."""
     of: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
-    of.update({rule.tied: "head" for rule in table.values() if rule.tied})
+    for rule in table.values():
+        if rule.tied:
+            of[rule.tied] = "head"
     found: dict[str, Role] = {}
     for path, module in model.named_modules():
         own: dict[str, Role] = {
@@ -89,8 +91,8 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         for name, other in own.items():
             if name != "weight" and other != _BESIDE[role]:
                 raise UserError(
-                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight of '
-                    f'the role "{role}" it must be "{_BESIDE[role]}"'
+                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
+                    f'of the role "{role}" it must be "{_BESIDE[role]}"'
                 )
         found[path] = role
     return found
