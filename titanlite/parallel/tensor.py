@@ -44,7 +44,7 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     """Split every module with parameters as its table says; logits become DTensors, split with `shard_loss`."""
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    roles = _roles(model, table)
+    roles = check(model, table, mesh.size())
     gathering = _gathering(model, blocks, roles)
     logits = Shard(-1) if shard_loss else Replicate()
     styles: dict[Role, ParallelStyle] = {
@@ -56,7 +56,6 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         "whole": _Whole(),
     }
     for name, role in roles.items():
-        _check_divides(model, name, role, mesh.size())
         try:
             parallelize_module(model.get_submodule(name), mesh, styles[role])
         except NotImplementedError:
@@ -72,6 +71,34 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
+
+
+def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
+    """The role of every module with parameters; a UserError where the table or the degree does not fit the model."""
+    roles = _roles(model, table)
+    for name, role in roles.items():
+        # Vocabularies may be split unevenly; between a column and a row layer, slices of equal size are cut.
+        if role in ("column", "row"):
+            size = model.get_parameter(f"{name}.weight").size(0 if role == "column" else 1)
+            if size % degree:
+                raise UserError(
+                    f"parallelism.tensor_parallel_degree: {degree} does not divide the {size} "
+                    f"{'outputs' if role == 'column' else 'inputs'} of {name}; legal for it: "
+                    + ", ".join(str(d) for d in divisors(size) if d <= 64)
+                )
+    return roles
+
+
+def overlap(mesh: DeviceMesh) -> None:
+    """Let inductor cut matrix products into pieces that overlap with the mesh's communication ("async TP").
+
+    Both names are private in torch 2.11 to 2.13, and there are no public ones; read, not yet run, for want of GPUs.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
@@ -96,18 +123,6 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
                 )
         found[path] = role
     return found
-
-
-def _check_divides(model: nn.Module, name: str, role: Role, degree: int) -> None:
-    """Only vocabularies are split unevenly: between a column and a row layer, slices of equal size are cut."""
-    if role in ("column", "row"):
-        size = model.get_parameter(f"{name}.weight").size(0 if role == "column" else 1)
-        if size % degree:
-            raise UserError(
-                f"parallelism.tensor_parallel_degree: {degree} does not divide the {size} "
-                f"{'outputs' if role == 'column' else 'inputs'} of {name}; legal for it: "
-                + ", ".join(str(d) for d in divisors(size) if d <= 64)
-            )
 
 
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[str]:
