@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.load import ConfigError, parse_command_line
+from titanlite.config.load import ConfigError
 from titanlite.errors import UserError, nearest
 from titanlite.verify.subject import Subject, read_subject
 from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
@@ -55,7 +55,7 @@ def verify(words: list[str]) -> int:
 
             print("\n".join(FAULTS))
             return 0
-        subject = read_subject(parse_command_line(rest, os.environ))
+        subject = read_subject(rest, os.environ)
         rows = _rows(subject, asked)
         return _run(subject, rows, asked, shlex.join(["titanlite", "verify", *words]))
     except ConfigError as error:
@@ -161,6 +161,7 @@ class Book:
     def __init__(self, path: Path, subject: Subject) -> None:
         self._path, self._identity = path, _identity(subject)
         self.passed: dict[Row, Result] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         if lines and json.loads(lines[0]) == self._identity:
             self._read(lines[1:])

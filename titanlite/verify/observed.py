@@ -19,8 +19,9 @@ from titanlite.data.loader import MicroBatch
 from titanlite.loss import IGNORED
 from titanlite.verify.table import SAMPLES
 
-BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-"""Largest error of a row. bfloat16 mixed precision is compared with float32."""
+BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1}
+"""Largest error of a row. bfloat16 mixed precision is compared with float32: by trial its 8 bits err by up to 5e-2 in
+the models here, on one rank as on many, where a sum that is dropped or doubled errs by 5e-1 and more."""
 FLOOR = 1e-3
 STEPS = {"SGD": 1, "AdamW": 3}
 """Steps of each optimizer, one after the other."""

@@ -45,13 +45,15 @@ class Result:
 
 
 @contextmanager
-def proof(subject: Subject) -> Iterator[Callable[..., Result]]:
-    """A function that runs a row, with a fault's name or none. One compile backend a process: a second one fails
-    there, and so does a second compiled row with tensor parallel, since the first one's process group is remembered
-    (tried on torch 2.13). Such rows get processes of their own."""
+def proof(subject: Subject, ranks: int = 0) -> Iterator[Callable[..., Result]]:
+    """A function that runs a row, with a fault's name or none, on up to `ranks` processes (0: as many as any needs).
+
+    One compile backend a process: a second one fails there, and so does a second compiled row with tensor parallel,
+    since the first one's process group is remembered (tried on torch 2.13). Such rows get processes of their own.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # what ends, the system frees
-    ranks = max(LAYOUTS[layout].world for layout in subject.layouts)
+    ranks = ranks or max(LAYOUTS[layout].world for layout in subject.layouts)
     pool = Pool(ranks, PRELOAD)
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         rows = Rows(subject, Path(folder))

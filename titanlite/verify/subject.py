@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import CommandLine, ConfigError, Fault, load, parse_command_line, toml_value
+from titanlite.config.load import ConfigError, Fault, load, parse_command_line, toml_value
 from titanlite.config.schema import Model
 from titanlite.registry import get_model
 from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 
+CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
 TOKENS = "tokens.npy"
 """The shard that every job opens; what its steps read is made by the harness."""
@@ -25,9 +26,10 @@ FIXED = [
     f"--training.global_batch_size={SAMPLES}",
     "--training.steps=4",
     "--optimizer.lr=0.01",
-    # AdamW divides by |gradient| + eps. A gradient that is zero but for rounding, such as a key bias's under softmax,
-    # would with the usual 1e-8 move its weight by the whole learning rate in the direction of the rounding.
-    "--optimizer.eps=1e-4",
+    # AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for rounding, such as a key
+    # bias's under softmax, moves its weight by the whole learning rate, in the direction of the rounding; 1e-3, about
+    # the size of the gradients here, leaves errors about as large as they were.
+    "--optimizer.eps=1e-3",
     "--lr_scheduler.warmup_steps=1",
     "--job.device=cpu",
     "--debug.seed=0",
@@ -64,8 +66,11 @@ def build_job(words: list[str], world: int) -> Job:
     return job_from(line, world=world, training=True)
 
 
-def read_subject(line: CommandLine) -> Subject:
+def read_subject(words: list[str], environ: Mapping[str, str]) -> Subject:
     """The subject of a command line; ConfigError or UserError says what is wrong with it."""
+    line = parse_command_line(words, environ)
+    if not environ.get("CONFIG_FILE") and not any(word.partition("=")[0] in CONFIG_FLAGS for word in words):
+        line.files = []  # where training takes the debug config, here the model alone says all
     strangers = [key for key in line.overrides if not key.startswith("model.")]
     line.faults += [Fault(f"--{key}", "is set by the table itself; only [model] is asked for") for key in strangers]
     loaded = load(line)
@@ -78,16 +83,16 @@ def read_subject(line: CommandLine) -> Subject:
     known = asdict(spec.configure(model.flavor, model.overrides))
     still = {field: 0.0 for field in known if "dropout" in field}
     model = model.model_copy(update={"overrides": {**model.overrides, **still}, "hf_assets_path": ""})
-    words = tuple(
+    section = tuple(
         f"--model.{key}={toml_value(value)}" for key, value in model if value != Model.model_fields[key].default
     )
     variants = {"plain": (), "frozen": (_freezing(model),)}
     if "tied" in known:
         variants["untied" if known["tied"] else "tied"] = (f"--model.overrides.tied={toml_value(not known['tied'])}",)
     tied = any(rule.tied for rule in spec.rules(spec.configure(model.flavor, model.overrides)))
-    left_out = _refused(words)
+    left_out = _refused(section)
     layouts = tuple(layout for layout in LAYOUTS if layout not in left_out)
-    return Subject(f"{model.name} {model.flavor}", spec.build, words, variants, tied, layouts, left_out)
+    return Subject(f"{model.name} {model.flavor}", spec.build, section, variants, tied, layouts, left_out)
 
 
 def _usual_flavor(model: Model) -> str:
