@@ -21,7 +21,7 @@ Group = frozenset[str]
 @contextmanager
 def gathers_recorded(into: list[Group]) -> Iterator[None]:
     """Add the modules of each all-gather, in the order in which they were issued."""
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         yield
     for event in sorted(trace.events() or [], key=lambda event: event.time_range.start):
         if found := re.fullmatch(r"FSDP::all_gather \((.+)\)", event.name):
