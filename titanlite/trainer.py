@@ -164,7 +164,7 @@ class Trainer:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
                     self.validate()
-                with self.clock.paused():  # writing a trace is no step's time
+                with self.clock.paused("profiling"):  # writing a trace is no step's time
                     profiler.step(self.step)
         self.finite.settle()
         if config.generate.at_end:
@@ -232,7 +232,7 @@ class Trainer:
     @record_function("validation")
     def validate(self) -> None:
         """Log the loss on held-out data."""
-        with self.clock.paused():
+        with self.clock.paused("validation"):
             loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
             self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
             for sink in self.sinks:
