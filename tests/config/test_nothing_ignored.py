@@ -31,7 +31,6 @@ BEHIND_KEYS = {
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
     "comm.checkpoint_timeout_seconds": "checkpoint.enable",
-    "activation_checkpoint.memory_budget": "activation_checkpoint.mode",
 }
 
 
@@ -180,6 +179,9 @@ ELSEWHERE = {
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_the_recorded_forward_order_is_the_declared_one",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",
     "parallelism.fsdp_blocks_per_group": ACTIVE + "test_blocks_in_one_group_share_a_gather",
+    "parallelism.fsdp_keep_whole": ACTIVE + "test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step",
+    "training.enable_cpu_offload": ACTIVE + "test_offload_asked_is_offload_had_on_one_rank_too",
+    "activation_checkpoint.memory_budget": ACTIVE + "test_a_memory_budget_is_kept_and_leaks_nowhere",
     "parallelism.defer_gradient_sync": ACTIVE + "test_deferring_reduces_once_a_step",
     "activation_checkpoint.mode": ACTIVE + "test_recomputing_computes_again_what_it_says",
     "activation_checkpoint.selective_ac_option": ACTIVE + "test_recomputing_computes_again_what_it_says",
