@@ -54,6 +54,8 @@ def parallelize(
     # Splitting layers comes before everything that looks at their parameters or wraps their forward pass.
     if job.layout.tp > 1:
         tensor.apply(model, blocks, table, mesh.tp, shard_loss=not config.parallelism.disable_loss_parallel)
+        if config.parallelism.enable_async_tensor_parallel:
+            tensor.overlap(mesh.tp)
     # What is kept whole is cast inside of all that wraps a forward method, as FSDP's cast would be.
     names = _matching(model, "parallelism.fsdp_keep_whole", config.parallelism.fsdp_keep_whole)
     kept = [model.get_parameter(name) for name in names]
