@@ -88,6 +88,7 @@ def same_as_alone(found: dict, expected: dict) -> None:
         assert found[number] == pytest.approx(expected[number], rel=1e-10), number
 
 
+SMALL = "['tok_embeddings.*','layers.0.*','*norm.weight']"
 TECHNIQUES = {
     "hsdp": (4, "--parallelism.data_parallel_replicate_degree=2"),
     "replicas": (2, "--parallelism.data_parallel_replicate_degree=2"),
@@ -104,6 +105,23 @@ TECHNIQUES = {
     "reshard to two": (4, "--parallelism.fsdp_reshard_after_forward=2"),
     "deferred sync": (2, "--parallelism.defer_gradient_sync"),
     "compiled": (2, "--compile.enable --compile.backend=aot_eager"),
+    "memory budget": (
+        2,
+        "--activation_checkpoint.mode=memory_budget --activation_checkpoint.memory_budget=0.1 --compile.enable "
+        "--compile.backend=aot_eager",
+    ),
+    "cpu offload": (2, "--training.enable_cpu_offload"),
+    "cpu offload, replicas, deferred": (
+        4,
+        "--training.enable_cpu_offload --parallelism.data_parallel_replicate_degree=2 "
+        "--parallelism.defer_gradient_sync",
+    ),
+    "kept whole": (2, f"--parallelism.fsdp_keep_whole={SMALL}"),
+    "kept whole, replicas, recomputed, compiled": (
+        4,
+        f"--parallelism.fsdp_keep_whole={SMALL} --parallelism.data_parallel_replicate_degree=2 --compile.enable "
+        "--compile.backend=aot_eager --activation_checkpoint.mode=full --parallelism.fsdp_forward_prefetch=1",
+    ),
     "everything": (
         4,
         "--parallelism.data_parallel_replicate_degree=2 --activation_checkpoint.mode=selective --compile.enable "
