@@ -14,7 +14,7 @@ from titanlite.verify.subject import read_subject
 NAMES = {  # what the finding says, for each fault in llama3
     "reduction-dropped": "gradient of layers.0.attention",
     "divided-twice": "gradient of ",
-    "seed-per-rank": "initial value of tok_embeddings.weight",
+    "seed-per-rank": "tok_embeddings.weight",
     "same-shards": "initial value of tok_embeddings.weight",
     "hsdp-made-fsdp": "gradient of ",
     "norms-not-reduced": "norm.weight",

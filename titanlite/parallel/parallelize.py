@@ -72,14 +72,19 @@ def apply_in_order(model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule
     if len(kept) == len(table):
         raise UserError("parallelism.fsdp_keep_whole matches every parameter: replicate instead of sharding")
     keep_whole.compute_in(getattr(torch, config.training.mixed_precision_param), model, kept)
-    # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph.
-    if config.activation_checkpoint.mode in ("full", "selective"):
-        recompute.apply(model, blocks, config.activation_checkpoint)
+    # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph. But torch 2.13
+    # (2.11 does not) fails on a graph with a mesh in it that is recomputed whole: there the compiled block runs again.
+    recomputing = config.activation_checkpoint
+    outside = job.layout.tp > 1 and recompute.keeps_nothing(recomputing)
+    if recomputing.mode in ("full", "selective") and not outside:
+        recompute.apply(model, blocks, recomputing)
     # Compiled before it is sharded, so that gathering and freeing parameters stay outside of the graph.
     if config.compile.enable and "model" in config.compile.components:
         has_budget = config.activation_checkpoint.mode == "memory_budget"
         budget = config.activation_checkpoint.memory_budget if has_budget else None
         compile.apply(model, blocks, config.compile, budget)
+    if outside:
+        recompute.apply(model, blocks, recomputing)
     # Sharding comes after everything that changes layers, since it takes their parameters away.
     if sharding_does_something(job.layout, config.training):
         fsdp.shard(model, job, mesh, kept, tied=any(rule.tied for rule in table.values()))

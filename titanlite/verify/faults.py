@@ -95,20 +95,17 @@ def _divided_twice() -> Iterator[None]:
 @_fault("every rank draws initial values with a seed of its own", Row("dp2"), Row("replicate4"))
 def _seed_per_rank() -> Iterator[None]:
     draw = parallelize.materialise
-    with _replaced(
-        parallelize, materialise=lambda model, table, seed, device: draw(model, table, seed + dist.get_rank(), device)
-    ):
+
+    def own(model: Any, table: Any, seed: int, *args: Any, **how: Any) -> None:
+        draw(model, table, seed + dist.get_rank(), *args, **how)
+
+    with _replaced(parallelize, materialise=own):
         yield
 
 
 @_fault("every shard begins with the values of the first one", Row("dp2"))
 def _same_shards() -> Iterator[None]:
-    where = init.compute_local_shape_and_global_offset
-
-    def first(shape: Any, *args: Any) -> Any:
-        return where(shape, *args)[0], (0,) * len(shape)
-
-    with _replaced(init, compute_local_shape_and_global_offset=first):
+    with _replaced(init, shard_offset=lambda tensor: (0,) * tensor.dim()):
         yield
 
 
