@@ -73,7 +73,7 @@ def apply_in_order(model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule
         raise UserError("parallelism.fsdp_keep_whole matches every parameter: replicate instead of sharding")
     keep_whole.compute_in(getattr(torch, config.training.mixed_precision_param), model, kept)
     # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph. But torch 2.13
-    # (2.11 does not) fails on a graph with a mesh in it that is recomputed whole: there the compiled block runs again.
+    # (2.11 does not) fails on a graph with a mesh in it that is recomputed whole: there a compiled block runs again.
     recomputing = config.activation_checkpoint
     outside = job.layout.tp > 1 and recompute.keeps_nothing(recomputing)
     if recomputing.mode in ("full", "selective") and not outside:
