@@ -1,4 +1,4 @@
-"""What the table of `titanlite verify` does not hold: uneven widths, more techniques, clipping, and initial values."""
+"""What the table of `titanlite verify` does not hold: odd widths, more techniques, clipping, initial values."""
 
 import itertools
 
