@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from titanlite.parallel.mesh import local_part
@@ -55,6 +56,9 @@ def sum_gradients(kept: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype:
     for parameter in trained:
         if parameter.grad is None:  # this rank's tokens never met it; others' may have
             parameter.grad = torch.zeros_like(parameter)
+        elif isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            # torch 2.11 leaves the sum over tensor-parallel ranks to whoever looks at it, and optimizers do not.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
     flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     dist.all_reduce(flat, group=group)
