@@ -38,7 +38,7 @@ from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
 from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
-from titanlite.parallel.keep_whole import sum_gradients
+from titanlite.parallel import keep_whole, tensor
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model, parallelize
 from titanlite.runtime.cluster import Place
@@ -225,8 +225,9 @@ class Trainer:
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
+        tensor.sum_gradients(self.trained)
         reduction = getattr(torch, self.job.config.training.mixed_precision_reduce)
-        sum_gradients(self.kept_whole, self.mesh.loss, reduction)
+        keep_whole.sum_gradients(self.kept_whole, self.mesh.loss, reduction)
         return total
 
     @record_function("validation")

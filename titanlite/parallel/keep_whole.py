@@ -6,16 +6,14 @@ mixed_precision_param, and summing their gradients over the ranks, all in one co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 
 from titanlite.parallel.mesh import local_part
+from titanlite.parallel.swap import compute_with
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module, kept: Iterable[nn.Parameter]) -> None:
@@ -24,28 +22,7 @@ def compute_in(dtype: torch.dtype, model: nn.Module, kept: Iterable[nn.Parameter
     for module in model.modules():
         own = [name for name, parameter in module.named_parameters(recurse=False) if id(parameter) in wanted]
         if own:
-            module.forward = _with_cast(module, own, dtype)  # type: ignore[method-assign]
-
-
-class _Forward(nn.Module):
-    """A module's forward method as a module, since functional_call takes one, and would call its own replacement."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.original = module, module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs)
-
-
-def _with_cast(module: nn.Module, names: list[str], dtype: torch.dtype) -> Callable[..., Any]:
-    original = _Forward(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        cast = {f"module.{name}": getattr(module, name).to(dtype) for name in names}
-        return functional_call(original, cast, args, kwargs)
-
-    return forward
+            compute_with(lambda parameter: parameter.to(dtype), module, own)
 
 
 def sum_gradients(kept: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -56,9 +33,6 @@ def sum_gradients(kept: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype:
     for parameter in trained:
         if parameter.grad is None:  # this rank's tokens never met it; others' may have
             parameter.grad = torch.zeros_like(parameter)
-        elif isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-            # torch 2.11 leaves the sum over tensor-parallel ranks to whoever looks at it, and optimizers do not.
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
     flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     dist.all_reduce(flat, group=group)
