@@ -13,6 +13,7 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite config [--config FILE.toml …] [--section.key VALUE …]   print the resolved config
                    [--world N]                                        judged for N ranks, not the fewest
                    [--schedule]                                       which FSDP group gathers which ahead
+                   [--placements]                                     the mesh, its nodes, where parameters lie
                    [--schema | --markdown]                            JSON schema of configs; docs/config.md
 
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
@@ -96,8 +97,8 @@ def _config(words: list[str]) -> int:
         return 0
     if {"--help", "-h"} & set(words):
         return _help()
-    schedule = "--schedule" in words
-    words = [word for word in words if word != "--schedule"]
+    schedule, placements = "--schedule" in words, "--placements" in words
+    words = [word for word in words if word not in ("--schedule", "--placements")]
     world: int | None = None
     if "--world" in words:
         at = words.index("--world")
@@ -115,6 +116,17 @@ def _config(words: list[str]) -> int:
         from titanlite.parallel import prefetch
 
         print(prefetch.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+        return 0
+    if placements:
+        from titanlite.errors import UserError
+        from titanlite.parallel.placements import describe
+
+        per_node = os.environ.get("NGPU", "")
+        try:
+            print(describe(job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)))
+        except UserError as error:
+            print(f"titanlite: {error}", file=sys.stderr)
+            return 2
         return 0
     ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
     print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")

@@ -26,7 +26,6 @@ BEHIND = {  # a technique that is not built yet, and the section that only tunes
     "quantize.linear.float8.enable": "quantize.linear.float8.",
 }
 BEHIND_KEYS = {
-    "parallelism.disable_loss_parallel": "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
@@ -174,7 +173,11 @@ REFUSED = {  # flipped to a value that can't be honoured here
 }
 # Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
+TENSOR = "tests/parallel/test_tensor.py::"
 ELSEWHERE = {
+    "parallelism.tensor_parallel_degree": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
+    "parallelism.disable_loss_parallel": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
+    "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_what_it_lacks",
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_asked_is_hsdp_had",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_the_recorded_forward_order_is_the_declared_one",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",

@@ -50,7 +50,17 @@ def parallelize(
 
     Returns the parameters that were kept whole, whose gradients are still to be summed after each step.
     """
+    kept = apply_in_order(model, job, mesh, table)
+    # Nothing has memory until every rank knows its shard.
+    materialise(model, table, seed, device, in_host_memory=job.config.training.enable_cpu_offload)
+    agree.check_replicas(model, "after initialisation", device)
+    return [model.get_parameter(name) for name in kept]
+
+
+def apply_in_order(model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule]) -> list[str]:
+    """THE order. The model stays without memory; returns the names of parameters that were kept whole."""
     config, blocks = job.config, job.spec.blocks
+    # Float8 will swap layers here, before anything takes their parameters; until then it is refused by name.
     # Splitting layers comes before everything that looks at their parameters or wraps their forward pass.
     if job.layout.tp > 1:
         tensor.apply(model, blocks, table, mesh.tp, shard_loss=not config.parallelism.disable_loss_parallel)
@@ -67,12 +77,10 @@ def parallelize(
         recompute.apply(model, blocks, config.activation_checkpoint)
     # Compiled before it is sharded, so that gathering and freeing parameters stay outside of the graph.
     if config.compile.enable and "model" in config.compile.components:
-        ac = config.activation_checkpoint
-        compile.apply(model, blocks, config.compile, ac.memory_budget if ac.mode == "memory_budget" else None)
+        has_budget = config.activation_checkpoint.mode == "memory_budget"
+        budget = config.activation_checkpoint.memory_budget if has_budget else None
+        compile.apply(model, blocks, config.compile, budget)
     # Sharding comes after everything that changes layers, since it takes their parameters away.
     if sharding_does_something(job.layout, config.training):
         fsdp.shard(model, job, mesh, kept, tied=any(rule.tied for rule in table.values()))
-    # Nothing has memory until every rank knows its shard.
-    materialise(model, table, seed, device, in_host_memory=config.training.enable_cpu_offload)
-    agree.check_replicas(model, "after initialisation", device)
-    return [model.get_parameter(name) for name in names]
+    return names
