@@ -19,6 +19,7 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
   titanlite data show FOLDER                                        what a prepared folder holds
   titanlite download REPO [--only tokenizer|weights] [--to FOLDER]  from the Hugging Face hub, into assets/hf
+  titanlite verify [--model NAME] [--full] [--fault NAME|list]      is training on every mesh equal to one process?
   titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
 
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
@@ -57,13 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         from titanlite.data.download import download
 
         return download(rest)
+    if verb == "verify":
+        from titanlite.verify.command import verify
+
+        return verify(rest)
     if verb == "plot":
         from titanlite.observe.plot import plot
 
         return plot(rest)
     from titanlite.errors import nearest
 
-    close = nearest(verb, ("train", "config", "data", "download", "plot", "help"))
+    close = nearest(verb, ("train", "config", "data", "download", "verify", "plot", "help"))
     hint = f"; did you mean {close}?" if close else ""
     print(
         f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",
