@@ -126,6 +126,23 @@ def test_a_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model,
         same_as_alone(found, alone[model])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--parallelism.fsdp_keep_whole={SMALL}",
+        "--training.enable_cpu_offload",
+        "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager",
+    ],
+    ids=["kept whole", "cpu offload", "memory budget"],
+)
+def test_a_technique_changes_no_number_beside_tensor_parallel(pool, tmp_path, words):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2"]
+    expected = pool.run(one_step, [*argv, f"--training.local_batch_size={SAMPLES}"], str(tmp_path), world=1)[0]
+    argv += [f"--training.local_batch_size={SAMPLES // 2}", "--parallelism.tensor_parallel_degree=2", *words.split()]
+    for found in pool.run(one_step, argv, str(tmp_path), world=4):
+        same_as_alone(found, expected)
+
+
 def test_clipping_scales_by_the_global_norm(alone):
     found = alone["llama3"]
     assert found["norm"] > 0.5, "the batch must need clipping"

@@ -28,9 +28,12 @@ def _within(budget: float, name: str) -> Callable[..., Any]:
     from torch._functorch import config
 
     compile_graph = lookup_backend(name)
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a tensor-parallel mesh in a graph has no size
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        with config.patch(activation_memory_budget=budget):
+        with config.patch(settings):
             return compile_graph(graph, inputs)
 
     return backend
