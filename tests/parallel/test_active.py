@@ -174,7 +174,7 @@ def test_the_schedule_is_data_that_can_be_read():
 def test_the_config_verb_prints_the_schedule_without_torch():
     code = (
         "import sys, titanlite.cli as c; "
-        "c.main('config --schedule --world 2 --parallelism.fsdp_forward_prefetch 2'.split()); "
+        "c.main('config --schedule --parallelism.fsdp_forward_prefetch 2'.split()); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(

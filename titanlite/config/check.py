@@ -61,6 +61,12 @@ def _model_exists(judge: Judge) -> Faults:
         yield ("model.flavor" if "no flavour" in str(error) else "model.overrides"), str(error)
 
 
+def _asked_of_fsdp(parallelism: Any) -> list[str]:
+    """Keys of what only FSDP2 does that were set."""
+    only = ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync")
+    return [key for key in only if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default]
+
+
 _DEGREES = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
@@ -74,7 +80,9 @@ def _degrees_fill_the_world(judge: Judge) -> Faults:
     parallelism = judge.config.parallelism
     degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
     shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
-    world = judge.world or fixed * max(shard, 1)
+    asked = judge.loaded.config.parallelism
+    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole else 1
+    world = judge.world or fixed * (fewest if shard == -1 else shard)
     if world % fixed == 0 and shard in (-1, world // fixed):
         judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
         return
@@ -321,9 +329,8 @@ def _what_only_fsdp_does_is_asked_with_it(judge: Judge) -> Faults:
     parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
     if sharding_does_something(layout, training):
         return
-    for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync"):
-        if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default:
-            yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
+    for key in _asked_of_fsdp(parallelism):
+        yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
 
 
 @_rule
