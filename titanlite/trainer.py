@@ -62,12 +62,12 @@ class Trainer:
             use_deterministic_algorithms()
         self._agree("the config", _identity(config))
         self._agree("the kind of device", device.type)
+        self.mesh = build_mesh(job.layout, device.type)
         self.checkpoints = Checkpoints(job, place, device, log)
         self.source = self.checkpoints.find()
         self.resumed = self.source if self.source and self.source.resume else None
         known = self.resumed.position.seed if self.resumed else None
         self.seed = agree_on_seed(known if config.debug.seed is None else config.debug.seed)
-        self.mesh = build_mesh(job.layout, device.type)
         self._open_data()
         self._build_model()
         self._build_optimizer()

@@ -69,8 +69,11 @@ def together(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -> T:
     failure = ""
     try:
         result.append(action())
-    except (Exception, CheckpointException) as error:  # DCP's is no Exception
-        failure = _cause(error)
+    except CheckpointException as error:  # no Exception; every rank has it, and it tells whose it was
+        cause, _ = error.failures.get(dist.get_rank(group), (None, None))
+        failure = _words(cause) if cause else ""
+    except Exception as error:
+        failure = _words(error)
     everyone: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(everyone, failure, group=group)
     if failed := [rank for rank, other in enumerate(everyone) if other]:
@@ -78,9 +81,7 @@ def together(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -> T:
     return result[0]
 
 
-def _cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        rank, (error, _) = next(iter(error.failures.items()))
+def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -67,8 +67,8 @@ class Manifest:
 
     def render(self) -> bytes:
         """The manifest's file, in the one form that is accepted: any other byte in it is damage."""
-        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"), sort_keys=True)
-        return f'{{"crc32":{zlib.crc32(body.encode())},"manifest":{body}}}\n'.encode()
+        body = _canonical({"format": FORMAT, **asdict(self)})
+        return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
 
     @property
     def size(self) -> int:
@@ -103,7 +103,10 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise Damaged(f"{folder} has no {MANIFEST}, so it is no committed checkpoint") from None
     try:
-        body = json.loads(raw)["manifest"]
+        whole = json.loads(raw)
+        body = whole["manifest"]
+        if zlib.crc32(_canonical(body)) != whole["crc32"]:
+            raise ValueError
         if body.pop("format") != FORMAT:
             raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
         files = {name: File(**file) for name, file in body.pop("files").items()}
@@ -114,6 +117,10 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{folder / MANIFEST}: not as it was written") from None
     return manifest
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _tensor(entry: dict[str, Any]) -> Tensor:

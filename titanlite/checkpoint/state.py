@@ -89,9 +89,7 @@ class TrainingState:
                 for key, example in learned[kind].items():
                     if key not in state:
                         state[key] = _zeros(example, parameter)
-                    name = f"optimizer.{self._names[parameter]}.{key}"
-                    _check(name, state[key], parameter)
-                    yield name, state, state[key]
+                    yield f"optimizer.{self._names[parameter]}.{key}", state, state[key]
 
 
 def _state_after_a_step(
@@ -105,11 +103,16 @@ def _state_after_a_step(
     probe.grad = torch.zeros_like(probe)
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
     trial.step()
-    return {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-        for key, value in trial.state[probe].items()
-        if value is not None
-    }
+    kept = {key: value for key, value in trial.state[probe].items() if value is not None}
+    for key, value in kept.items():
+        tensor = isinstance(value, torch.Tensor) and value.shape in (shape, ())
+        if not (tensor or isinstance(value, float | int)):
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise UserError(
+                f"{type(optimizer).__name__} keeps {key}, {what} for a parameter of shape {list(shape)}: checkpoints "
+                "hold tensors of the parameter's shape, and single numbers"
+            )
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
 
 
 def _zeros(example: Any, parameter: torch.Tensor) -> Any:
@@ -122,14 +125,3 @@ def _zeros(example: Any, parameter: torch.Tensor) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, DTensor))
-
-
-def _check(name: str, value: Any, parameter: torch.Tensor) -> None:
-    tensor = _is_tensor(value) and value.shape == parameter.shape
-    number = not _is_tensor(value) and isinstance(value, torch.Tensor | float | int)
-    if not (tensor or number):
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise UserError(
-            f"{name}: this optimizer keeps {what} for a parameter of shape {list(parameter.shape)}; checkpoints hold "
-            "tensors of the parameter's shape, and numbers"
-        )
