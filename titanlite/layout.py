@@ -45,6 +45,11 @@ class Layout:
         """Over how many ranks parameters are sharded."""
         return self.dp_shard * self.cp
 
+    @property
+    def splits(self) -> int:
+        """Over how many ranks the model's matrices are split, one way or another."""
+        return self.pp * self.fsdp * self.tp
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each dimension of the mesh."""
         place: dict[str, int] = {}

@@ -7,9 +7,8 @@ the accumulation, or how the valid tokens are spread.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -17,28 +16,35 @@ IGNORED = -100
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross-entropy over the valid tokens, computed in float32 or wider."""
-    if isinstance(logits, DTensor):
-        return _split_loss_sum(logits, labels)
+    if isinstance(logits, DTensor):  # from tensor parallel
+        if any(placement.is_shard() for placement in logits.placements):
+            return _split_loss_sum(logits, labels)
+        logits = logits.to_local()
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     """The same where every rank of a mesh holds a slice of the vocabulary; the logits are never gathered."""
-    mesh, local = logits.device_mesh, logits.to_local()
+    (rank,) = logits.device_mesh.get_coordinate() or ()
+
+    def over_ranks(part: torch.Tensor, operation: str) -> torch.Tensor:
+        return DTensor.from_local(
+            part.detach(), logits.device_mesh, (Partial(operation),), run_check=False
+        ).full_tensor()
+
+    local = logits.to_local()
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
-    first = mesh.get_local_rank() * -(-logits.size(-1) // mesh.size())
+    first = rank * -(-logits.size(-1) // logits.device_mesh.size())
     valid = labels != IGNORED
     here = valid & (labels >= first) & (labels < first + wide.size(-1))
     at_label = wide.gather(-1, torch.where(here, labels - first, 0).unsqueeze(-1)).squeeze(-1) * here
-    top = wide.detach().amax(-1)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=mesh.get_group())
-    sums = torch.stack([(wide.detach() - top.unsqueeze(-1)).exp().sum(-1), at_label.detach()])
-    dist.all_reduce(sums, group=mesh.get_group())
-    normaliser = top + sums[0].log()
+    top = over_ranks(wide.amax(-1), "max")
+    mass, of_label = over_ranks(torch.stack([(wide.detach() - top.unsqueeze(-1)).exp().sum(-1), at_label]), "sum")
+    normaliser = top + mass.log()
     # The value, which all ranks agree on, has no gradient; the slope is added for its own, softmax minus one-hot,
     # which needs no communication.
-    value = torch.where(valid, normaliser - sums[1], 0.0).sum()
+    value = torch.where(valid, normaliser - of_label, 0.0).sum()
     slope = torch.where(valid, (wide - normaliser.unsqueeze(-1)).exp().sum(-1) - at_label, 0.0).sum()
     return value + (slope - slope.detach())
 

@@ -49,6 +49,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
     from titanlite.optim import split_by_decay, state_per_element
+    from titanlite.parallel import tensor
     from titanlite.parallel.parallelize import build_model
 
     config = job.config
@@ -60,6 +61,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
         yield fault
     if device == "cpu" and config.training.dataloader.pin_memory:
         yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
+    if device == "cpu" and config.parallelism.enable_async_tensor_parallel:
+        yield "parallelism.enable_async_tensor_parallel = true: it needs GPUs that reach each other's memory"
     training, validation = config.training, config.validation
     data = [("training", part.dataset, part.dataset_path) for part in training.mixture]
     data = data or [("training", training.dataset, training.dataset_path)]
@@ -85,18 +88,22 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
         split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
     except UserError as error:
         yield str(error)
+    try:
+        tensor.check(model, table, job.layout.tp)
+    except UserError as error:
+        yield str(error)
     elements = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = next(model.parameters()).element_size()
     total = sum(state_bytes(elements, trained, size, state_per_element(config.optimizer)))
-    each = total // job.layout.fsdp
+    each = total // job.layout.splits
     has = cluster.gpu_bytes() if device == "cuda" else machine_bytes() // processes
     if has is not None and each > has:
-        fits = [name for name in job.spec.flavors if _state_of(job, name, size) // job.layout.fsdp <= has]
+        fits = [name for name in job.spec.flavors if _state_of(job, name, size) // job.layout.splits <= has]
         smaller = f"; here: --model.flavor {' or '.join(fits)}" if fits else ""
         yield (
             f"memory: parameters, gradients and optimizer state take {readable(total)} in all, {readable(each)} in "
-            f"each of {job.layout.fsdp} sharding ranks, and there are {readable(has)} for each\n"
+            f"each of {job.layout.splits} ranks that share them, and there are {readable(has)} for each\n"
             f"      what could: {-(-total // has)} or more ranks like these, or {-(-total // (60 << 30))} or more "
             f"GPUs of 80 GB{smaller}"
         )

@@ -110,6 +110,19 @@ def _tensor_parallel_divides_the_model(judge: Judge) -> Faults:
 
 
 @_rule
+def _async_tensor_parallel_has_what_it_needs(judge: Judge) -> Faults:
+    if not judge.config.parallelism.enable_async_tensor_parallel:
+        return
+    key, compiled = "parallelism.enable_async_tensor_parallel", judge.config.compile
+    if judge.config.parallelism.tensor_parallel_degree == 1:
+        yield key, "there is nothing to overlap; set parallelism.tensor_parallel_degree"
+    if not (compiled.enable and "model" in compiled.components and compiled.backend == "inductor"):
+        yield key, 'is done by the compiler; set compile.enable, with "model" in compile.components and inductor'
+    if judge.config.job.device == "cpu":
+        yield key, "needs GPUs that reach each other's memory, and job.device is cpu"
+
+
+@_rule
 def _context_and_pipeline_divide(judge: Judge) -> Faults:
     parallelism, seq_len, layers = judge.config.parallelism, judge.config.training.seq_len, judge.shape.layers
     cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree

@@ -42,6 +42,8 @@ def parallelize(
     # Splitting layers comes before everything that looks at their parameters or wraps their forward pass.
     if job.layout.tp > 1:
         tensor.apply(model, blocks, table, mesh.tp, shard_loss=not config.parallelism.disable_loss_parallel)
+        if config.parallelism.enable_async_tensor_parallel:
+            tensor.overlap(mesh.tp)
     # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph.
     if config.activation_checkpoint.mode != "none":
         recompute.apply(model, blocks, config.activation_checkpoint)

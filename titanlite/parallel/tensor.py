@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -25,18 +24,27 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from titanlite.errors import UserError
+from titanlite.layout import divisors
 from titanlite.parallel.init import shared_names, tie
 from titanlite.registry import Role, Rule
 
 SEQUENCE = Shard(1)
-_ROLE_OF_BIAS: dict[Role, Role] = {"column": "column", "row": "whole", "norm": "norm", "whole": "whole"}
+_BESIDE: dict[Role, Role] = {
+    "embedding": "embedding",
+    "column": "column",
+    "row": "whole",
+    "norm": "norm",
+    "head": "head",
+    "whole": "whole",
+}
+"""The role of what stands beside a weight in its module, such as a bias."""
 
 
 def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMesh, shard_loss: bool) -> None:
-    """Split every module with parameters as its table says; the output's logits stay split with `shard_loss`."""
+    """Split every module with parameters as its table says; logits become DTensors, split with `shard_loss`."""
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    roles = _roles(model, table)
+    roles = check(model, table, mesh.size())
     gathering = _gathering(model, blocks, roles)
     logits = Shard(-1) if shard_loss else Replicate()
     styles: dict[Role, ParallelStyle] = {
@@ -44,7 +52,7 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         "column": ColwiseParallel(input_layouts=SEQUENCE),  # a gathering module hands in whole sequences: left alone
         "row": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=not shard_loss),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False),
         "whole": _Whole(),
     }
     for name, role in roles.items():
@@ -65,21 +73,53 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         model.get_parameter(name).requires_grad_(False)
 
 
+def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
+    """The role of every module with parameters; a UserError where the table or the degree does not fit the model."""
+    roles = _roles(model, table)
+    for name, role in roles.items():
+        # Vocabularies may be split unevenly; between a column and a row layer, slices of equal size are cut.
+        if role in ("column", "row"):
+            size = model.get_parameter(f"{name}.weight").size(0 if role == "column" else 1)
+            if size % degree:
+                raise UserError(
+                    f"parallelism.tensor_parallel_degree: {degree} does not divide the {size} "
+                    f"{'outputs' if role == 'column' else 'inputs'} of {name}; legal for it: "
+                    + ", ".join(str(d) for d in divisors(size) if d <= 64)
+                )
+    return roles
+
+
+def overlap(mesh: DeviceMesh) -> None:
+    """Let inductor cut matrix products into pieces that overlap with the mesh's communication ("async TP").
+
+    Both names are private in torch 2.11 to 2.13, and there are no public ones; read, not yet run, for want of GPUs.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
     """The role of every module that has parameters of its own: that of its weight, or of all."""
-    of = {name: rule.tensor for name, rule in table.items()}
-    of |= {rule.tied: "head" for rule in table.values() if rule.tied}
+    of: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
+    for rule in table.values():
+        if rule.tied:
+            of[rule.tied] = "head"
     found: dict[str, Role] = {}
     for path, module in model.named_modules():
-        own = {name: of[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)}
+        own: dict[str, Role] = {
+            name: of[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)
+        }
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))
         for name, other in own.items():
-            if name != "weight" and other != _ROLE_OF_BIAS.get(role, role):
+            if name != "weight" and other != _BESIDE[role]:
                 raise UserError(
-                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight of '
-                    f'the role "{role}" it must be "{_ROLE_OF_BIAS.get(role, role)}"'
+                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
+                    f'of the role "{role}" it must be "{_BESIDE[role]}"'
                 )
         found[path] = role
     return found
@@ -91,9 +131,9 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[st
     for path, _ in model.named_modules():
         inside = [role for name, role in roles.items() if name.startswith(f"{path}.")]
         deep = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
-        if deep and "column" in inside and {*inside} <= {"column", "row"}:
-            if not any(path.startswith(f"{larger}.") for larger in found):
-                found.append(path)
+        within_another = any(path.startswith(f"{larger}.") for larger in found)
+        if deep and not within_another and "column" in inside and {*inside} <= {"column", "row"}:
+            found.append(path)
     return found
 
 
