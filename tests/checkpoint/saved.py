@@ -80,6 +80,12 @@ def after_save(argv: list[str], folder: str, change: Callable[[Trainer], None] |
     return digests(run)
 
 
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD
+    return dist.group.WORLD
+
+
 def rank() -> int:
     return dist.get_rank()
 

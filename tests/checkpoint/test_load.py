@@ -4,17 +4,17 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
-from tests.jobs import TINY, trainer, weights
+from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
+from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from titanlite.checkpoint.folder import MANIFEST, File, Manifest, faults, read_manifest
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.config.load import ConfigError
@@ -83,11 +83,13 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(pool, run):
 
 
 def test_sizes_alone_are_read_where_that_is_asked(pool, run):
-    flip(run / "checkpoint/step-3/environment.json", 3)
     asked = [*SAVING, "--checkpoint.verify_on_load=sizes"]
-    assert pool.run(begun, asked, str(run), world=1)[0][0] in (-1, 3)  # its JSON may not be readable any more
-    os.truncate(run / "checkpoint/step-3/state.json", 10)
+    flip(run / "checkpoint/step-3/.metadata", 3)
+    assert pool.run(begun, asked, str(run), world=1)[0][0] == 3
+    os.truncate(run / "checkpoint/step-3/__0_0.distcp", 10)
     assert pool.run(begun, asked, str(run), world=1)[0][0] == 2
+    flip(run / "checkpoint/step-2/environment.json", 3)  # what is small is always read
+    assert pool.run(begun, asked, str(run), world=1)[0][0] == 1
 
 
 def test_a_damaged_checkpoint_is_refused_by_number(pool, run):
@@ -146,10 +148,10 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tupl
     """What a strict load says, and whether the live weights are as they were."""
     run = trainer(argv, folder)
     before = weights(run)
-    source = at_path(Path(path), True, dist.group.WORLD, weights_only=False)
+    source = at_path(Path(path), True, everyone(), weights_only=False)
     said = "loaded"
     try:
-        restore(source, run.state, exclude, dist.group.WORLD)
+        restore(source, run.state, exclude, everyone())
     except UserError as error:
         said = str(error)
     return said, all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
@@ -166,7 +168,7 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tupl
         ("--model.overrides.n_layers=1", "model.layers.1.attention.wq.weight: in the checkpoint alone"),
         ("--optimizer.name=SGD", "optimizer.layers.0.attention.wk.weight.exp_avg: in the checkpoint alone"),
         (
-            "--training.dtype=float64 --training.mixed_precision_param=float64 --training.mixed_precision_reduce=float64",
+            " ".join(FLOAT64),
             "float32 of shape [16, 16] in the checkpoint, float64 of shape [16, 16] here",
         ),
     ],
@@ -232,6 +234,7 @@ def test_a_stranger_s_folder_runs_no_code(run, tmp_path):
 def test_tensors_are_read_whole_without_a_process_group(saved):
     found = load_tensors(saved / "checkpoint/step-3", ["model.output.weight"])
     assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (256, 16)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     stock = {"model.output.weight": torch.zeros(256, 16)}
     torch.distributed.checkpoint.load(stock, checkpoint_id=str(saved / "checkpoint/step-3"), no_dist=True)
     assert torch.equal(stock["model.output.weight"], found["model.output.weight"]), "torch's own reader reads it too"
@@ -247,7 +250,5 @@ def test_tensors_are_read_whole_without_a_process_group(saved):
     ],
 )
 def test_what_cannot_be_honoured_is_refused(words, says):
-    from tests.jobs import job
-
     with pytest.raises(ConfigError, match=says):
         job([*TINY, *words.split()], world=1)

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.checkpoint.saved import SAVING, digests, keeping_log, run_until, steps_in
+from tests.checkpoint.saved import SAVING, digests, everyone, keeping_log, run_until, steps_in
 from tests.jobs import QUIET, TINY, trainer
 from titanlite.checkpoint.load import at_path, restore
 
@@ -29,7 +28,7 @@ def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
     epoch_edge, again_in_it, right_after = 3, 5, 6  # 27 windows: the 4th step holds the edge
     cuts = [1, epoch_edge, again_in_it, right_after, 10, None]
-    begun, data = [], {}
+    begun, data, parts = [], {}, []
     for cut in cuts:
         reading = [] if cut in (epoch_edge, again_in_it) else ["--training.dataloader.num_workers=0"]  # workers cost
         parts = pool.run(run_until, [*argv, *reading], str(tmp_path / "cut"), cut, world=2)
@@ -58,8 +57,8 @@ def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str,
     run = trainer(argv, folder)
     found = {}
     for name, path in sources.items():
-        source = at_path(Path(path), True, dist.group.WORLD, weights_only=False)
-        restore(source, run.state, [], dist.group.WORLD)
+        source = at_path(Path(path), True, everyone(), weights_only=False)
+        restore(source, run.state, [], everyone())
         found[name] = digests(run)
     return found
 
@@ -84,6 +83,7 @@ def test_on_another_mesh_the_run_goes_on_as_one_process_would(pool, tmp_path):
         (2, 5, ["--training.local_batch_size=2"]),
         (1, None, ["--training.local_batch_size=1"]),
     ]
+    parts = []
     for world, stop, layout in stages:
         parts = pool.run(run_until, [*argv, *layout], str(tmp_path / "many"), stop, world=world)
     assert parts[0]["begun"] == 5

@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titanlite.checkpoint.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    STATE,
     Damaged,
     Manifest,
     committed,
@@ -113,11 +116,13 @@ def _agreed_steps(root: Path, group: dist.ProcessGroup) -> list[int]:
 
 
 def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and what is wrong; with `full` every rank reads an equal share of the bytes."""
+    """The manifest, and what is wrong; with `full` every rank reads an equal share of the bytes, otherwise only what
+    is small is read."""
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(folder)
-        mine = shares(manifest, dist.get_world_size(group))[dist.get_rank(group)] if full else []
+        small = [STATE, CONFIG, ENVIRONMENT]
+        mine = shares(manifest, dist.get_world_size(group))[dist.get_rank(group)] if full else small
         found = faults(folder, manifest, mine)
     except (Damaged, OSError) as error:
         found = [str(error)]

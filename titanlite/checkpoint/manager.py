@@ -104,10 +104,11 @@ class Checkpoints:
             path.unlink()
         if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(everyone) if not sees]:
             others = " and others" if len(blind) > 4 else ""
+            others = " and others" if len(blind) > 4 else ""
             raise UserError(
                 f"checkpoint.folder: {self.root} as rank 0 on {everyone[0][0]} sees it can't be written to by "
-                f"{', '.join(blind[:4])}{others}: a checkpoint is one folder that all ranks share, so job.dump_folder "
-                "must lie on storage that all nodes see"
+                f"{', '.join(blind[:4])}{others}: a checkpoint is one folder that all ranks share, so "
+                "job.dump_folder must lie on storage that all nodes see"
             )
         if rank_0:
             if cleared := commit.clear_leftovers(self.root):
