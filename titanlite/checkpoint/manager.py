@@ -65,16 +65,16 @@ class Checkpoints:
 
     def __init__(self, job: Job, place: Place, device: torch.device, log: logging.Logger) -> None:
         self._job, self._place, self._device, self._log = job, place, device, log
-        self._settings = job.config.checkpoint
-        self.enabled = self._settings.enable
-        self.root = Path(job.config.job.dump_folder) / self._settings.folder
+        self.settings = job.config.checkpoint
+        self.enabled = self.settings.enable
+        self.root = Path(job.config.job.dump_folder) / self.settings.folder
         self.records: list[SaveRecord] = []
         """Of saves that ended; whoever logs them takes them out."""
         self.group: dist.ProcessGroup | None = None
         self._flight: _Flight | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = time.monotonic()
-        if self.enabled or self._settings.initial_load_path:
+        if self.enabled or self.settings.initial_load_path:
             self.group = self._new_group()
         if self.enabled:
             self._open_folder()
@@ -121,7 +121,7 @@ class Checkpoints:
 
     def find(self) -> load.Source | None:
         """What the run begins from, verified; None for a fresh start."""
-        settings = self._settings
+        settings = self.settings
         if self.group is None:
             return None
         full = settings.verify_on_load == "full"
@@ -140,7 +140,7 @@ class Checkpoints:
                 self._log.info(f"fresh: no checkpoint in {self.root}")
             return
         assert self.group is not None
-        load.restore(source, state, self._settings.exclude_from_loading, self.group)
+        load.restore(source, state, self.settings.exclude_from_loading, self.group)
         if not source.resume:
             self._log.info(f"loaded weights from {source.folder}")
             return
@@ -154,7 +154,7 @@ class Checkpoints:
         newer = [later for later in committed(self.root) if later > step]
         if not newer:
             return
-        aside = new_aside(Path(self._job.config.job.dump_folder)) / self._settings.folder
+        aside = new_aside(Path(self._job.config.job.dump_folder)) / self.settings.folder
         aside.mkdir(parents=True)
         for later in newer:
             step_folder(self.root, later).rename(step_folder(aside, later))
@@ -167,14 +167,14 @@ class Checkpoints:
         """Whether to save after this step. At logged steps the ranks agree on the clock, and on saves that failed."""
         if not self.enabled:
             return False
-        settings, last = self._settings, self._job.config.training.steps
+        settings, last = self.settings, self._job.config.training.steps
         by_time = self._agree() if logged else False
         first = settings.enable_first_step_checkpoint and step == 1
         return by_time or first or step % settings.interval == 0 or step == last
 
     def _agree(self) -> bool:
         """Whether rank 0's clock asks for a save; a flight that failed anywhere ends here everywhere."""
-        flight, minutes = self._flight, self._settings.interval_minutes
+        flight, minutes = self._flight, self.settings.interval_minutes
         failed = flight is not None and flight.error is not None
         late = self._place.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self._last
         flying = flight is not None and flight.flying
@@ -192,11 +192,11 @@ class Checkpoints:
             self._log.info(f"step {position.step} waits to be saved: step {self._flight.step} is still being written")
         self._land()
         flight, self._last = _Flight(position.step), began
-        only = self._settings.last_save_model_only and position.step == self._job.config.training.steps
+        only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
         live = state.weights() if only else state.tensors()
         text = {"position": asdict(position), "numbers": {} if only else state.numbers()}
         held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
-        asynchronous = self._settings.async_mode != "disabled"
+        asynchronous = self.settings.async_mode != "disabled"
         if asynchronous:
             copying = time.monotonic()
             held = self._copy(held)
@@ -214,7 +214,7 @@ class Checkpoints:
 
     def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies in host memory, in buffers that are kept for the next save."""
-        pinned = self._settings.async_mode == "async_with_pinned_mem"
+        pinned = self.settings.async_mode == "async_with_pinned_mem"
         if pinned and self._device.type != "cuda":
             raise UserError('checkpoint.async_mode = "async_with_pinned_mem" is for copies from a GPU; use "async"')
         for name, tensor in tensors.items():
@@ -262,7 +262,7 @@ class Checkpoints:
     def _let_go(self) -> str:
         """Delete what need not be kept; what went wrong with that costs no checkpoint."""
         try:
-            for step in superfluous(self.root, self._settings.keep_latest_k, self._settings.keep_every):
+            for step in superfluous(self.root, self.settings.keep_latest_k, self.settings.keep_every):
                 commit.delete(self.root, step)
         except OSError as error:
             return f"an old checkpoint could not be deleted: {error}"
@@ -285,7 +285,7 @@ class Checkpoints:
         stands = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = flight.error or f"the save of step {flight.step} failed on another rank"
         words = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
-        if self._settings.on_failure == "stop":
+        if self.settings.on_failure == "stop":
             raise UserError(f'{words}; {stands} (checkpoint.on_failure = "warn" would go on)')
         self._log.warning(f"{words}; {stands}; training goes on")
         assert self.group is not None
