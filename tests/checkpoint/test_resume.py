@@ -142,3 +142,19 @@ def test_other_data_and_another_seed_are_refused_naming_both(pool, tmp_path):
     assert "debug.seed = 5" in said and "trained with 0" in said
     argv = [*SAVING, "--debug.seed=5", '--checkpoint.exclude_from_loading=["data"]']
     assert pool.run(refused, argv, str(tmp_path), world=1)[0][0] == "nothing"
+
+
+def test_a_stream_goes_on_where_each_reader_was(pool, tmp_path):
+    pytest.importorskip("datasets", reason="streaming needs the extra hf")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for file in range(3):
+        lines = [json.dumps({"text": f"{file}:{i} " + "xyz" * (i % 7)}) for i in range(40)]
+        (texts / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    argv = [*SAVING, "--training.dataset=c4_test", f"--training.dataset_path={texts}", "--training.steps=8"]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=2)
+    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
+    for rank in range(2):
+        assert then[rank]["begun"] == 3 and then[rank]["state"] == straight[rank]["state"]
+        assert first[rank]["data"] | then[rank]["data"] == straight[rank]["data"]
