@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.folder import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
@@ -101,18 +102,16 @@ def commit(
     gives something of its own, `mine`; of all of them rank 0 makes the documents that lie beside the tensors.
     """
     rank, staging = dist.get_rank(), root / f".step-{step}.staging"
+    writer = _Writer(staging)
 
     def publish(everyone: list[Any]) -> None:
         files = {name: file for written, _ in everyone for name, file in written.items()}
         texts = documents([theirs for _, theirs in everyone])
-        _publish(root, step, staging, stored, live, files, texts, weights_only)
+        _publish(root, step, staging, writer.stored, live, files, texts, weights_only)
 
     try:
         together(group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None)
-        writer = _Writer(staging)
-        stored = together(
-            group, f"the save of step {step}", lambda: _store(writer, live, held, group)
-        )  # DCP itself tells all ranks of an error on one
+        together(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (writer.written.files, mine), group=group)
         together(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
@@ -132,11 +131,10 @@ def _begin(root: Path, step: int, staging: Path) -> None:
 
 def _store(
     writer: _Writer, live: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-) -> Metadata:
-    """Write this rank's part of the tensors; where and how all ranks' parts lie."""
-    metadata = dcp.save(dict(live), storage_writer=writer, planner=_Planner(held), process_group=group)
+) -> None:
+    """Write this rank's part of the tensors."""
+    dcp.save(dict(live), storage_writer=writer, planner=_Planner(held), process_group=group)
     reached("tensors stored")
-    return metadata
 
 
 class _Planner(DefaultSavePlanner):
@@ -160,6 +158,11 @@ class _Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta()  # torch's would tell the place where it was written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: where all ranks' parts lie. (What dcp.save returns does not tell it in torch 2.11.)"""
+        super().finish(metadata, results)
+        self.stored = metadata
 
 
 class _Files(FileSystem):
