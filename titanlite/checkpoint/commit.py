@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,9 +161,10 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()  # torch's would tell the place where it was written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: where all ranks' parts lie. (What dcp.save returns does not tell it in torch 2.11.)"""
+        """On rank 0: where all ranks' parts lie. (torch 2.11 puts it into a copy that it does not give away.)"""
         super().finish(metadata, results)
-        self.stored = metadata
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        self.stored = replace(metadata, storage_data=places)
 
 
 class _Files(FileSystem):
