@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.checkpoint.start import already_there, make_way, what_is_saved
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import CommandLine, ConfigError, load, parse_command_line
 from titanlite.errors import UserError
@@ -54,6 +55,9 @@ def launch(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("titanlite: stopped before any worker was started", file=sys.stderr)
         return INTERRUPTED
+    if news := already_there(job.config):
+        print(f"titanlite: {news}")
+        return OK
     return _run(job, argv, nodes, device, processes, shown, environ)
 
 
@@ -75,7 +79,6 @@ def _run(
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from titanlite.observe.run_folder import move_previous_aside
     from titanlite.observe.terminal import Terminal
     from titanlite.runtime.elastic import run_workers
     from titanlite.runtime.rendezvous import RollCall
@@ -92,8 +95,8 @@ def _run(
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
         roll_call = RollCall(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (aside := move_previous_aside(job.config)):
-            print(f"titanlite: an earlier run's files are now in {aside}", flush=True)
+        if nodes.rank == 0 and (news := make_way(job.config)):
+            print(f"titanlite: {news}", flush=True)
         roll_call.wait_for("folder", done_here=nodes.rank == 0)
         terminal.start()
         run_workers(
@@ -117,7 +120,7 @@ def _run(
         reached = terminal.last_record.get("step", 0)
         print(
             f"\ntitanlite: stopped at step {reached} of {job.config.training.steps}; "
-            f"metrics and logs are in {folder}, no checkpoint was asked for"
+            f"metrics and logs are in {folder}, {what_is_saved(job.config)}"
         )
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     terminal.stop()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.checkpoint.start import already_there, make_way
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line, to_toml
 from titanlite.errors import UserError
 from titanlite.finite import NotFinite
 from titanlite.machine import check_torch
 from titanlite.observe.console import LAUNCHED, open_log
-from titanlite.observe.run_folder import move_previous_aside
 from titanlite.runtime.cluster import Place, place, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.trainer import Trainer
@@ -67,14 +67,17 @@ def run(job: Job, where: Place, environ: dict[str, str]) -> None:
     folder = Path(job.config.job.dump_folder)
     device = pick_device(job.config.job.device, where.local_rank)
     with process_group(where, device, job.config.comm, folder, environ):
-        aside = None
+        news = ["", ""]
         if LAUNCHED not in environ:
             if where.rank == 0:
-                aside = move_previous_aside(job.config)
-            dist.barrier()
+                done = already_there(job.config)
+                news = [done, "" if done else make_way(job.config)]
+            dist.broadcast_object_list(news)
         log = open_log(folder, where.rank, LAUNCHED in environ, where.rank in shown_ranks(environ))
-        if aside:
-            log.info(f"an earlier run's files are now in {aside}")
+        for line in filter(None, news):
+            log.info(line)
+        if news[0]:
+            return
         if job.config.job.print_config:
             log.info(to_toml(job.config))
         trainer = Trainer(job, where, device, log)

@@ -16,12 +16,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from titanlite.checkpoint.changes import changes, check_data
+from titanlite.checkpoint.load import DATA, excluded
+from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Ahead, MicroBatch, build_loader
 from titanlite.data.order import Share
-from titanlite.data.stream import Stream
+from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data, validation_data
 from titanlite.errors import UserError
@@ -54,16 +58,21 @@ class Trainer:
         config = job.config
         self.job, self.place, self.device, self.log = job, place, device, log
         self.folder = Path(config.job.dump_folder)
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens, self.consumed = 0, 0, 0
         if config.debug.deterministic:
             use_deterministic_algorithms()
         self._agree("the config", _identity(config))
         self._agree("the kind of device", device.type)
-        self.seed = agree_on_seed(config.debug.seed)
         self.mesh = build_mesh(job.layout, device.type)
+        self.checkpoints = Checkpoints(job, place, device, log)
+        self.source = self.checkpoints.find()
+        self.resumed = self.source if self.source and self.source.resume else None
+        known = self.resumed.position.seed if self.resumed else None
+        self.seed = agree_on_seed(known if config.debug.seed is None else config.debug.seed)
         self._open_data()
         self._build_model()
         self._build_optimizer()
+        self._restore()
         self.finite = FiniteWatch(device, self.mesh.loss)
         self._open_metrics()
 
@@ -76,6 +85,8 @@ class Trainer:
         self.share = Share(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
         self.data = training_data(job, self.tokenizer, self.seed)
         self._agree("the data of [training]", self.data.fingerprint)
+        if self.resumed:
+            check_data(self.resumed, job, self.seed, self.data.fingerprint)
         if config.validation.enable:
             held_out = validation_data(job, self.tokenizer)
             self._agree("the data of [validation]", held_out.fingerprint)
@@ -115,12 +126,24 @@ class Trainer:
         self.trained = [parameter for _, parameter in (*self.decayed, *self.exempt)]
         self.optimizer = build_optimizer(self.decayed, self.exempt, config)
 
+    def _restore(self) -> None:
+        """Take the state, and the place in the run and in the data, from where the run begins."""
+        self.state = TrainingState(self.parts, self.optimizer)
+        self.checkpoints.restore(self.source, self.state)
+        if self.resumed:
+            saved = self.resumed.position
+            self.step, self.tokens = saved.step, saved.tokens
+            if not excluded(DATA, self.job.config.checkpoint.exclude_from_loading):
+                self.consumed = saved.consumed
+            for line in changes(self.resumed, self.job, self.parts[0]):
+                self.log.info(line)
+
     def _open_metrics(self) -> None:
         self.peak = peak_tflops(self.device)
         self.sinks: list[Sink] = []
         if self.place.rank == 0:
             describe_run(self.folder, self.job, self.seed, self.device.type)
-            self.sinks = open_sinks(self.folder, self.job.config)
+            self.sinks = open_sinks(self.folder, self.job.config, after=self.step)
 
     def describe(self) -> list[str]:
         """What the start of the run prints."""
@@ -146,30 +169,51 @@ class Trainer:
 
     def train(self) -> None:
         """Run to the target step."""
-        config, steps = self.job.config, self.job.config.training.steps
+        config = self.job.config
+        if self.step >= config.training.steps:
+            self.log.info(f"already at step {self.step} of {config.training.steps}: raise --training.steps")
+            for sink in self.sinks:
+                sink.close()
+            return
         gc.disable()  # or ranks would collect at different times, and wait for each other
         gc.collect()
         gc.freeze()  # what was built stays: looking through it again costs 0.1 s a time
-        consumed = self.step * self.share.per_step
-        loader = build_loader(self.data, self.share, consumed, None, config.training.dataloader)
+        loader = build_loader(self.data, self.share, self.consumed, None, config.training.dataloader)
+        if isinstance(loader, StreamLoader) and self.consumed:
+            assert self.resumed
+            streams = self.resumed.streams  # another rank's will do to be told that they don't fit
+            loader.load_state_dict(streams.get(str(self.share.coordinate)) or next(iter(streams.values())))
         self.batches = Ahead(loader, self.device)
         self.clock = StepClock()
+        try:
+            self._run_steps()
+        except BaseException:
+            self.checkpoints.abandon()
+            raise
+        self.finite.settle()
+        self.checkpoints.finish()
+        self._log_saves()
+        if config.generate.at_end:
+            self.show_sample()
+        self.close()
+
+    def _run_steps(self) -> None:
+        config, steps, first = self.job.config, self.job.config.training.steps, self.step + 1
         with Profiler(config.profiling, self.folder, self.place.rank, self.device, self.step) as profiler:
             while self.step < steps:
                 self.step += 1
                 self.train_step()
-                if self.step == 1:
-                    set_collective_timeout(config.comm.train_timeout_seconds)
+                if self.step == first:
+                    set_collective_timeout(config.comm.train_timeout_seconds, spared=self.checkpoints.group)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
                     self.validate()
+                if self.checkpoints.due(self.step, self._is_logged()):
+                    self.save()
+                self._log_saves()
                 with self.clock.paused("profiling"):  # writing a trace is no step's time
                     profiler.step(self.step)
-        self.finite.settle()
-        if config.generate.at_end:
-            self.show_sample()
-        self.close()
 
     def train_step(self) -> None:
         """One optimizer step."""
@@ -188,7 +232,8 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.tokens += self.job.batch.total * config.training.seq_len
-        if self.step == 1 or self.step % config.metrics.log_freq == 0 or self.step == config.training.steps:
+        self.consumed += self.share.per_step
+        if self._is_logged():
             self._log_step(loss, norm, micro_batches)
         else:
             self.clock.step_done()
@@ -239,6 +284,14 @@ class Trainer:
             for sink in self.sinks:
                 sink.validation(self.step, loss)
 
+    def save(self) -> None:
+        """Save the state as it is after this step."""
+        with self.clock.paused("checkpoint"):
+            self.finite.settle()  # nothing of a step that was not finite is kept
+            epoch = self.consumed // self.data.samples if self.data.samples else 0
+            position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)
+            self.checkpoints.save(position, self.state, self.batches.state)
+
     def show_sample(self) -> None:
         """Print what the model writes."""
         settings = self.job.config.generate
@@ -263,6 +316,16 @@ class Trainer:
             sink.close()
 
     # ---------------------------------------------------------------- measuring
+
+    def _is_logged(self) -> bool:
+        config = self.job.config
+        return self.step == 1 or self.step % config.metrics.log_freq == 0 or self.step == config.training.steps
+
+    def _log_saves(self) -> None:
+        while self.checkpoints.records:
+            record = self.checkpoints.records.pop(0)
+            for sink in self.sinks:
+                sink.checkpoint(record.step, record.costs)
 
     def _log_step(self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> None:
         """The one place where the host waits for the device."""

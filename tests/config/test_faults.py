@@ -141,7 +141,9 @@ def test_what_is_not_built_is_refused_by_name_in_training_alone(key):
     default = keys()[key].default
     other = {
         "activation_checkpoint.mode": "memory_budget",
-        "checkpoint.initial_load_path": "x",
+        "checkpoint.initial_load_in_hf": "true",
+        "checkpoint.last_save_in_hf": "true",
+        "checkpoint.export_dtype": "bfloat16",
         "optimizer.name": "Muon",
         "training.dtype": "bfloat16",
         "optimizer.state_dtype": "bfloat16",

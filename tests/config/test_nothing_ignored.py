@@ -20,16 +20,15 @@ from titanlite.config.check import _DEGREES, NOT_BUILT, NOT_BUILT_VALUES
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import keys
 
+COSTS = ("blocked", "staging", "write")
 SOURCE = Path(titanlite.__file__).parent
 BEHIND = {  # a technique that is not built yet, and the section that only tunes it
-    "checkpoint.enable": "checkpoint.",
     "quantize.linear.float8.enable": "quantize.linear.float8.",
 }
 BEHIND_KEYS = {
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
-    "comm.checkpoint_timeout_seconds": "checkpoint.enable",
 }
 
 
@@ -76,13 +75,13 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     loader = run.batches.loader
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
-    timed |= {"step_seconds_p50", "step_seconds_p95"}
+    timed |= {"step_seconds_p50", "step_seconds_p95"} | {f"checkpoint_{what}_seconds" for what in COSTS}
     return {
         "outcome": outcome,
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
         "weights": {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()},
         "types": [str(w.dtype) for w in weights(run).values()],
-        "log": [line for line in lines if not line.startswith(("step:", "a sample, at"))],
+        "log": [line for line in lines if not line.startswith(("step:", "a sample, at", "saved "))],
         "start": run.describe(),
         "files": sorted(
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
@@ -103,6 +102,7 @@ def run_timeout() -> str:
 VALIDATING = "--validation.enable --validation.steps=2 --validation.freq=2"
 SAMPLING = "--generate.at_end --generate.tokens=5"
 PROFILED = "--profiling.enable_profiling --profiling.profile_freq=3 --profiling.profiler_warmup=1"
+CHECKPOINTS = "--checkpoint.enable"
 RAISED = "--training.steps=6 --lr_scheduler.warmup_steps=0"
 
 # key: (flipped value, what else is set in both runs)
@@ -160,6 +160,12 @@ FLIPS: dict[str, tuple[str, str]] = {
     "profiling.profiler_active": ("2", PROFILED),
     "comm.train_timeout_seconds": ("50", ""),
     "debug.seed": ("1", ""),
+    "checkpoint.enable": ("true", ""),
+    "checkpoint.folder": ("saved", CHECKPOINTS),
+    "checkpoint.interval": ("2", CHECKPOINTS),
+    "checkpoint.keep_latest_k": ("1", f"{CHECKPOINTS} --checkpoint.interval=1"),
+    "checkpoint.keep_every": ("2", f"{CHECKPOINTS} --checkpoint.interval=1 --checkpoint.keep_latest_k=1"),
+    "checkpoint.enable_first_step_checkpoint": ("true", CHECKPOINTS),
 }
 REFUSED = {  # flipped to a value that can't be honoured here
     "model.name": ("other", "llama3"),
@@ -173,6 +179,7 @@ REFUSED = {  # flipped to a value that can't be honoured here
 }
 # Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
+LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR = "tests/parallel/test_tensor.py::"
 ELSEWHERE = {
     "parallelism.tensor_parallel_degree": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
@@ -209,6 +216,17 @@ ELSEWHERE = {
     "comm.init_timeout_seconds": "tests/launch/test_nodes.py",
     "comm.trace_buf_size": "read by NCCL alone; needs a GPU",
     "comm.save_traces_folder": "read by NCCL alone; needs a GPU",
+    "comm.checkpoint_timeout_seconds": "tests/checkpoint/test_save.py::test_saving_has_its_own_timeout",
+    "checkpoint.interval_minutes": "tests/checkpoint/test_save.py::test_all_ranks_follow_rank_0_s_clock",
+    "checkpoint.load_step": LOADED + "test_an_asked_step_is_loaded_and_later_ones_are_moved_aside",
+    "checkpoint.initial_load_path": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
+    "checkpoint.initial_load_model_only": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
+    "checkpoint.exclude_from_loading": LOADED
+    + "test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error",
+    "checkpoint.verify_on_load": LOADED + "test_sizes_alone_are_read_where_that_is_asked",
+    "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_with_warn_the_run_goes_on_and_the_next_save_works",
+    "checkpoint.last_save_model_only": SAVED + "test_the_last_checkpoint_may_hold_the_weights_alone",
+    "checkpoint.async_mode": SAVED + "test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost",
     "debug.deterministic": "tests/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
 }
 

@@ -297,6 +297,15 @@ def _device_has_what_is_asked(judge: Judge) -> Faults:
 
 
 @_rule
+def _checkpoints_are_on_where_they_are_asked_for(judge: Judge) -> Faults:
+    settings = judge.config.checkpoint
+    if settings.load_step != -1 and not settings.enable:
+        yield "checkpoint.load_step", "nothing is resumed with checkpoint.enable = false; set that to true"
+    if settings.async_mode == "async_with_pinned_mem" and judge.config.job.device == "cpu":
+        yield "checkpoint.async_mode", 'pinned memory is for copies from a GPU, and job.device is cpu; use "async"'
+
+
+@_rule
 def _device_has_what_is_observed(judge: Judge) -> Faults:
     if judge.config.job.device == "cpu" and judge.config.profiling.enable_memory_snapshot:
         yield (
@@ -373,8 +382,9 @@ NOT_BUILT = {
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
     "quantize.linear.float8.enable": "float8",
-    "checkpoint.enable": "checkpoints",
-    "checkpoint.initial_load_path": "loading weights",
+    "checkpoint.initial_load_in_hf": "reading Hugging Face's format",
+    "checkpoint.last_save_in_hf": "writing Hugging Face's format",
+    "checkpoint.export_dtype": "exporting weights",
     "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
 }

@@ -277,7 +277,7 @@ class Checkpoint(Section):
     interval: Positive = 500
     """Steps between checkpoints."""
     interval_minutes: Annotated[float, Field(ge=0)] = 0
-    """Minutes between checkpoints; 0 means by steps alone."""
+    """Minutes between checkpoints, looked at at logged steps; 0 means by steps alone."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Whether training waits for the write."""
     keep_latest_k: Natural = 10
@@ -293,7 +293,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path."""
     exclude_from_loading: list[str] = []
-    """What the checkpoint need not hold."""
+    """What may differ from the checkpoint, by patterns of names ("optimizer", "model.output.*"), or "data" for the
+    position in the data."""
     last_save_model_only: bool = False
     """The last checkpoint holds the weights alone."""
     last_save_in_hf: bool = False
@@ -305,7 +306,7 @@ class Checkpoint(Section):
     on_failure: Literal["stop", "warn"] = "stop"
     """What a failed save does to the run."""
     verify_on_load: Literal["full", "sizes"] = "full"
-    """What is checked before loading."""
+    """What is checked before loading: every byte, or only what is small and the files' sizes."""
 
 
 class Validation(Section):

@@ -76,14 +76,17 @@ class Sink(Protocol):
 
     def validation(self, step: int, loss: float) -> None: ...
 
+    def checkpoint(self, step: int, seconds: dict[str, float]) -> None: ...
+
     def close(self) -> None: ...
 
 
-def open_sinks(folder: Path, config: JobConfig) -> list[Sink]:
-    """Every sink that is asked for; none shuts out another."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+def open_sinks(folder: Path, config: JobConfig, after: int = 0) -> list[Sink]:
+    """Every sink that is asked for; none shuts out another. A run that goes on after a step drops what an earlier
+    attempt recorded of later ones."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", after)]
     if config.metrics.enable_tensorboard:
-        sinks.append(TensorBoard(folder / config.metrics.save_tb_folder))
+        sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after))
     if config.metrics.enable_wandb:
         sinks.append(WeightsAndBiases(folder, config))
     return sinks
@@ -92,7 +95,9 @@ def open_sinks(folder: Path, config: JobConfig) -> list[Sink]:
 class JsonLines:
     """metrics.jsonl: one object a line, floats in full precision, every line on disk at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, after: int = 0) -> None:
+        if path.exists():
+            _drop_later(path, after)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
@@ -101,6 +106,10 @@ class JsonLines:
     def validation(self, step: int, loss: float) -> None:
         self._file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
 
+    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
+        costs = {f"checkpoint_{what}_seconds": value for what, value in seconds.items()}
+        self._file.write(json.dumps({"step": step, **costs}) + "\n")
+
     def close(self) -> None:
         self._file.close()
 
@@ -108,16 +117,19 @@ class JsonLines:
 class TensorBoard:
     """TensorBoard events."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # costs half a second
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
         self._write(record.step, {**record.tags(), **memory_tags})
 
     def validation(self, step: int, loss: float) -> None:
         self._write(step, {"validation_metrics/loss": loss})
+
+    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
+        self._write(step, _checkpoint_tags(seconds))
 
     def _write(self, step: int, tags: dict[str, float]) -> None:
         for tag, value in tags.items():
@@ -151,8 +163,29 @@ class WeightsAndBiases:
     def validation(self, step: int, loss: float) -> None:
         self._run.log({"validation_metrics/loss": loss}, step=step)
 
+    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
+        self._run.log(_checkpoint_tags(seconds), commit=False)  # W&B drops what comes for a step that is over
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _checkpoint_tags(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"time_metrics/checkpoint_{what}(s)": value for what, value in seconds.items()}
+
+
+def _drop_later(path: Path, after: int) -> None:
+    """Cut a metrics.jsonl where its first step after `after` begins, or a line that a kill left unfinished."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if json.loads(line)["step"] > after or not line.endswith(b"\n"):
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+    os.truncate(path, end)
 
 
 def require_wandb() -> None:

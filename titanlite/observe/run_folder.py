@@ -7,8 +7,10 @@ import platform
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
@@ -26,9 +28,26 @@ def move_previous_aside(config: JobConfig) -> Path | None:
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     dump_folder.mkdir(parents=True, exist_ok=True)
     folders = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
-    found = [dump_folder / name for name in (*MOVED, *folders) if (dump_folder / name).exists()]
+    return _move(dump_folder, (*MOVED, *folders))
+
+
+def move_previous_logs_aside(dump_folder: Path) -> Path | None:
+    """Of a run that is resumed, move what each start writes anew; metrics and traces go on where they are."""
+    return _move(dump_folder, MOVED[1:])
+
+
+def _move(dump_folder: Path, names: tuple[str, ...]) -> Path | None:
+    found = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not found:
         return None
+    aside = new_aside(dump_folder)
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
+
+
+def new_aside(dump_folder: Path) -> Path:
+    """A new folder previous/<time>."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     aside = dump_folder / "previous" / stamp
     number = 1
@@ -36,15 +55,19 @@ def move_previous_aside(config: JobConfig) -> Path | None:
         number += 1
         aside = dump_folder / "previous" / f"{stamp}_{number}"
     aside.mkdir(parents=True)
-    for path in found:
-        path.rename(aside / path.name)
     return aside
 
 
 def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
     """Write config.toml and environment.json."""
     (dump_folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
-    environment = {
+    environment = json.dumps(describe_environment(job, seed, device), indent=2)
+    (dump_folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
+
+
+def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
+    """Versions, place and mesh of a run."""
+    return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "git_revision": git_revision(),
@@ -55,7 +78,6 @@ def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
         "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
         "seed": seed,
     }
-    (dump_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -69,6 +91,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def git_revision() -> str | None:
     """The revision of the checkout that runs, marked where files differ from it; None outside a checkout."""
     here = Path(__file__).parent

@@ -23,6 +23,8 @@ class Follower:
         """Lines since the last call; with `last`, an unfinished one too."""
         try:
             with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run cut it
+                    self._offset, self._rest = 0, ""
                 file.seek(self._offset)
                 text = self._rest + file.read()
                 self._offset = file.tell()

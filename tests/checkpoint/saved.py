@@ -1,0 +1,100 @@
+"""Small runs that save and resume, and what runs of them on the pool's ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from multiprocessing import active_children, current_process
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.jobs import TINY, full, trainer
+from titanlite.trainer import Trainer
+
+SAVING = [
+    *TINY,
+    "--checkpoint.enable",
+    "--checkpoint.interval=1",
+    "--checkpoint.async_mode=async",
+    "--checkpoint.keep_latest_k=10",
+]
+SAVING += ["--lr_scheduler.total_steps=12", "--metrics.log_freq=1"]
+
+
+class Stop(Exception):
+    """Ends a run where a test wants it to end."""
+
+
+def digests(run: Trainer) -> dict[str, Any]:
+    """Every tensor and number of the whole state, in few bytes."""
+    found: dict[str, Any] = dict(run.state.numbers())
+    for name, tensor in run.state.tensors().items():
+        found[name] = hashlib.sha256(full(tensor).cpu().contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def keeping_log() -> tuple[logging.Logger, list[str]]:
+    lines: list[str] = []
+    log = logging.Logger("kept")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    return log, lines
+
+
+def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str, Any]:
+    """Train, from a checkpoint where there is one; with `stop`, an error ends it when that many steps are done."""
+    log, lines = keeping_log()
+    current_process()._config["daemon"] = False  # the pool's ranks are daemons, and a loader has children
+    run = trainer(argv, folder, log)
+    begun, seen = run.step, {}
+    fetch = run.next_micro_batches
+
+    def next_micro_batches() -> list[Any]:
+        if stop is not None and run.step > stop:
+            raise Stop
+        batches = fetch()
+        seen[run.step] = hashlib.sha256(torch.stack([b.rows for b in batches]).numpy().tobytes()).hexdigest()
+        return batches
+
+    run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
+    try:
+        run.train()
+    except Stop:
+        run.close()
+    for worker in active_children():
+        worker.kill()  # the garbage collector would wait 5 seconds for each
+    return {"begun": begun, "step": run.step, "state": digests(run), "data": seen, "log": lines}
+
+
+def after_save(argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
+    """Train to the end, `change` the run's live state right after each save's call; what was trained."""
+    run = trainer(argv, folder)
+    if change:
+        save = run.save
+
+        def save_then_change() -> None:
+            save()
+            change(run)
+
+        run.save = save_then_change  # type: ignore[method-assign]
+    run.train()
+    return digests(run)
+
+
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD
+    return dist.group.WORLD
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())

@@ -1,0 +1,254 @@
+"""Loading: the newest sound checkpoint or a refusal that names what is wrong, all of it or nothing, and no code."""
+
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
+from tests.jobs import FLOAT64, TINY, job, trainer, weights
+from titanlite.checkpoint.folder import MANIFEST, File, Manifest, faults, read_manifest
+from titanlite.checkpoint.load import at_path, load_tensors, restore
+from titanlite.config.load import ConfigError
+from titanlite.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> Path:
+    """A run with step-1, step-2 and step-3."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(run_until, SAVING, str(folder), world=2)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def flip(path: Path, place: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+def test_any_flipped_byte_truncated_missing_or_extra_file_is_named(saved, tmp_path):
+    for name in sorted(path.name for path in (saved / "checkpoint/step-3").iterdir()):
+        size = (saved / "checkpoint/step-3" / name).stat().st_size
+        for damage in ("flip", "flip last", "truncate", "lengthen", "missing"):
+            copy = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / f"{name}-{damage}"))
+            if damage.startswith("flip"):
+                flip(copy / name, size // 2 if damage == "flip" else size - 1)
+            elif damage == "missing":
+                (copy / name).unlink()
+            else:
+                os.truncate(copy / name, size - 1 if damage == "truncate" else size + 1)
+            try:
+                manifest = read_manifest(copy)
+                found = faults(copy, manifest, manifest.files)
+            except UserError as error:
+                found = [str(error)]
+            assert len(found) == 1 and str(copy) in found[0] and (name in found[0]), (name, damage)
+    copy = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / "extra"))
+    (copy / "more").touch()
+    assert faults(copy, read_manifest(copy)) == [f"{copy / 'more'}: not part of the checkpoint"]
+
+
+def begun(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
+    """Where a run would begin, or why it would not."""
+    log, lines = keeping_log()
+    try:
+        return trainer(argv, folder, log).step, "", lines
+    except UserError as error:
+        return -1, str(error), lines
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(pool, run):
+    flip(run / "checkpoint/step-3/__1_0.distcp", 5000)
+    for step, _, log in pool.run(begun, SAVING, str(run), world=2):
+        assert step == 2
+        assert (
+            log[0] == f"passed over {run}/checkpoint/step-3/__1_0.distcp: its bytes are not those that were written"
+        )
+        assert f"resumed step 2 from {run}/checkpoint/step-2" in log
+    assert steps_in(run) == ["step-1", "step-2"] and len(list(run.glob("previous/*/checkpoint/step-3"))) == 1
+
+
+def test_sizes_alone_are_read_where_that_is_asked(pool, run):
+    asked = [*SAVING, "--checkpoint.verify_on_load=sizes"]
+    flip(run / "checkpoint/step-3/.metadata", 3)
+    assert pool.run(begun, asked, str(run), world=1)[0][0] == 3
+    os.truncate(run / "checkpoint/step-3/__0_0.distcp", 10)
+    assert pool.run(begun, asked, str(run), world=1)[0][0] == 2
+    flip(run / "checkpoint/step-2/environment.json", 3)  # what is small is always read
+    assert pool.run(begun, asked, str(run), world=1)[0][0] == 1
+
+
+def test_a_damaged_checkpoint_is_refused_by_number(pool, run):
+    flip(run / "checkpoint/step-3/state.json", 30)
+    for step, said, _ in pool.run(begun, [*SAVING, "--checkpoint.load_step=3"], str(run), world=2):
+        assert step == -1 and said.startswith("checkpoint.load_step: ") and "step-3/state.json" in said
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, run):
+    for step in (1, 2, 3):
+        (run / f"checkpoint/step-{step}/state.json").unlink()
+    ((step, said, log),) = pool.run(begun, SAVING, str(run), world=1)
+    assert step == -1 and "can be resumed, and there are 3" in said and len(log) == 3
+
+
+def test_what_is_asked_for_and_missing_is_an_error(pool, run, tmp_path):
+    for argv, says in (
+        ([*SAVING, "--checkpoint.load_step=7"], "no such checkpoint in"),
+        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is no committed checkpoint"),
+    ):
+        ((step, said, _),) = pool.run(begun, argv, str(run), world=1)
+        assert step == -1 and says in said
+
+
+def test_an_asked_step_is_loaded_and_later_ones_are_moved_aside(pool, run):
+    ((step, _, log),) = pool.run(begun, [*SAVING, "--checkpoint.load_step=1"], str(run), world=1)
+    assert step == 1 and any("later checkpoints (2, 3) are now in" in line for line in log)
+    assert steps_in(run) == ["step-1"] and (run / "checkpoint/latest").read_text() == "step-1\n"
+    kept = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(kept) == {1}
+
+
+def weights_of(argv: list[str], folder: str) -> dict:
+    log, lines = keeping_log()
+    run = trainer(argv, folder, log)
+    return {"step": run.step, "weights": weights(run), "log": lines}
+
+
+def test_weights_alone_or_everything_is_taken_from_an_initial_path(pool, saved, tmp_path):
+    expected = load_tensors(saved / "checkpoint/step-3")
+    argv = [*TINY, f"--checkpoint.initial_load_path={saved}/checkpoint"]
+    (found,) = pool.run(weights_of, argv, str(tmp_path / "a"), world=1)
+    assert found["step"] == 0 and f"loaded weights from {saved}/checkpoint/step-3" in found["log"]
+    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found["weights"].items())
+    argv = [
+        *TINY,
+        f"--checkpoint.initial_load_path={saved}/checkpoint/step-2",
+        "--checkpoint.no_initial_load_model_only",
+    ]
+    (found,) = pool.run(weights_of, argv, str(tmp_path / "b"), world=1)
+    assert found["step"] == 2 and f"resumed step 2 from {saved}/checkpoint/step-2" in found["log"]
+    assert steps_in(saved) == ["step-1", "step-2", "step-3"], "another run's folder is only read"
+
+
+def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tuple[str, bool]:
+    """What a strict load says, and whether the live weights are as they were."""
+    run = trainer(argv, folder)
+    before = weights(run)
+    source = at_path(Path(path), True, everyone(), weights_only=False)
+    said = "loaded"
+    try:
+        restore(source, run.state, exclude, everyone())
+    except UserError as error:
+        said = str(error)
+    return said, all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            "--model.overrides.hidden_dim=64",
+            "w1.weight: float32 of shape [32, 16] in the checkpoint, float32 of shape [64",
+        ),
+        ("--model.overrides.n_layers=3", "model.layers.2.attention.wq.weight: not in the checkpoint"),
+        ("--model.overrides.n_layers=1", "model.layers.1.attention.wq.weight: in the checkpoint alone"),
+        ("--optimizer.name=SGD", "optimizer.layers.0.attention.wk.weight.exp_avg: in the checkpoint alone"),
+        (
+            " ".join(FLOAT64),
+            "float32 of shape [16, 16] in the checkpoint, float64 of shape [16, 16] here",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_touched(pool, saved, tmp_path, changed, says):
+    argv, path = [*TINY, *changed.split()], str(saved / "checkpoint")
+    for said, untouched in pool.run(refused, argv, str(tmp_path), path, [], world=2):
+        assert "does not fit this run; nothing was loaded" in said and untouched
+        assert says in said or "more" in said
+
+
+def test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error(pool, saved, tmp_path):
+    path = str(saved / "checkpoint")
+    for argv, exclude, says, untouched in (
+        (["--optimizer.name=SGD"], ["optimizer"], "loaded", False),
+        (["--model.overrides.hidden_dim=64"], ["*.feed_forward.*"], "loaded", False),
+        ([], ["model.output.wieght"], "did you mean model.output.weight?", True),
+        ([], ["nothing.*"], "matches nothing", True),
+    ):
+        ((said, same),) = pool.run(refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1)
+        assert says in said and same == untouched
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def plant(folder: Path, name: str, content: bytes) -> Manifest:
+    """Replace a file and everything that guards it, as a stranger may."""
+    (folder / name).write_bytes(content)
+    manifest = read_manifest(folder)
+    files = {**manifest.files, name: File(len(content), zlib.crc32(content))}
+    manifest = replace(manifest, files=files)
+    (folder / MANIFEST).write_bytes(manifest.render())
+    assert faults(folder, manifest, manifest.files) == []
+    return manifest
+
+
+def test_a_stranger_s_folder_runs_no_code(run, tmp_path):
+    folder = run / "checkpoint/step-3"
+    plant(folder, ".metadata", pickle.dumps(Payload(tmp_path / "ran")))
+    assert load_tensors(folder).keys() == read_manifest(folder).tensors.keys(), (
+        "the pickle beside them is never opened"
+    )
+    payload = tmp_path / "payload"
+    torch.save(Payload(tmp_path / "ran"), payload)
+    raw = bytearray((folder / "__0_0.distcp").read_bytes())
+    manifest = read_manifest(folder)
+    entry = manifest.tensors["model.norm.weight"]
+    chunk = replace(entry.chunks[0], file="__0_0.distcp", offset=len(raw), length=payload.stat().st_size)
+    manifest = replace(manifest, tensors={**manifest.tensors, "model.norm.weight": replace(entry, chunks=(chunk,))})
+    (folder / MANIFEST).write_bytes(manifest.render())
+    plant(folder, "__0_0.distcp", bytes(raw) + payload.read_bytes())
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        load_tensors(folder, ["model.norm.weight"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_tensors_are_read_whole_without_a_process_group(saved):
+    found = load_tensors(saved / "checkpoint/step-3", ["model.output.weight"])
+    assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (256, 16)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    stock = {"model.output.weight": torch.zeros(256, 16)}
+    torch.distributed.checkpoint.load(stock, checkpoint_id=str(saved / "checkpoint/step-3"), no_dist=True)
+    assert torch.equal(stock["model.output.weight"], found["model.output.weight"]), "torch's own reader reads it too"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--checkpoint.load_step=3", "nothing is resumed with checkpoint.enable = false"),
+        ("--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem", "job.device is cpu"),
+        ("--checkpoint.initial_load_in_hf", "not built yet"),
+        ("--checkpoint.last_save_in_hf", "not built yet"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        job([*TINY, *words.split()], world=1)

@@ -1,0 +1,160 @@
+"""A resumed run is the run that was never cut: bit for bit on the same mesh, and on any other with the same state."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.saved import SAVING, digests, everyone, keeping_log, run_until, steps_in
+from tests.jobs import QUIET, TINY, trainer
+from titanlite.checkpoint.load import at_path, restore
+
+
+def logged(folder: Path) -> list[tuple[int, float, float, int]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"], r["grad_norm"], r["tokens"]) for r in lines if "loss" in r]
+
+
+def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
+    """GPT-2 with dropout, two loader workers, accumulation, 27 windows an epoch, and 8 of them in a step."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("".join(chr(97 + i * i % 26) for i in range(27 * 16 + 8)))
+    argv = [*SAVING, "--model.name=gpt2", "--model.flavor=debugmodel", "--training.dataset=text"]
+    argv = [word for word in argv if not word.startswith("--model.overrides")]
+    argv += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2 dropout=0.2".split()]
+    argv += [f"--training.dataset_path={text}", "--training.global_batch_size=8", "--training.steps=12"]
+    argv += ["--training.dataloader.num_workers=2", "--checkpoint.keep_latest_k=2"]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    epoch_edge, again_in_it, right_after = 3, 5, 6  # 27 windows: the 4th step holds the edge
+    cuts = [1, epoch_edge, again_in_it, right_after, 10, None]
+    begun, data, parts = [], {}, []
+    for cut in cuts:
+        reading = [] if cut in (epoch_edge, again_in_it) else ["--training.dataloader.num_workers=0"]  # workers cost
+        parts = pool.run(run_until, [*argv, *reading], str(tmp_path / "cut"), cut, world=2)
+        begun.append(parts[0]["begun"])
+        data |= parts[1]["data"]
+    assert begun == [0, *cuts[:-1]]
+    assert data == straight[1]["data"]
+    assert [part["state"] for part in parts] == [part["state"] for part in straight]
+    assert logged(tmp_path / "cut") == logged(tmp_path / "straight")
+    assert steps_in(tmp_path / "cut") == ["step-11", "step-12"]
+
+
+LAYOUTS = {
+    "one": (1, []),
+    "dp2": (2, []),
+    "dp3": (3, []),
+    "dp4": (4, []),
+    "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2"]),
+    "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"]),
+}
+WIDE = [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.n_layers=1"]
+
+
+def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str, dict]:
+    """The gathered state after loading each source."""
+    run = trainer(argv, folder)
+    found = {}
+    for name, path in sources.items():
+        source = at_path(Path(path), True, everyone(), weights_only=False)
+        restore(source, run.state, [], everyone())
+        found[name] = digests(run)
+    return found
+
+
+def test_saved_on_any_layout_a_state_loads_on_any_other(pool, tmp_path):
+    saved, sources = {}, {}
+    for name, (world, layout) in LAYOUTS.items():
+        argv = [*WIDE, *layout, "--checkpoint.enable", "--training.steps=2"]
+        saved[name] = pool.run(run_until, argv, str(tmp_path / name), world=world)[0]["state"]
+        sources[name] = str(tmp_path / name / "checkpoint")
+    for world, layout in LAYOUTS.values():
+        assert pool.run(load_all, [*WIDE, *layout], str(tmp_path / "to"), sources, world=world) == [saved] * world
+
+
+def test_on_another_mesh_the_run_goes_on_as_one_process_would(pool, tmp_path):
+    """Two steps on FSDP 2 x TP 2, three on FSDP 2, the rest on one rank, with another accumulation each."""
+    argv = [word for word in [*SAVING, *WIDE[len(QUIET) :]] if "steps=3" not in word and "batch_size" not in word]
+    argv += ["--training.steps=8", "--training.global_batch_size=4", "--training.dataloader.num_workers=0"]
+    pool.run(run_until, [*argv, "--training.local_batch_size=4"], str(tmp_path / "one"), world=1)
+    stages = [
+        (4, 2, ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=1"]),
+        (2, 5, ["--training.local_batch_size=2"]),
+        (1, None, ["--training.local_batch_size=1"]),
+    ]
+    parts = []
+    for world, stop, layout in stages:
+        parts = pool.run(run_until, [*argv, *layout], str(tmp_path / "many"), stop, world=world)
+    assert parts[0]["begun"] == 5
+    one, many = logged(tmp_path / "one"), logged(tmp_path / "many")
+    assert [(r[0], r[3]) for r in many] == [(r[0], r[3]) for r in one]
+    assert [r[1] for r in many] == pytest.approx([r[1] for r in one], rel=1e-5)
+    assert [r[2] for r in many] == pytest.approx([r[2] for r in one], rel=1e-4)
+
+
+def test_another_global_batch_goes_on_with_the_next_sample(pool, tmp_path):
+    argv = [word for word in SAVING if "batch_size" not in word]
+    pool.run(run_until, [*argv, "--training.local_batch_size=2"], str(tmp_path), 3, world=1)
+    (part,) = pool.run(
+        run_until, [*argv, "--training.local_batch_size=4", "--training.steps=6"], str(tmp_path), world=1
+    )
+    assert part["begun"] == 3
+    state = json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())
+    assert state["position"]["consumed"] == 3 * 2 + 3 * 4
+    changed = next(line for line in part["log"] if "the config rules" in line)
+    assert "training.local_batch_size 2 -> 4" in changed
+
+
+def test_a_changed_rate_is_said_and_the_config_rules(pool, tmp_path):
+    pool.run(run_until, SAVING, str(tmp_path), 2, world=1)
+    (part,) = pool.run(run_until, [*SAVING, "--optimizer.lr=0.25"], str(tmp_path), world=1)
+    assert "changed since step 2, the config rules: optimizer.lr 0.005 -> 0.25" in part["log"]
+    rates = [
+        json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"lr"' in line
+    ]
+    assert rates[2] > 10 * rates[1]
+
+
+def test_without_a_seed_the_checkpoint_s_is_used_and_another_one_refused(pool, tmp_path):
+    (first,) = pool.run(run_until, [*SAVING, "--debug.seed=none"], str(tmp_path), 2, world=1)
+    (then,) = pool.run(run_until, [*SAVING, "--debug.seed=none"], str(tmp_path), world=1)
+    assert then["begun"] == 2
+    seeds = {json.loads(p.read_text())["position"]["seed"] for p in tmp_path.glob("checkpoint/*/state.json")}
+    assert len(seeds) == 1 and seeds != {0}
+
+
+def refused(argv: list[str], folder: str) -> tuple[str, list[str]]:
+    log, lines = keeping_log()
+    try:
+        trainer(argv, folder, log)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", lines
+    return "nothing", lines
+
+
+def test_other_data_and_another_seed_are_refused_naming_both(pool, tmp_path):
+    pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
+    fingerprint = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())["position"]["fingerprint"]
+    ((said, _),) = pool.run(refused, [*SAVING, "--training.dataset=python-stdlib-validation"], str(tmp_path), world=1)
+    assert said.startswith("UserError: the data of [training] has the fingerprint") and fingerprint in said
+    ((said, _),) = pool.run(refused, [*SAVING, "--debug.seed=5"], str(tmp_path), world=1)
+    assert "debug.seed = 5" in said and "trained with 0" in said
+    argv = [*SAVING, "--debug.seed=5", '--checkpoint.exclude_from_loading=["data"]']
+    assert pool.run(refused, argv, str(tmp_path), world=1)[0][0] == "nothing"
+
+
+def test_a_stream_goes_on_where_each_reader_was(pool, tmp_path):
+    pytest.importorskip("datasets", reason="streaming needs the extra hf")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for file in range(3):
+        lines = [json.dumps({"text": f"{file}:{i} " + "xyz" * (i % 7)}) for i in range(40)]
+        (texts / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    argv = [*SAVING, "--training.dataset=c4_test", f"--training.dataset_path={texts}", "--training.steps=8"]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=2)
+    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
+    for rank in range(2):
+        assert then[rank]["begun"] == 3 and then[rank]["state"] == straight[rank]["state"]
+        assert first[rank]["data"] | then[rank]["data"] == straight[rank]["data"]

@@ -1,0 +1,280 @@
+"""Saving: the state at the call, a failure that is known everywhere, and nothing half is ever published."""
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
+from tests.jobs import TINY, full, trainer
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.folder import File, Manifest, faults, is_whole, read_manifest, step_folder
+from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.retention import superfluous
+from titanlite.checkpoint.state import TrainingState
+
+
+def changed_right_after(folder: str, mode: str) -> bool:
+    """Whether what was saved is what was there at the call, though it was overwritten before it was written."""
+    run = trainer([*SAVING, f"--checkpoint.async_mode={mode}", "--training.steps=1"], folder)
+    saved: dict[str, torch.Tensor] = {}
+    save, write = run.save, run.checkpoints._write
+
+    def late(*args) -> None:
+        time.sleep(0.3)
+        write(*args)
+
+    def save_then_change() -> None:
+        saved.update({name: full(tensor) for name, tensor in run.state.tensors().items()})
+        save()
+        for tensor in run.state.tensors().values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().fill_(7)
+
+    run.save = save_then_change  # type: ignore[method-assign]
+    run.checkpoints._write = late  # type: ignore[method-assign]
+    run.train()
+    found = load_tensors(Path(folder) / "checkpoint/step-1")
+    return found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_what_is_saved_is_the_state_at_the_call(pool, tmp_path, mode):
+    assert pool.run(changed_right_after, str(tmp_path), mode, world=2) == [True, True]
+
+
+def fails_at(fatal: str, on_rank: int, argv: list[str], folder: str, only_step: int) -> tuple[str, int, list[str]]:
+    """Train with a full disk at a point of one step's save; how that ended, at which step, and the log."""
+    whole, log_and_lines = commit.reached, keeping_log()
+    run = trainer(argv, folder, log_and_lines[0])
+
+    def reached(point: str) -> None:
+        flight = run.checkpoints._flight
+        if point == fatal and rank() == on_rank and flight and flight.step == only_step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(point)
+
+    fetch = run.next_micro_batches
+
+    def next_micro_batches() -> list:
+        flight = run.checkpoints._flight
+        if flight and flight.step == only_step:
+            flight.wait()  # it has failed when the next step begins
+        return fetch()
+
+    run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
+    commit.reached = reached
+    try:
+        run.train()
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        commit.reached = whole
+    return said, run.step, log_and_lines[1]
+
+
+@pytest.mark.parametrize("point", ["half a file", "tensors stored", "before the manifest"])
+def test_a_full_disk_on_any_rank_stops_all_within_a_logging_interval(pool, tmp_path, point):
+    bad = int(point != "before the manifest")
+    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=9"]
+    for said, step, _ in pool.run(fails_at, point, bad, argv, str(tmp_path), 4, world=2):
+        assert "step 4 failed on rank" in said and "No space left on device" in said
+        assert "the newest checkpoint is step-2" in said and step == 5
+    assert steps_in(tmp_path) == ["step-2"] and (tmp_path / "checkpoint/latest").read_text() == "step-2\n"
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_with_warn_the_run_goes_on_and_the_next_save_works(pool, tmp_path, mode):
+    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=8", "--checkpoint.on_failure=warn"]
+    argv += [f"--checkpoint.async_mode={mode}"]
+    for said, step, log in pool.run(fails_at, "half a file", 1, argv, str(tmp_path), 4, world=2):
+        assert (said, step) == ("nothing", 8)
+        assert any("step 4 failed on rank 1" in line and "training goes on" in line for line in log)
+    assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
+
+
+def not_finite(folder: str) -> list[str]:
+    """A run whose loss is not finite at step 3, which is due to be saved."""
+    run = trainer(SAVING, folder)
+    whole = run.forward_backward
+
+    def forward_backward(batches, tokens):
+        return whole(batches, tokens) * (float("nan") if run.step == 3 and rank() == 1 else 1.0)
+
+    run.forward_backward = forward_backward  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="at step 3 the loss of rank 1 was not finite"):
+        run.train()
+    return steps_in(Path(folder))
+
+
+def test_a_step_that_was_not_finite_is_never_saved(pool, tmp_path):
+    assert pool.run(not_finite, str(tmp_path), world=2) == [["step-1", "step-2"]] * 2
+
+
+def test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost(pool, tmp_path):
+    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=5", "--checkpoint.enable_first_step_checkpoint"]
+    pool.run(run_until, argv, str(tmp_path), world=2)
+    assert steps_in(tmp_path) == ["step-1", "step-2", "step-4", "step-5"]
+    folder = tmp_path / "checkpoint/step-4"
+    manifest = read_manifest(folder)
+    assert manifest.step == 4 and not manifest.weights_only
+    assert faults(folder, manifest, manifest.files) == []
+    weight = manifest.tensors["optimizer.layers.1.attention.wq.weight.exp_avg"]
+    assert (weight.shape, weight.dtype, weight.placement) == ((16, 16), "float32", "dp_shard 2: S(0)")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    costs = {r["step"]: r for r in lines if "checkpoint_write_seconds" in r}
+    assert costs.keys() == {1, 2, 4, 5}
+    assert all(r["checkpoint_staging_seconds"] <= r["checkpoint_blocked_seconds"] for r in costs.values())
+
+
+def test_the_last_checkpoint_may_hold_the_weights_alone(pool, tmp_path):
+    argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.last_save_model_only"]
+    pool.run(run_until, argv, str(tmp_path), world=2)
+    manifest = read_manifest(tmp_path / "checkpoint/step-3")
+    assert manifest.weights_only and all(name.startswith("model.") for name in manifest.tensors)
+    (part,) = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path), world=1)
+    assert part["begun"] == 2 and any("holds the weights alone" in line for line in part["log"])
+    assert steps_in(tmp_path) == ["step-2", "step-4"] and list(tmp_path.glob("previous/*/checkpoint/step-3"))
+
+
+def minutes(folder: str) -> list[str]:
+    run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
+    if rank() == 0:
+        run.checkpoints._last -= 61  # the clock of rank 0 decides
+    else:
+        run.checkpoints._last += 1000
+    run.train()
+    return steps_in(Path(folder))
+
+
+def test_all_ranks_follow_rank_0_s_clock(pool, tmp_path):
+    assert pool.run(minutes, str(tmp_path), world=2) == [["step-1", "step-3"]] * 2
+
+
+def empty(root: Path, *steps: int) -> None:
+    for step in steps:
+        step_folder(root, step).mkdir()
+        (step_folder(root, step) / "manifest.json").write_bytes(Manifest(step, False, {}, {}).render())
+
+
+def test_retention_counts_whole_checkpoints_and_touches_no_other_folder(tmp_path):
+    empty(tmp_path, 10, 20, 30, 40, 50)
+    for foreign in ("step-5.backup", "step-05", "my-step-1", "step-"):
+        (tmp_path / foreign).mkdir()
+        (tmp_path / foreign / "manifest.json").write_bytes((tmp_path / "step-10/manifest.json").read_bytes())
+    (tmp_path / "step-50/manifest.json").write_bytes(b"{}")  # damaged: counts as nothing
+    (tmp_path / "step-7").mkdir()  # never committed
+    assert superfluous(tmp_path, 2, 0) == [10, 20]
+    assert superfluous(tmp_path, 2, 20) == [10]
+    assert superfluous(tmp_path, 0, 0) == []
+    commit.delete(tmp_path, 10)
+    assert not (tmp_path / "step-10").exists() and is_whole(tmp_path / "step-20")
+
+
+def test_the_run_keeps_the_latest_and_every_nth(pool, tmp_path):
+    argv = [*SAVING, "--training.steps=7", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3"]
+    pool.run(run_until, argv, str(tmp_path), world=2)
+    assert steps_in(tmp_path) == ["step-3", "step-6", "step-7"]
+    assert (tmp_path / "checkpoint/latest").read_text() == "step-7\n"
+
+
+def uneven(folder: str) -> bool:
+    """Tensors of two and five rows over four ranks, and one that is whole on each."""
+    mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    whole = {f"model.{rows}": torch.arange(rows * 3.0).view(rows, 3) for rows in (2, 5)}
+    live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    live["model.plain"] = whole["model.plain"] = torch.ones(4)
+    held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
+    commit.commit(Path(folder), 1, live, held, None, lambda _: {}, True, everyone())
+    found = load_tensors(Path(folder) / "step-1")
+    return all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_shards_may_be_uneven_or_empty(pool, tmp_path):
+    assert pool.run(uneven, str(tmp_path)) == [True] * 4
+
+
+def commit_twice(folder: str) -> str:
+    tensors = {"model.a": torch.ones(2)}
+    for value in (1, 2):
+        try:
+            commit.commit(
+                Path(folder),
+                1,
+                tensors,
+                {"model.a": torch.full((2,), value)},
+                0,
+                lambda _: {},
+                True,
+                everyone(),
+            )
+        except commit.SaveFailed as error:
+            return str(error)
+    return "no error"
+
+
+def test_nothing_is_written_into_a_committed_folder(pool, tmp_path):
+    assert all("exists, and nothing is ever written into" in said for said in pool.run(commit_twice, str(tmp_path)))
+    assert load_tensors(tmp_path / "step-1")["model.a"].tolist() == [1, 1]
+
+
+class Rows(torch.optim.SGD):
+    """Keeps a number of every row: neither a tensor of the parameter's shape nor a single number."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = torch.zeros(parameter.shape[:1])
+
+
+def test_state_is_learned_from_the_optimizer_s_class_without_a_step_of_it():
+    layer = torch.nn.Linear(3, 2)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    for optimizer, keys, numbers in (
+        (torch.optim.AdamW(layer.parameters()), {"exp_avg", "exp_avg_sq"}, {"step"}),
+        (torch.optim.SGD(layer.parameters(), momentum=0.9), {"momentum_buffer"}, set()),
+        (torch.optim.SGD(layer.parameters()), set(), set()),
+        (torch.optim.Adagrad(layer.parameters()), {"sum"}, {"step"}),
+        (torch.optim.Muon([layer.weight]), {"momentum_buffer"}, set()),
+    ):
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))  # noqa: B023
+        state = TrainingState([layer], optimizer)
+        of_optimizer = state.tensors().keys() - state.weights().keys()
+        assert {name.rpartition(".")[2] for name in of_optimizer} == keys
+        assert {name.rpartition(".")[2] for name in state.numbers()} == numbers
+        assert not steps and all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+    with pytest.raises(Exception, match=r"Rows: rows is a tensor of shape \[2\] for a parameter of shape \[2, 2\]"):
+        TrainingState([layer], Rows(layer.parameters())).tensors()
+
+
+def test_a_manifest_guards_each_of_its_bytes(tmp_path):
+    empty(tmp_path, 1)
+    path = tmp_path / "step-1/manifest.json"
+    path.write_bytes(Manifest(1, False, {"a": File(3, 5)}, {}).render())
+    raw = path.read_bytes()
+    for place in range(len(raw)):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+        assert not is_whole(tmp_path / "step-1")
+        with pytest.raises(Exception, match=r"manifest\.json: not as it was written"):
+            read_manifest(tmp_path / "step-1")
+
+
+def timeouts(folder: str) -> tuple[float, float]:
+    """Timeouts of the checkpoint's group and of the training's after the first step."""
+    run = trainer([*TINY, "--checkpoint.enable", "--comm.train_timeout_seconds=7"], folder)
+    run.train()
+    groups = (run.checkpoints.group, run.mesh.loss)
+    own, others = (g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups)
+    return own, others
+
+
+def test_saving_has_its_own_timeout(pool, tmp_path):
+    assert pool.run(timeouts, str(tmp_path), world=2) == [(1800, 7)] * 2
