@@ -43,6 +43,7 @@ from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
 from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
 from titanlite.parallel import keep_whole, tensor
+from titanlite.parallel.agree import check_replicas
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model, parallelize
 from titanlite.runtime.cluster import Place
@@ -130,6 +131,8 @@ class Trainer:
         """Take the state, and the place in the run and in the data, from where the run begins."""
         self.state = TrainingState(self.parts, self.optimizer)
         self.checkpoints.restore(self.source, self.state)
+        if self.source:
+            check_replicas(self.parts[0], "after loading", self.device)
         if self.resumed:
             saved = self.resumed.position
             self.step, self.tokens = saved.step, saved.tokens

@@ -6,6 +6,7 @@ import torch
 import titanlite.trainer
 from tests.jobs import QUIET, TINY, trainer
 from tests.launch.run import train
+from titanlite.checkpoint.manager import Checkpoints
 from titanlite.parallel.agree import check_replicas, content_hash
 from titanlite.runtime.pool import RankFailed
 
@@ -96,3 +97,28 @@ def test_a_run_with_an_odd_rank_ends_before_its_first_step(tmp_path):
     assert code == 1
     assert "replicas differ after initialisation: table on rank 1 is not what it is on rank 0" in out
     assert "step:" not in out and "Traceback" not in out
+
+
+def load_amiss(argv: list[str], folder: str) -> None:
+    """Save; then build a trainer from it that loads something else on rank 1."""
+    saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
+    trainer(saving, folder).train()
+    restore = Checkpoints.restore
+
+    def amiss(self: Checkpoints, *args) -> None:
+        restore(self, *args)
+        if torch.distributed.get_rank() == 1:
+            with torch.no_grad():
+                args[1].tensors()["model.norm.weight"].to_local().view(-1)[0] += 1
+
+    Checkpoints.restore = amiss  # type: ignore[method-assign]
+    try:
+        trainer([*argv, "--checkpoint.enable"], folder)
+    finally:
+        Checkpoints.restore = restore  # type: ignore[method-assign]
+
+
+def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path):
+    says = "replicas differ after loading: norm.weight on rank 1 is not what it is on rank 0"
+    with pytest.raises(RankFailed, match=says):
+        pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), world=2)
