@@ -42,6 +42,7 @@ from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
 from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
+from titanlite.parallel import tensor
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model, parallelize
 from titanlite.runtime.cluster import Place
@@ -269,6 +270,7 @@ class Trainer:
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
+        tensor.sum_gradients(self.trained)
         return total
 
     @record_function("validation")
