@@ -18,6 +18,9 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
   titanlite data show FOLDER                                        what a prepared folder holds
   titanlite download REPO [--only tokenizer|weights] [--to FOLDER]  from the Hugging Face hub, into assets/hf
+  titanlite checkpoint ls|verify|show|diff|export|import|rm …       looks at checkpoints; Hugging Face, out and in
+  titanlite generate [--config FILE.toml …] [--prompt TEXT]         text from the newest checkpoint
+  titanlite tour                                                    train, kill, resume elsewhere, export: 3 minutes
   titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
 
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
@@ -60,9 +63,22 @@ def main(argv: list[str] | None = None) -> int:
         from titanlite.observe.plot import plot
 
         return plot(rest)
+    if verb == "checkpoint":
+        from titanlite.checkpoint.cli import checkpoint
+
+        return checkpoint(rest)
+    if verb == "generate":
+        from titanlite.sample import sample
+
+        return sample(rest)
+    if verb == "tour":
+        from titanlite.tour import tour
+
+        return tour(rest)
     from titanlite.errors import nearest
 
-    close = nearest(verb, ("train", "config", "data", "download", "plot", "help"))
+    verbs = "train", "config", "data", "download", "checkpoint", "generate", "tour", "plot", "help"
+    close = nearest(verb, verbs)
     hint = f"; did you mean {close}?" if close else ""
     print(
         f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",

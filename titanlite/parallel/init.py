@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.errors import UserError
-from titanlite.registry import Init, Rule
+from titanlite.registry import Box, Init, ModelSpec, Rule, assign
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
@@ -42,14 +43,28 @@ def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
         setattr(model.get_submodule(module), attribute, model.get_parameter(first))
 
 
+def skeleton(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
+    """A model on the meta device, and each parameter's row of its table."""
+    with torch.device("meta"):
+        model = spec.module(flavor, positions)
+    names = [name for name, _ in model.named_parameters()]
+    return model, assign(spec.rules(flavor), names, ties=shared_names(model))
+
+
 def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device) -> None:
     """Move a model from the meta device to `device` with its initial values; ties stay ties."""
+    allocate(model, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, table[name].init, seed)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device memory, with buffers filled and parameters yet without values."""
     ties = shared_names(model)
     model.to_empty(device=device)
     tie(model, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill(parameter, name, table[name].init, seed)
         for name, module in model.named_modules():
             if reset := getattr(module, "reset_buffers", None):
                 reset()
@@ -70,11 +85,17 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     if init.by_depth:
         layer = int(next(part for part in name.split(".") if part.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
-    if isinstance(parameter, DTensor):
-        place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        _fill_shard(parameter.to_local(), tuple(parameter.shape), tuple(place[1]), name, std, seed)
-    else:
-        _fill_shard(parameter, tuple(parameter.shape), (0,) * parameter.dim(), name, std, seed)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    offset = tuple(part.start for part in box_of(parameter))
+    _fill_shard(local, tuple(parameter.shape), offset, name, std, seed)
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """Where what this rank holds lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
 
 
 def _fill_shard(
