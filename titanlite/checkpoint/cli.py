@@ -180,22 +180,19 @@ def _diff(words: list[str]) -> int:
             pairs = zip(sides, manifests, strict=True)
             one, two = (load_tensors(side, [name], manifest)[name] for side, manifest in pairs)
             if not one.equal(two):
-                apart = one.double() - two.double()
-                rows.append(
-                    (name, f"{int((apart != 0).sum()):,} of {one.numel():,}, by {apart.abs().max():.3g} at most")
-                )
-    numbers = [read_state(side)["numbers"] for side in sides]
-    rows += [(name, "a number") for name in sorted({*numbers[0], *numbers[1]}) if _differs(name, numbers)]
+                apart = (one.double() - two.double()).abs()
+                count = f"{int((apart != 0).sum()):,} of {one.numel():,} numbers"
+                rows.append((name, f"{count}, by {apart.max():.3g} at most"))
+    x, y = (read_state(side)["numbers"] for side in sides)
+    others = sum(x.get(name) != y.get(name) for name in x.keys() | y.keys())
+    if not rows and not others:
+        print(f"the same {len(a.tensors)} tensors")
+        return 0
     if rows:
         _table(("tensor", "differs"), rows[:_SHOWN])
-        print(f"{len(rows)} of {len(a.tensors.keys() | b.tensors.keys())} tensors differ")
-        return 1
-    print(f"the same {len(a.tensors)} tensors")
-    return 0
-
-
-def _differs(name: str, sides: list[dict[str, Any]]) -> bool:
-    return sides[0].get(name) != sides[1].get(name)
+    total = len(a.tensors.keys() | b.tensors.keys())
+    print(f"{len(rows)} of {total} tensors differ, and {others} of the optimizer's single numbers")
+    return 1
 
 
 def _what(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -226,5 +227,7 @@ def to_checkpoint(abroad: Abroad, root: Path, dtype: torch.dtype, config: str, e
         CONFIG: config.encode(),
         ENVIRONMENT: to_json(environment),
     }
-    commit(root, 0, places, weights, None, lambda _: texts, weights_only=True, group=None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        commit(root, 0, places, weights, None, lambda _: texts, weights_only=True, group=None)
     return step_folder(root, 0)
