@@ -28,7 +28,7 @@ from titanlite.checkpoint.safefiles import INDEX, Reader, Writer, index, split
 from titanlite.checkpoint.state import Position
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, first_line, some_of
-from titanlite.parallel.init import box_of
+from titanlite.parallel.mesh import box_of, local_part
 from titanlite.registry import ModelSpec
 
 FILE_BYTES = 4 << 30
@@ -184,7 +184,7 @@ class Abroad:
         """Copy this rank's part of every tensor into `model.NAME`."""
         for name in self.names:
             tensor = live[f"model.{name}"]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             if local.numel():
                 local.copy_(self.read(name, tensor))
 

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Private in torch 2.11 to 2.13 (tried on 2.13); the public API tells a shard's shape, not where it lies.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from titanlite.errors import UserError
-from titanlite.registry import Box, Init, ModelSpec, Rule, assign
+from titanlite.parallel.mesh import local_part, shard_offset
+from titanlite.registry import Init, ModelSpec, Rule, assign
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
@@ -51,18 +49,26 @@ def skeleton(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Modul
     return model, assign(spec.rules(flavor), names, ties=shared_names(model))
 
 
-def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device) -> None:
-    """Move a model from the meta device to `device` with its initial values; ties stay ties."""
-    allocate(model, device)
+def materialise(
+    model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
+) -> None:
+    """Move a model from the meta device to `device` with its initial values; ties stay ties.
+
+    With `in_host_memory` its parameters live on the CPU; buffers are always on `device`, where they are used.
+    """
+    allocate(model, device, in_host_memory)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, name, table[name].init, seed)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
     """Give a model on the meta device memory, with buffers filled and parameters yet without values."""
     ties = shared_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if in_host_memory else device)
+    for module in model.modules() if in_host_memory else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
     tie(model, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -78,24 +84,14 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     """Write a parameter's initial values, or those of its shard."""
     if init.std == 0.0:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.fill_(init.constant)
+        local_part(parameter).fill_(init.constant)
         return
     std = init.std
     if init.by_depth:
         layer = int(next(part for part in name.split(".") if part.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    offset = tuple(part.start for part in box_of(parameter))
-    _fill_shard(local, tuple(parameter.shape), offset, name, std, seed)
-
-
-def box_of(tensor: torch.Tensor) -> Box:
-    """Where what this rank holds lies in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
+    offset = shard_offset(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.dim()
+    _fill_shard(local_part(parameter), tuple(parameter.shape), offset, name, std, seed)
 
 
 def _fill_shard(
