@@ -15,7 +15,13 @@ import torch.distributed as dist
 from tests.jobs import TINY, full, trainer
 from titanlite.trainer import Trainer
 
-SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
+SAVING = [
+    *TINY,
+    "--checkpoint.enable",
+    "--checkpoint.interval=1",
+    "--checkpoint.async_mode=async",
+    "--checkpoint.keep_latest_k=10",
+]
 SAVING += ["--lr_scheduler.total_steps=12", "--metrics.log_freq=1"]
 
 

@@ -251,7 +251,7 @@ def test_state_is_learned_from_the_optimizer_s_class_without_a_step_of_it():
         assert {name.rpartition(".")[2] for name in of_optimizer} == keys
         assert {name.rpartition(".")[2] for name in state.numbers()} == numbers
         assert not steps and all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
-    with pytest.raises(Exception, match=r"Rows keeps rows, a tensor of shape \[2\] for a parameter of shape"):
+    with pytest.raises(Exception, match=r"Rows: rows is a tensor of shape \[2\] for a parameter of shape \[2, 2\]"):
         TrainingState([layer], Rows(layer.parameters())).tensors()
 
 

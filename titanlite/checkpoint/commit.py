@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.folder import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
@@ -115,18 +117,16 @@ def commit(
     gives something of its own, `mine`; of all of them rank 0 makes the documents that lie beside the tensors.
     """
     rank, staging = rank_in(group), root / f".step-{step}.staging"
+    writer = _Writer(staging)
 
     def publish(everyone: list[Any]) -> None:
         files = {name: file for written, _ in everyone for name, file in written.items()}
         texts = documents([theirs for _, theirs in everyone])
-        _publish(root, step, staging, stored, live, files, texts, weights_only)
+        _publish(root, step, staging, writer.stored, live, files, texts, weights_only)
 
     try:
         together(group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None)
-        writer = _Writer(staging)
-        stored = together(
-            group, f"the save of step {step}", lambda: _store(writer, live, held, group)
-        )  # DCP itself tells all ranks of an error on one
+        together(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
         everyone = gathered((writer.written.files, mine), group)
         together(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
     except BaseException:
@@ -148,12 +148,11 @@ def _store(
     live: Mapping[str, torch.Tensor],
     held: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
-) -> Metadata:
-    """Write this rank's part of the tensors; where and how all ranks' parts lie."""
+) -> None:
+    """Write this rank's part of the tensors."""
     planner, alone = _Planner(held), group is None
-    metadata = dcp.save(dict(live), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    dcp.save(dict(live), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     reached("tensors stored")
-    return metadata
 
 
 class _Planner(DefaultSavePlanner):
@@ -177,6 +176,12 @@ class _Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta()  # torch's would tell the place where it was written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: where all ranks' parts lie. (torch 2.11 puts it into a copy that it does not give away.)"""
+        super().finish(metadata, results)
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        self.stored = replace(metadata, storage_data=places)
 
 
 class _Files(FileSystem):

@@ -42,6 +42,7 @@ class TrainingState:
     def __init__(self, parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
         """Without an optimizer there are the weights alone."""
         self._parts, self._optimizer = list(parts), optimizer
+        self._learned: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
         self._names = {parameter: name for part in self._parts for name, parameter in part.named_parameters()}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -79,19 +80,21 @@ class TrainingState:
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
         """Name, holder and value of everything in the optimizer's state. What does not exist yet is made, as zeros:
-        before its first gradient a parameter has no state, and a new optimizer has none at all."""
+        before its first gradient a parameter has no state, and most new optimizers have none at all."""
         assert self._optimizer is not None
-        learned: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
-                kind = (number, parameter.dim(), parameter.dtype, parameter.device)
-                if kind not in learned:
-                    learned[kind] = _state_after_a_step(self._optimizer, group, parameter)
                 state = self._optimizer.state[parameter]
-                for key, example in learned[kind].items():
-                    if key not in state:
-                        state[key] = _zeros(example, parameter)
-                    yield f"optimizer.{self._names[parameter]}.{key}", state, state[key]
+                if not state:
+                    kind = (number, parameter.dim(), parameter.dtype, parameter.device)
+                    if kind not in self._learned:
+                        self._learned[kind] = _state_after_a_step(self._optimizer, group, parameter)
+                    state |= {key: _zeros(value, parameter) for key, value in self._learned[kind].items()}
+                for key, value in state.items():
+                    if value is not None:
+                        name = f"optimizer.{self._names[parameter]}.{key}"
+                        _check(name, value, parameter.shape)
+                        yield name, state, value
 
 
 def _state_after_a_step(
@@ -105,25 +108,31 @@ def _state_after_a_step(
     probe.grad = torch.zeros_like(probe)
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
     trial.step()
-    kept = {key: value for key, value in trial.state[probe].items() if value is not None}
-    for key, value in kept.items():
-        tensor = isinstance(value, torch.Tensor) and value.shape in (shape, ())
-        if not (tensor or isinstance(value, float | int)):
-            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise UserError(
-                f"{type(optimizer).__name__} keeps {key}, {what} for a parameter of shape {list(shape)}: checkpoints "
-                "hold tensors of the parameter's shape, and single numbers"
-            )
-    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+    for key, value in trial.state[probe].items():
+        _check(f"{type(optimizer).__name__}: {key}", value, probe.shape)
+    return dict(trial.state[probe])
 
 
 def _zeros(example: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(example, torch.Tensor):
-        return type(example)()
-    if example.dim() == 0 < parameter.dim():
-        return example.clone()
+        return None if example is None else type(example)()
+    if example.dim() == 0:
+        return torch.zeros_like(example)
     return torch.zeros_like(parameter, dtype=example.dtype, requires_grad=False)
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, DTensor))
+
+
+def _check(name: str, value: Any, shape: torch.Size) -> None:
+    """An optimizer's value must be a tensor of its parameter's shape, or one number."""
+    if isinstance(value, torch.Tensor):
+        fits, what = value.shape in (shape, ()), f"a tensor of shape {list(value.shape)}"
+    else:
+        fits, what = value is None or isinstance(value, float | int), repr(value)
+    if not fits:
+        raise UserError(
+            f"{name} is {what} for a parameter of shape {list(shape)}: checkpoints hold tensors of the parameter's "
+            "shape, and single numbers"
+        )
