@@ -12,11 +12,12 @@ from titanlite.grad_norm import clip_grad_norm
 from titanlite.layout import Batch, Layout, divisors
 from titanlite.loss import IGNORED, token_loss_sum
 from titanlite.lr_schedule import learning_rate
-from titanlite.observe.memory import machine_bytes, readable
+from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, duration
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import build_optimizer, split_by_decay
 from titanlite.parallel.parallelize import build_model
+from titanlite.words import readable
 
 
 def rates(*argv: str, steps: int = 10) -> list[float]:

@@ -19,6 +19,9 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
   titanlite data show FOLDER                                        what a prepared folder holds
   titanlite download REPO [--only tokenizer|weights] [--to FOLDER]  from the Hugging Face hub, into assets/hf
+  titanlite checkpoint ls|verify|show|diff|export|import|rm …       looks at checkpoints; Hugging Face, out and in
+  titanlite generate [--config FILE.toml …] [--prompt TEXT]         text from the newest checkpoint
+  titanlite tour                                                    train, kill, resume elsewhere, export: 3 minutes
   titanlite verify [--model NAME] [--full] [--fault NAME|list]      is training on every mesh equal to one process?
   titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
 
@@ -66,9 +69,22 @@ def main(argv: list[str] | None = None) -> int:
         from titanlite.observe.plot import plot
 
         return plot(rest)
+    if verb == "checkpoint":
+        from titanlite.checkpoint.cli import checkpoint
+
+        return checkpoint(rest)
+    if verb == "generate":
+        from titanlite.sample import sample
+
+        return sample(rest)
+    if verb == "tour":
+        from titanlite.tour import tour
+
+        return tour(rest)
     from titanlite.errors import nearest
 
-    close = nearest(verb, ("train", "config", "data", "download", "verify", "plot", "help"))
+    verbs = "train", "config", "data", "download", "checkpoint", "generate", "tour", "verify", "plot", "help"
+    close = nearest(verb, verbs)
     hint = f"; did you mean {close}?" if close else ""
     print(
         f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -18,3 +18,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says, or its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def some_of(lines: Sequence[str], most: int = 8) -> str:
+    """Indented lines, not all of them where there are many."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])

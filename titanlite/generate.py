@@ -37,7 +37,8 @@ def generate(
         if isinstance(logits, DTensor):  # each rank holds a slice of the vocabulary
             logits = logits.full_tensor()
         choice = _sample(logits.float().cpu(), settings.temperature, generator).to(device)
-        dist.broadcast(choice, src=0)
+        if dist.is_initialized():
+            dist.broadcast(choice, src=0)
         tokens.append(int(choice))
         if tokens[-1] == tokenizer.end:
             break

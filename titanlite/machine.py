@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.runtime import cluster
+from titanlite.words import readable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +46,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
 
     from titanlite.data.sources import look_for
     from titanlite.data.tokenizer import open_tokenizer
-    from titanlite.observe.memory import machine_bytes, readable, state_bytes
+    from titanlite.observe.memory import machine_bytes, state_bytes
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
     from titanlite.optim import split_by_decay, state_per_element

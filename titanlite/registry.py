@@ -14,10 +14,10 @@ import importlib.util
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.errors import UserError, nearest
 
@@ -45,16 +45,33 @@ ones = Init(constant=1.0)
 zeros = Init()
 
 
-class Step(Protocol):
+Box = tuple[slice, ...]
+"""A part of a tensor: a start and a stop for each dimension."""
+
+
+class Step:
     """An invertible step between a tensor here and its form in a Hugging Face folder."""
 
-    def to_hf(self, weight: torch.Tensor) -> torch.Tensor: ...
+    def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
-    def from_hf(self, weight: torch.Tensor) -> torch.Tensor: ...
+    def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, Step]:
+        """A box over there, the box here that is made of it alone and has all of `box`, and the step that does so.
+
+        Whoever wants one row of a tensor reads all of it where a step does not say better.
+        """
+        whole = tuple(slice(0, size) for size in shape)
+        import torch
+
+        there = self.to_hf(torch.empty(tuple(shape), device="meta")).shape
+        return tuple(slice(0, size) for size in there), whole, self
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Step):
     """Rows of a projection whose heads rotate adjacent pairs here, and halves over there."""
 
     heads: int
@@ -67,9 +84,15 @@ class Rotary:
         rows = weight.unflatten(0, (self.heads, 2, -1))
         return rows.transpose(1, 2).reshape(weight.shape)
 
+    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, Step]:
+        rows = shape[0] // self.heads
+        first, last = box[0].start // rows, -(-box[0].stop // rows)
+        heads = (slice(first * rows, last * rows), *box[1:])
+        return heads, heads, Rotary(last - first)
+
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Step):
     """A matrix whose rows and columns are swapped over there."""
 
     def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
@@ -77,6 +100,9 @@ class Transposed:
 
     def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t()
+
+    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, Step]:
+        return box[::-1], box, self
 
 
 @dataclass(frozen=True)
@@ -158,6 +184,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class HuggingFace:
+    """A model's folder over there, but for the tensors, which the table names."""
+
+    config: Callable[[Any], dict[str, Any]]
+    """What config.json says of a flavour."""
+    free: tuple[str, ...] = ()
+    """Of that, what the weights do not depend on: a folder that is read may say otherwise."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors over there that hold nothing learned."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A registered model. Flavours are frozen dataclasses; `build` names the module's class, imported late."""
 
@@ -173,6 +211,8 @@ class ModelSpec:
     """Modules that run before the blocks."""
     after: tuple[str, ...] = ("norm", "output")
     """Modules that run after the blocks."""
+    hf: HuggingFace | None = None
+    """Its form over there; None where nobody else knows the model."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
         """The flavour's values with some of them replaced; an error names all that do not fit."""

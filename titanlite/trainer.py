@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from titanlite.checkpoint.changes import changes, check_data
-from titanlite.checkpoint.load import DATA, excluded
+from titanlite.checkpoint.load import DATA, Source, excluded
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
@@ -67,7 +67,7 @@ class Trainer:
         self.mesh = build_mesh(job.layout, device.type)
         self.checkpoints = Checkpoints(job, place, device, log)
         self.source = self.checkpoints.find()
-        self.resumed = self.source if self.source and self.source.resume else None
+        self.resumed = self.source if isinstance(self.source, Source) and self.source.resume else None
         known = self.resumed.position.seed if self.resumed else None
         self.seed = agree_on_seed(known if config.debug.seed is None else config.debug.seed)
         self._open_data()
@@ -196,6 +196,8 @@ class Trainer:
         self.finite.settle()
         self.checkpoints.finish()
         self._log_saves()
+        if config.checkpoint.last_save_in_hf:
+            self.checkpoints.export(self.step, self.state, self.tokenizer)
         if config.generate.at_end:
             self.show_sample()
         self.close()

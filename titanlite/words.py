@@ -1,4 +1,4 @@
-"""The words behind a verb: options with a value each, and the rest."""
+"""The words behind a verb: options with a value each, flags, and the rest; and numbers in words."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from collections.abc import Callable
 from titanlite.errors import UserError, nearest
 
 
-def run_resumable(verb: Callable[[], int]) -> int:
-    """The exit code of a verb that goes on where it stopped; a user's mistake is one line."""
+def run_verb(verb: Callable[[], int], stopped: str = "stopped") -> int:
+    """The exit code of a verb; a user's mistake is one line, and Ctrl-C another."""
     try:
         return verb()
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ntitanlite: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"\ntitanlite: {stopped}", file=sys.stderr)
         return 130
+
+
+def run_resumable(verb: Callable[[], int]) -> int:
+    """The exit code of a verb that goes on where it stopped."""
+    return run_verb(verb, "stopped; the same command goes on from here")
+
+
+def split_flags(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], set[str]]:
+    """The other words, and which of the flags, which have no value, are among them."""
+    return [word for word in words if word not in flags], set(flags).intersection(words)
 
 
 def split_options(verb: str, words: list[str], options: dict[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -38,3 +48,12 @@ def split_options(verb: str, words: list[str], options: dict[str, str]) -> tuple
         else:
             values[name] = value if equals else rest.pop(0)
     return others, values
+
+
+def readable(size: float) -> str:
+    """Bytes in the unit that a person would use."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

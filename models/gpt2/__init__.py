@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from titanlite.registry import ModelSpec, Part, Rule, Shape, Transposed, normal, ones, register_model, zeros
+from titanlite.registry import (
+    HuggingFace,
+    ModelSpec,
+    Part,
+    Rule,
+    Shape,
+    Transposed,
+    normal,
+    ones,
+    register_model,
+    zeros,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,26 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     return tuple(table)
 
 
+def hf_config(c: GPT2Config) -> dict[str, Any]:
+    """A GPT2LMHeadModel."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": c.dim,
+        "n_layer": c.n_layers,
+        "n_head": c.n_heads,
+        "n_inner": None,
+        "n_positions": c.max_seq_len,
+        "vocab_size": c.vocab_size,
+        "layer_norm_epsilon": c.norm_eps,
+        "activation_function": "gelu_new",
+        **dict.fromkeys(_DROPOUTS, c.dropout),
+        "tie_word_embeddings": True,
+    }
+
+
+_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+
 SPEC = register_model(
     ModelSpec(
         "gpt2",
@@ -86,5 +118,6 @@ SPEC = register_model(
         rules,
         build="titanlite.models.gpt2.model:GPT2",
         before=("tok_embeddings", "pos_embeddings"),
+        hf=HuggingFace(hf_config, free=_DROPOUTS, ignored=("*.attn.bias", "*.attn.masked_bias")),
     )
 )

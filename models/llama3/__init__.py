@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.models.common import RopeScaling
-from titanlite.registry import ModelSpec, Rotary, Rule, Shape, normal, ones, register_model
+from titanlite.registry import HuggingFace, ModelSpec, Rotary, Rule, Shape, normal, ones, register_model
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,44 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
     return table if c.tied else (*table, head)
 
 
-SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama"))
+def hf_config(c: LlamaConfig) -> dict[str, Any]:
+    """A LlamaForCausalLM, in the words that transformers 4 and 5 both read."""
+    scaling = c.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.dim,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.hidden_dim,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_seq_len,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": c.tied,
+    }
+
+
+SPEC = register_model(
+    ModelSpec(
+        "llama3",
+        FLAVORS,
+        shape,
+        rules,
+        build="titanlite.models.llama3.model:Llama",
+        hf=HuggingFace(hf_config, free=("max_position_embeddings",), ignored=("*.rotary_emb.inv_freq",)),
+    )
+)

@@ -245,8 +245,6 @@ def test_tensors_are_read_whole_without_a_process_group(saved):
     [
         ("--checkpoint.load_step=3", "nothing is resumed with checkpoint.enable = false"),
         ("--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem", "job.device is cpu"),
-        ("--checkpoint.initial_load_in_hf", "not built yet"),
-        ("--checkpoint.last_save_in_hf", "not built yet"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(words, says):

@@ -179,6 +179,7 @@ REFUSED = {  # flipped to a value that can't be honoured here
 }
 # Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
+ABROAD = "tests/checkpoint/test_huggingface.py::"
 LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR = "tests/parallel/test_tensor.py::"
 ELSEWHERE = {
@@ -221,6 +222,9 @@ ELSEWHERE = {
     "checkpoint.load_step": LOADED + "test_an_asked_step_is_loaded_and_later_ones_are_moved_aside",
     "checkpoint.initial_load_path": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
     "checkpoint.initial_load_model_only": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
+    "checkpoint.initial_load_in_hf": ABROAD + "test_each_rank_reads_what_its_shards_need",
+    "checkpoint.last_save_in_hf": ABROAD + "test_the_last_weights_are_exported_where_that_is_asked",
+    "checkpoint.export_dtype": ABROAD + "test_the_last_weights_are_exported_where_that_is_asked",
     "checkpoint.exclude_from_loading": LOADED
     + "test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error",
     "checkpoint.verify_on_load": LOADED + "test_sizes_alone_are_read_where_that_is_asked",

@@ -1,13 +1,11 @@
 """Llama 3: the published sizes, the published function, and a table that covers every parameter."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlite.checkpoint.huggingface import from_hf, to_hf
 from titanlite.errors import UserError
 from titanlite.models.common import RopeScaling
 from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
@@ -44,64 +42,6 @@ def test_a_flavour_has_exactly_the_published_parameters(flavor):
     with torch.device("meta"):
         model = SPEC.module(FLAVORS[flavor], 16)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers_llama(variant):
-    """Through the table's hf column and its steps: an independently written model on the same weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import LlamaConfig as HFConfig
-        from transformers import LlamaForCausalLM
-
-    c = VARIANTS[variant]
-    model, table = build(c, positions=200)
-    scaling = (
-        {}
-        if c.rope_scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": c.rope_scaling.factor,
-            "low_freq_factor": c.rope_scaling.low_freq_factor,
-            "high_freq_factor": c.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": c.rope_scaling.original_positions,
-        }
-    )
-    rope = {"rope_type": "default", **scaling, "rope_theta": c.rope_theta}
-    theirs = LlamaForCausalLM(
-        HFConfig(
-            hidden_size=c.dim,
-            num_hidden_layers=c.n_layers,
-            num_attention_heads=c.n_heads,
-            num_key_value_heads=c.n_kv_heads,
-            intermediate_size=c.hidden_dim,
-            vocab_size=c.vocab_size,
-            max_position_embeddings=c.max_seq_len,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters=rope,
-            tie_word_embeddings=c.tied,
-        )
-    )
-    weights = to_hf({name: p.detach() for name, p in model.named_parameters()}, table)
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert missing == (["lm_head.weight"] if c.tied else []) and not unexpected
-    theirs.tie_weights()
-    tokens = torch.randint(c.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert (model(tokens) - theirs(tokens).logits).abs().max().item() <= 1e-5
-
-
-def test_weights_survive_the_way_to_hugging_face_and_back():
-    model, table = build(SMALL)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    there = to_hf(weights, table)
-    back = from_hf(there, table)
-    assert all(torch.equal(back[name], weights[name]) for name in weights) and back.keys() == weights.keys()
-    moved = "layers.0.attention.wq.weight"
-    assert not torch.equal(there["model.layers.0.self_attn.q_proj.weight"], weights[moved])
-    del there["model.norm.weight"]
-    with pytest.raises(UserError, match="missing .*model.norm.weight"):
-        from_hf(there, table)
 
 
 def test_a_document_mask_equals_each_document_alone():

@@ -65,22 +65,36 @@ class SaveFailed(UserError):
     """A save that failed, on whichever rank: the same words on all of them."""
 
 
-def together(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -> T:
-    """Do something on every rank; where any rank fails, all raise what failed where."""
+def together(group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
+    """Do something on every rank; where any rank fails, all raise what failed where. Without a group this process
+    is alone."""
     result: list[T] = []
     failure = ""
     try:
         result.append(action())
     except CheckpointException as error:  # no Exception; every rank has it, and it tells whose it was
-        cause, _ = error.failures.get(dist.get_rank(group), (None, None))
+        cause, _ = error.failures.get(rank_in(group), (None, None))
         failure = _words(cause) if cause else ""
     except Exception as error:
         failure = _words(error)
-    everyone: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, failure, group=group)
+    everyone = gathered(failure, group)
     if failed := [rank for rank, other in enumerate(everyone) if other]:
-        raise SaveFailed(f"{what} failed on rank {', '.join(map(str, failed))}: {everyone[failed[0]]}")
+        where = f" on rank {', '.join(map(str, failed))}" if group else ""
+        raise SaveFailed(f"{what} failed{where}: {everyone[failed[0]]}")
     return result[0]
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group else 0
+
+
+def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank gives, on every rank."""
+    everyone = [mine]
+    if group:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def _words(error: BaseException) -> str:
@@ -95,14 +109,14 @@ def commit(
     mine: Any,
     documents: Callable[[list[Any]], dict[str, bytes]],
     weights_only: bool,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise SaveFailed.
 
     `live` says how tensors lie on the mesh, `held` has this rank's part of each as it is to be stored. Every rank
     gives something of its own, `mine`; of all of them rank 0 makes the documents that lie beside the tensors.
     """
-    rank, staging = dist.get_rank(), root / f".step-{step}.staging"
+    rank, staging = rank_in(group), root / f".step-{step}.staging"
     writer = _Writer(staging)
 
     def publish(everyone: list[Any]) -> None:
@@ -113,8 +127,7 @@ def commit(
     try:
         together(group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None)
         together(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (writer.written.files, mine), group=group)
+        everyone = gathered((writer.written.files, mine), group)
         together(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
     except BaseException:
         if rank == 0:
@@ -131,10 +144,14 @@ def _begin(root: Path, step: int, staging: Path) -> None:
 
 
 def _store(
-    writer: _Writer, live: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    writer: _Writer,
+    live: Mapping[str, torch.Tensor],
+    held: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Write this rank's part of the tensors."""
-    dcp.save(dict(live), storage_writer=writer, planner=_Planner(held), process_group=group)
+    planner, alone = _Planner(held), group is None
+    dcp.save(dict(live), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     reached("tensors stored")
 
 
@@ -218,29 +235,29 @@ def _publish(
 ) -> None:
     """Rank 0's part, when every rank has stored its own: JSON, manifest, rename, `latest`."""
     for name, content in documents.items():
-        _write(staging / name, content)
+        write(staging / name, content)
         files[name] = File(len(content), zlib.crc32(content))
     manifest = Manifest(step, weights_only, files, _tensors(stored, live, files))
     reached("before the manifest")
-    _write(staging / MANIFEST, manifest.render(), halfway="half a manifest")
+    write(staging / MANIFEST, manifest.render(), halfway="half a manifest")
     reached("after the manifest")
     for name, file in files.items():
         if (found := (staging / name).stat().st_size) != file.size:
             raise OSError(f"{name} has {found} bytes, {file.size} were written")
-    _fsync_folder(staging)
+    fsync_folder(staging)
     reached("before the rename")
     staging.rename(step_folder(root, step))
     reached("after the rename")
-    _fsync_folder(root)
+    fsync_folder(root)
     point_latest(root, step)
 
 
 def point_latest(root: Path, step: int) -> None:
     """Let `latest` name a step."""
     reached("before latest")
-    _write(root / ".latest.new", f"step-{step}\n".encode())
+    write(root / ".latest.new", f"step-{step}\n".encode())
     (root / ".latest.new").replace(root / "latest")
-    _fsync_folder(root)
+    fsync_folder(root)
     reached("after latest")
 
 
@@ -249,7 +266,7 @@ def delete(root: Path, step: int) -> None:
     reached("before a deletion")
     going = root / f".step-{step}.deleted"
     step_folder(root, step).rename(going)
-    _fsync_folder(root)
+    fsync_folder(root)
     (going / MANIFEST).unlink()
     reached("half a deletion")
     shutil.rmtree(going)
@@ -290,7 +307,7 @@ def _placement(tensor: torch.Tensor) -> str:
     return ", ".join(f"{name} {size}: {placement}" for name, size, placement in parts)
 
 
-def _write(path: Path, content: bytes, halfway: str = "") -> None:
+def write(path: Path, content: bytes, halfway: str = "") -> None:
     with path.open("wb") as file:
         file.write(content[: len(content) // 2])
         if halfway:
@@ -301,7 +318,7 @@ def _write(path: Path, content: bytes, halfway: str = "") -> None:
         os.fsync(file.fileno())
 
 
-def _fsync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -79,6 +79,11 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
+def export_folder(root: Path, step: int) -> Path:
+    """Where a run leaves its last weights in Hugging Face's format."""
+    return root / f"hf-step-{step}"
+
+
 def step_of(name: str) -> int | None:
     """The step of a folder's name; None for any name that is not exactly one that we write."""
     found = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)

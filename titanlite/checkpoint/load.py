@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -40,9 +41,7 @@ from titanlite.checkpoint.folder import (
     step_folder,
 )
 from titanlite.checkpoint.state import Numbers, Position, TrainingState
-from titanlite.errors import UserError, nearest
-
-_SHOWN = 8
+from titanlite.errors import UserError, nearest, some_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
 def _sound(key: str, folder: Path, full: bool, group: dist.ProcessGroup, resume: bool) -> Source:
     manifest, found = _verify(folder, full, group)
     if found or manifest is None:
-        raise UserError(f"{key}: {'; '.join(found[:_SHOWN])}")
+        raise UserError(f"{key}: {'; '.join(found[:8])}")
     if resume and manifest.weights_only:
         raise UserError(f"{key}: {folder} holds the weights alone, so a run can't go on from it")
     return _source(folder, manifest, resume)
@@ -131,7 +130,7 @@ def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifes
     return manifest, list(dict.fromkeys(fault for theirs in everyone for fault in theirs))
 
 
-def restore(source: Source, state: TrainingState, exclude: list[str], group: dist.ProcessGroup) -> None:
+def restore(source: Source, state: TrainingState, exclude: list[str], group: dist.ProcessGroup | None) -> None:
     """Load what a source has into the live tensors, all of it or nothing."""
     saved: dict[str, Any] = {
         name: (list(tensor.shape), tensor.dtype) for name, tensor in source.manifest.tensors.items()
@@ -145,13 +144,12 @@ def restore(source: Source, state: TrainingState, exclude: list[str], group: dis
         wanted |= dict.fromkeys(state.numbers(), "a number")
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
-    _check_patterns(exclude, {*saved, *wanted, DATA})
+    check_patterns(exclude, {*saved, *wanted, DATA})
     compared = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if found := list(_differences(saved, wanted, compared)):
-        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise UserError(
             f"{source.folder} does not fit this run; nothing was loaded. What may differ belongs into "
-            "checkpoint.exclude_from_loading:\n  " + "\n  ".join(found[:_SHOWN]) + more
+            f"checkpoint.exclude_from_loading:{some_of(found)}"
         )
     tensors = {name: tensor for name, tensor in live.items() if name in compared}
     _read(source.folder, source.manifest, tensors, group)
@@ -168,7 +166,7 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
-def _check_patterns(patterns: list[str], names: set[str]) -> None:
+def check_patterns(patterns: list[str], names: set[str]) -> None:
     for pattern in patterns:
         if not any(excluded(name, [pattern]) for name in names):
             close = nearest(pattern, names)
@@ -190,11 +188,19 @@ def _words(what: Any) -> str:
     return what if isinstance(what, str) else f"{what[1]} of shape {what[0]}"
 
 
-def load_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """A checkpoint's weights into a model that lies whole in this process, all of them or nothing."""
+    source = _source(folder, read_manifest(folder), resume=False)
+    restore(source, TrainingState([model], optimizer=None), [], group=None)
+
+
+def load_tensors(
+    folder: Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
+) -> dict[str, torch.Tensor]:
     """Whole tensors of a checkpoint of any mesh, in this process alone; all of them unless named."""
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     entries = {name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)}
-    tensors = {name: torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for name, entry in entries.items()}
+    tensors = {name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for name, entry in entries.items()}
     _read(folder, manifest, tensors, group=None)
     return tensors
 
@@ -231,7 +237,7 @@ class _Reader(dcp.FileSystemReader):
         places = {}
         for name, entry in self._manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-            properties = TensorProperties(dtype=_dtype(entry.dtype))
+            properties = TensorProperties(dtype=dtype_of(entry.dtype))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
                 if chunk.file not in self._manifest.files:
@@ -240,7 +246,7 @@ class _Reader(dcp.FileSystemReader):
         return Metadata(tensors, storage_data=places)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise Damaged(f'"{name}" is no type of a tensor')

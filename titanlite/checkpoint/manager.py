@@ -23,11 +23,22 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, load
-from titanlite.checkpoint.folder import CONFIG, ENVIRONMENT, STATE, committed, newest_whole, step_folder
+from titanlite.checkpoint.exchange import Abroad, export_live
+from titanlite.checkpoint.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    STATE,
+    committed,
+    export_folder,
+    newest_whole,
+    step_folder,
+)
+from titanlite.checkpoint.huggingface import Translation
 from titanlite.checkpoint.retention import superfluous
 from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.observe.run_folder import describe_environment, new_aside
 from titanlite.runtime.cluster import Place
@@ -119,7 +130,7 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- loading
 
-    def find(self) -> load.Source | None:
+    def find(self) -> load.Source | Abroad | None:
         """What the run begins from, verified; None for a fresh start."""
         settings = self.settings
         if self.group is None:
@@ -129,17 +140,25 @@ class Checkpoints:
             return load.at_step(self.root, settings.load_step, full, self.group)
         if self.enabled and (newest := load.newest_sound(self.root, full, self.group, self._log)):
             return newest
-        if path := settings.initial_load_path:
+        if (path := settings.initial_load_path) and settings.initial_load_in_hf:
+            open_folder = lambda: Abroad(Path(path), self._job.spec, self._job.model, settings.exclude_from_loading)  # noqa: E731
+            return commit.together(self.group, "checkpoint.initial_load_path", open_folder)
+        if path:
             return load.at_path(Path(path), full, self.group, settings.initial_load_model_only)
         return None
 
-    def restore(self, source: load.Source | None, state: TrainingState) -> None:
+    def restore(self, source: load.Source | Abroad | None, state: TrainingState) -> None:
         """Load it, and say what the run begins from."""
         if source is None:
             if self.enabled:
                 self._log.info(f"fresh: no checkpoint in {self.root}")
             return
         assert self.group is not None
+        if isinstance(source, Abroad):
+            source.fill(state.weights())
+            dist.barrier(self.group)
+            self._log.info(f"loaded Hugging Face weights from {source.folder}")
+            return
         load.restore(source, state, self.settings.exclude_from_loading, self.group)
         if not source.resume:
             self._log.info(f"loaded weights from {source.folder}")
@@ -307,6 +326,15 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in flight: a run that reached its target has its last checkpoint."""
         self._land()
+
+    def export(self, step: int, state: TrainingState, tokenizer: Tokenizer) -> None:
+        """Write the weights as they are in Hugging Face's format, beside the checkpoints."""
+        target, group = export_folder(self.root, step), self.group
+        assert group is not None
+        dtype = getattr(torch, self.settings.export_dtype)
+        translation = Translation(self._job.spec, self._job.model)
+        export_live(target, translation, state.weights(), dtype, tokenizer, group)
+        self._log.info(f"exported step {step} for Hugging Face: {target}")
 
     def abandon(self) -> None:
         """Wait for the save in flight where an error ends the run, which is then told instead of the save's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanlite.checkpoint.folder import committed, newest_whole, step_folder
+from titanlite.checkpoint.folder import committed, export_folder, newest_whole, step_folder
 from titanlite.config.schema import JobConfig
 from titanlite.observe.run_folder import move_previous_aside, move_previous_logs_aside
 
@@ -21,7 +21,10 @@ def already_there(config: JobConfig) -> str:
     newest = newest_whole(checkpoint_root(config))
     if newest is None or newest < steps:
         return ""
-    return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder"
+    root, missing = checkpoint_root(config), ""
+    if settings.last_save_in_hf and not (target := export_folder(root, newest)).exists():
+        missing = f"; its export is missing: titanlite checkpoint export {step_folder(root, newest)} {target}"
+    return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder{missing}"
 
 
 def make_way(config: JobConfig) -> str:

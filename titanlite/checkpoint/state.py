@@ -39,7 +39,8 @@ class Position:
 class TrainingState:
     """The tensors and numbers of one rank. The tensors are live: whoever wants them to stay copies them."""
 
-    def __init__(self, parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
+        """Without an optimizer there are the weights alone."""
         self._parts, self._optimizer = list(parts), optimizer
         self._learned: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
         self._names = {parameter: name for part in self._parts for name, parameter in part.named_parameters()}
@@ -80,6 +81,7 @@ class TrainingState:
     def _entries(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
         """Name, holder and value of everything in the optimizer's state. What does not exist yet is made, as zeros:
         before its first gradient a parameter has no state, and most new optimizers have none at all."""
+        assert self._optimizer is not None
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]

@@ -306,6 +306,24 @@ def _checkpoints_are_on_where_they_are_asked_for(judge: Judge) -> Faults:
 
 
 @_rule
+def _hugging_face_knows_the_model(judge: Judge) -> Faults:
+    settings, spec = judge.config.checkpoint, judge.spec
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(settings, key) and spec.hf is None:
+            yield (
+                f"checkpoint.{key}",
+                f"{spec.name} has no Hugging Face names; `titanlite checkpoint export --format safetensors` writes "
+                "plain files of any model's checkpoint",
+            )
+    if settings.last_save_in_hf and not settings.enable:
+        yield "checkpoint.last_save_in_hf", "nothing is saved with checkpoint.enable = false; set that to true"
+    if settings.initial_load_in_hf and not settings.initial_load_path:
+        yield "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path names no folder"
+    if settings.initial_load_in_hf and not settings.initial_load_model_only:
+        yield "checkpoint.initial_load_model_only", "a Hugging Face folder has the weights alone; leave it out"
+
+
+@_rule
 def _device_has_what_is_observed(judge: Judge) -> Faults:
     if judge.config.job.device == "cpu" and judge.config.profiling.enable_memory_snapshot:
         yield (
@@ -382,9 +400,6 @@ NOT_BUILT = {
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
     "quantize.linear.float8.enable": "float8",
-    "checkpoint.initial_load_in_hf": "reading Hugging Face's format",
-    "checkpoint.last_save_in_hf": "writing Hugging Face's format",
-    "checkpoint.export_dtype": "exporting weights",
     "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
 }

@@ -289,7 +289,7 @@ class Checkpoint(Section):
     initial_load_path: str = ""
     """Checkpoint to begin from where there is none to resume."""
     initial_load_in_hf: bool = False
-    """initial_load_path is in Hugging Face's format."""
+    """initial_load_path is a folder in Hugging Face's format."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path."""
     exclude_from_loading: list[str] = []
@@ -298,9 +298,9 @@ class Checkpoint(Section):
     last_save_model_only: bool = False
     """The last checkpoint holds the weights alone."""
     last_save_in_hf: bool = False
-    """Write the last weights in Hugging Face's format."""
+    """Write the last weights in Hugging Face's format as well, to hf-step-N beside the checkpoints."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of exported weights."""
+    """Type of exported weights, by last_save_in_hf or by `titanlite checkpoint export`."""
     enable_first_step_checkpoint: bool = False
     """Save after the first step as well."""
     on_failure: Literal["stop", "warn"] = "stop"

@@ -62,12 +62,3 @@ def allocator_tags(device: torch.device) -> dict[str, float]:
             "memory/num_ooms": stats["num_ooms"],
         }
     return tags
-
-
-def readable(size: float) -> str:
-    """Bytes in the unit that a person would use."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import __version__
 from titanlite.config.job import Job
-from titanlite.observe.memory import readable, state_bytes
+from titanlite.observe.memory import state_bytes
 from titanlite.registry import Rule
+from titanlite.words import readable
 
 _ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices", "whole": "other"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import local_part, shard_offset
-from titanlite.registry import Init, Rule
+from titanlite.registry import Init, ModelSpec, Rule, assign
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
@@ -40,6 +41,14 @@ def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
         setattr(model.get_submodule(module), attribute, model.get_parameter(first))
 
 
+def skeleton(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
+    """A model on the meta device, and each parameter's row of its table."""
+    with torch.device("meta"):
+        model = spec.module(flavor, positions)
+    names = [name for name, _ in model.named_parameters()]
+    return model, assign(spec.rules(flavor), names, ties=shared_names(model))
+
+
 def materialise(
     model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
 ) -> None:
@@ -47,6 +56,14 @@ def materialise(
 
     With `in_host_memory` its parameters live on the CPU; buffers are always on `device`, where they are used.
     """
+    allocate(model, device, in_host_memory)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, table[name].init, seed)
+
+
+def allocate(model: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
+    """Give a model on the meta device memory, with buffers filled and parameters yet without values."""
     ties = shared_names(model)
     model.to_empty(device="cpu" if in_host_memory else device)
     for module in model.modules() if in_host_memory else ():
@@ -54,8 +71,6 @@ def materialise(
             setattr(module, name, torch.empty_like(buffer, device=device))
     tie(model, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill(parameter, name, table[name].init, seed)
         for name, module in model.named_modules():
             if reset := getattr(module, "reset_buffers", None):
                 reset()

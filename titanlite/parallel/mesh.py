@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.layout import DIMENSIONS, Layout
+from titanlite.registry import Box
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,9 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's part begins in the full tensor."""
     place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(place[1])
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """Where this rank's part lies in the full tensor."""
+    offset = shard_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+    return tuple(slice(start, start + size) for start, size in zip(offset, local_part(tensor).shape, strict=True))

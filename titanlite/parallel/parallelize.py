@@ -11,18 +11,14 @@ from titanlite.config.check import sharding_does_something
 from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel import agree, compile, fsdp, keep_whole, recompute, tensor
-from titanlite.parallel.init import materialise, shared_names
+from titanlite.parallel.init import materialise, skeleton
 from titanlite.parallel.mesh import Mesh
-from titanlite.registry import Rule, assign
+from titanlite.registry import Rule
 
 
 def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
     """The model on the meta device, in training.dtype, frozen where asked; and each parameter's row of its table."""
-    with torch.device("meta"):
-        model = job.spec.module(job.model, job.positions)
-    table = assign(
-        job.spec.rules(job.model), [name for name, _ in model.named_parameters()], ties=shared_names(model)
-    )
+    model, table = skeleton(job.spec, job.model, job.positions)
     for parameter in model.parameters():  # buffers keep their own types
         parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
     for name in _matching(model, "model.freeze", job.config.model.freeze):

@@ -1,0 +1,380 @@
+"""Hugging Face folders: bit-equal out and in, the published function, the same bytes from any mesh, or a refusal."""
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.saved import everyone, keeping_log
+from tests.jobs import PARROT, TINY, job, trainer, weights
+from titanlite.checkpoint import safefiles
+from titanlite.checkpoint.commit import SaveFailed
+from titanlite.checkpoint.exchange import Abroad, export, export_live
+from titanlite.checkpoint.huggingface import Translation, documents
+from titanlite.config.load import ConfigError
+from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.errors import UserError
+from titanlite.models import gpt2, llama3
+from titanlite.models.common import RopeScaling
+from titanlite.parallel.init import fill, materialise, skeleton
+from titanlite.registry import normal
+
+SPECS = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC}
+SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm_eps=1e-5)
+
+
+def narrow(flavor: Any) -> Any:
+    """A flavour's shape, with its heads, ties and scaling, at a width that a test can afford."""
+    sizes: dict[str, Any] = {"dim": 4 * flavor.n_heads, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}
+    if isinstance(flavor, llama3.LlamaConfig):
+        scaling = flavor.rope_scaling and dataclasses.replace(flavor.rope_scaling, original_positions=64)
+        sizes |= {"hidden_dim": 48, "rope_scaling": scaling}
+    return dataclasses.replace(flavor, **sizes)
+
+
+CASES = {f"{name} {flavor}": (spec, narrow(c)) for name, spec in SPECS.items() for flavor, c in spec.flavors.items()}
+CASES["llama3 tied"] = llama3.SPEC, dataclasses.replace(SMALL, tied=True)
+
+
+def build(spec: Any, flavor: Any) -> torch.nn.Module:
+    """A model with values that are far from the initial ones: norms and biases count."""
+    model, table = skeleton(spec, flavor, 200)
+    materialise(model, table, 0, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, normal(0.05), seed=1)
+            if name.endswith("norm.weight"):
+                parameter += 1
+    return model.eval()
+
+
+def written(
+    spec: Any, flavor: Any, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = 9999
+) -> dict[str, torch.Tensor]:
+    """Export random weights; what they are here."""
+    live = {name: p.detach() for name, p in build(spec, flavor).named_parameters()}
+    translation = Translation(spec, flavor)
+    beside = documents(translation.config, dtype, ByteTokenizer())
+    export(folder, translation.outputs(dtype), beside, live.__getitem__, file_bytes=file_bytes)
+    return live
+
+
+def from_transformers(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_go_out_and_in_bit_by_bit_and_transformers_computes_the_same(case, tmp_path):
+    spec, flavor = CASES[case]
+    live = written(spec, flavor, tmp_path / "out")
+    abroad = Abroad(tmp_path / "out", spec, flavor)
+    assert all(torch.equal(abroad.read(name), live[name]) for name in live)
+    theirs = from_transformers(tmp_path / "out")
+    tokens = torch.randint(99, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, logits = build(spec, flavor)(tokens), theirs(tokens).logits
+    assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5
+    theirs.save_pretrained(tmp_path / "back")  # and what transformers writes is read
+    back = Abroad(tmp_path / "back", spec, flavor)
+    assert all(torch.equal(back.read(name), live[name]) for name in live)
+
+
+def test_a_tied_output_layer_is_not_written_and_an_untied_one_is(tmp_path):
+    for tied in (True, False):
+        written(llama3.SPEC, dataclasses.replace(SMALL, tied=tied), tmp_path / f"{tied}")
+        names = json.loads((tmp_path / f"{tied}" / safefiles.INDEX).read_text())["weight_map"]
+        assert ("lm_head.weight" in names) != tied
+
+
+def test_any_box_of_any_tensor_is_what_the_whole_tensor_has_there(tmp_path):
+    for case in ("llama3 8B", "gpt2 124M"):
+        spec, flavor = CASES[case]
+        live = written(spec, flavor, tmp_path / case)
+        translation, reader = Translation(spec, flavor), safefiles.Reader(tmp_path / case)
+        for name, tensor in live.items():
+            box = tuple(slice(size // 3, max(size // 3 + 1, 2 * size // 3)) for size in tensor.shape)
+            assert torch.equal(translation.read(name, box, reader.read), tensor[box]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_type_of_exported_weights_is_the_one_asked_for(dtype, tmp_path):
+    live = written(llama3.SPEC, SMALL, tmp_path / "out", dtype)
+    abroad = Abroad(tmp_path / "out", llama3.SPEC, SMALL)
+    assert all(torch.equal(abroad.read(name), live[name].to(dtype)) for name in live)
+    assert from_transformers(tmp_path / "out").dtype == dtype
+
+
+def test_an_export_holds_one_tensor_at_a_time(tmp_path):
+    live = dict(build(gpt2.SPEC, narrow(gpt2.FLAVORS["124M"])).named_parameters())
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def fetch(name: str) -> torch.Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        tensor = live[name].detach().clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    outputs = Translation(gpt2.SPEC, narrow(gpt2.FLAVORS["124M"])).outputs(torch.float32)
+    export(tmp_path / "out", outputs, {}, fetch, file_bytes=1 << 30)
+    assert most <= 3, "those that are joined, and the one that is written"
+
+
+def exported(argv: list[str], folder: str, dtype: str) -> None:
+    """A run's initial weights, which are the same on any mesh, in many small files."""
+    run = trainer(argv, folder)
+    translation = Translation(run.job.spec, run.job.model)
+    target, live = Path(folder) / "out", run.state.weights()
+    export_live(target, translation, live, getattr(torch, dtype), run.tokenizer, everyone(), file_bytes=3000)
+
+
+@pytest.mark.parametrize("model", ["llama3", "gpt2"])
+def test_four_ranks_write_the_same_bytes_as_one(pool, tmp_path, model):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2"] if model == "llama3" else [*GPT2]
+    tp = "--parallelism.tensor_parallel_degree=2"
+    pool.run(exported, [*argv, tp], str(tmp_path / "four"), "bfloat16", world=4)
+    pool.run(exported, argv, str(tmp_path / "one"), "bfloat16", world=1)
+    names = sorted(path.name for path in (tmp_path / "one/out").iterdir())
+    assert len([name for name in names if name.endswith("safetensors")]) > 4
+    assert names == sorted(path.name for path in (tmp_path / "four/out").iterdir())
+    for name in names:
+        assert (tmp_path / "one/out" / name).read_bytes() == (tmp_path / "four/out" / name).read_bytes(), name
+
+
+GPT2 = [*TINY[: -len("dim n_layers n_heads n_kv_heads hidden_dim".split())], "--model.name=gpt2"]
+GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()]
+
+
+def begun(argv: list[str], folder: str) -> dict[str, Any]:
+    """A run's weights at its start, what it said, and how many numbers this rank read of files."""
+    log, lines = keeping_log()
+    read, elements = safefiles.Reader.read, 0
+
+    def counting(self: Any, name: str, box: Any) -> torch.Tensor:
+        nonlocal elements
+        found = read(self, name, box)
+        elements += found.numel()
+        return found
+
+    safefiles.Reader.read = counting  # type: ignore[method-assign]
+    try:
+        run = trainer(argv, folder, log)
+    except UserError as error:
+        return {"error": str(error)}
+    finally:
+        safefiles.Reader.read = read  # type: ignore[method-assign]
+    return {"weights": weights(run), "log": lines, "elements": elements, "step": run.step}
+
+
+@pytest.mark.parametrize("model", ["llama3", "gpt2"])
+def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2"] if model == "llama3" else GPT2
+    spec, flavor = SPECS[model], job(argv, 1).model
+    live = written(spec, flavor, tmp_path / "hf")
+    argv = [*argv, "--parallelism.tensor_parallel_degree=2", "--checkpoint.initial_load_in_hf"]
+    argv += [f"--checkpoint.initial_load_path={tmp_path}/hf"]
+    total = sum(tensor.numel() for tensor in live.values())
+    for found in pool.run(begun, argv, str(tmp_path / "run"), world=4):
+        assert all(torch.equal(found["weights"][name], live[name]) for name in live)
+        assert f"loaded Hugging Face weights from {tmp_path}/hf" in found["log"] and found["step"] == 0
+        assert found["elements"] < 0.4 * total, "a quarter, and what all ranks hold"
+
+
+def test_what_is_excluded_may_be_missing(pool, tmp_path):
+    flavor = job(TINY, 1).model
+    written(llama3.SPEC, flavor, tmp_path / "hf", file_bytes=1 << 20)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    (tmp_path / "hf" / safefiles.INDEX).unlink()
+    save_file(tensors, tmp_path / "hf" / safefiles.SINGLE)
+    argv = [*TINY, "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
+    (found,) = pool.run(begun, argv, str(tmp_path / "a"), world=1)
+    assert "lm_head.weight: missing" in found["error"] and "nothing was read" in found["error"]
+    argv += ["--checkpoint.exclude_from_loading=['model.output.weight']"]
+    (found,) = pool.run(begun, argv, str(tmp_path / "b"), world=1)
+    assert torch.equal(found["weights"]["norm.weight"], tensors["model.norm.weight"])
+
+
+def spoilt(folder: Path, how: str) -> None:
+    """Make a folder wrong or partial."""
+    first, last = sorted(folder.glob("*.safetensors"))[0], sorted(folder.glob("*.safetensors"))[-1]
+    config, index = folder / "config.json", folder / safefiles.INDEX
+    if how == "file missing":
+        last.unlink()
+    elif how == "file cut":
+        os.truncate(last, last.stat().st_size - 10)
+    elif how == "not in its file":
+        table = json.loads(index.read_text())
+        table["weight_map"]["model.norm.weight"] = first.name
+        index.write_text(json.dumps(table))
+    elif how == "outside":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
+    elif how == "heads":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 8}))
+    elif how == "no index":
+        index.unlink()
+    else:
+        tensors = load_file(last)
+        name = sorted(tensors)[0]
+        if how == "integers":
+            tensors[name] = tensors[name].to(torch.int8)
+        if how == "misshapen":
+            tensors[name] = torch.zeros(3, 3)
+        if how == "unexpected":
+            tensors["model.layers.7.bias"] = torch.zeros(3)
+        save_file(tensors, last)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("file missing", "lm_head.weight: missing"),
+        ("file cut", "safetensors: "),
+        ("not in its file", "model.norm.weight: the index has it in model-00001-of-"),
+        ("outside", "is no name of a file"),
+        ("heads", "config.json: num_attention_heads 8, 4 here"),
+        ("no index", "has neither model.safetensors.index.json nor model.safetensors"),
+        ("integers", ": I8, and weights are one of F64, F32, BF16, F16"),
+        ("misshapen", ": of shape [3, 3], ["),
+        ("unexpected", "model.layers.7.bias: unexpected"),
+    ],
+)
+def test_a_wrong_or_partial_folder_is_named(tmp_path, how, says):
+    written(llama3.SPEC, SMALL, tmp_path / "hf")
+    spoilt(tmp_path / "hf", how)
+    with pytest.raises(UserError) as caught:
+        Abroad(tmp_path / "hf", llama3.SPEC, SMALL)
+    assert says in str(caught.value) and str(tmp_path / "hf") in str(caught.value)
+
+
+def test_a_folder_of_the_model_without_its_head_class_is_read(tmp_path):
+    """As the hub's GPT-2: names without "transformer.", and masks among the tensors."""
+    flavor = narrow(gpt2.FLAVORS["124M"])
+    live = written(gpt2.SPEC, flavor, tmp_path / "hf", file_bytes=1 << 30)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    (tmp_path / "hf" / safefiles.INDEX).unlink()
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "hf" / safefiles.SINGLE)
+    abroad = Abroad(tmp_path / "hf", gpt2.SPEC, flavor)
+    assert all(torch.equal(abroad.read(name), live[name]) for name in live)
+
+
+def test_an_export_that_fails_leaves_the_older_one_and_nothing_else(tmp_path):
+    written(llama3.SPEC, SMALL, tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    outputs = Translation(llama3.SPEC, SMALL).outputs(torch.float32)
+
+    def fetch(name: str) -> torch.Tensor:
+        if name == "norm.weight":
+            raise OSError("the disk is gone")
+        return torch.zeros(Translation(llama3.SPEC, SMALL).shapes[name])
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        export(tmp_path / "hf", outputs, {}, fetch)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    written(llama3.SPEC, dataclasses.replace(SMALL, n_layers=1), tmp_path / "hf", file_bytes=1 << 30)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
+    """What an export says on this rank when another's disk is full."""
+    run = trainer(argv, folder)
+    add = safefiles.Writer.add
+
+    def full_disk(self: Any, tensor: torch.Tensor) -> None:
+        if run.place.rank == culprit and "model-00002" in str(self._files):
+            raise OSError(28, "No space left on device")
+        add(self, tensor)
+
+    safefiles.Writer.add = full_disk  # type: ignore[method-assign]
+    try:
+        translation, live = Translation(run.job.spec, run.job.model), run.state.weights()
+        target = Path(folder) / "out"
+        export_live(target, translation, live, torch.float32, run.tokenizer, everyone(), file_bytes=3000)
+    except SaveFailed as error:
+        return str(error)
+    finally:
+        safefiles.Writer.add = add  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(pool, tmp_path):
+    for said in pool.run(fails_on_one, TINY, str(tmp_path), 1, world=2):
+        assert f"the export to {tmp_path}/out failed on rank 1: OSError: " in said and "No space left" in said
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def trained(argv: list[str], folder: str) -> dict[str, Any]:
+    log, lines = keeping_log()
+    run = trainer(argv, folder, log)
+    run.train()
+    return {"weights": weights(run), "log": lines}
+
+
+def test_the_last_weights_are_exported_where_that_is_asked(pool, tmp_path):
+    tokenizer = tmp_path / "assets"
+    tokenizer.mkdir()
+    argv = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16"]
+    found = pool.run(trained, argv, str(tmp_path), world=2)[0]
+    target = tmp_path / "checkpoint/hf-step-3"
+    assert f"exported step 3 for Hugging Face: {target}" in found["log"]
+    abroad = Abroad(target, llama3.SPEC, job(TINY, 1).model)
+    for name, tensor in found["weights"].items():
+        assert torch.equal(abroad.read(name), tensor.to(torch.bfloat16))
+    assert json.loads((target / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def test_tokenizer_files_go_along_and_name_the_end(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    from titanlite.data.tokenizer import JsonTokenizer
+
+    Tokenizer(models.WordLevel({"a": 0, "<|end_of_text|>": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    found = documents({}, torch.float32, JsonTokenizer(tmp_path))
+    assert found["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    assert found.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert json.loads(found["config.json"])["eos_token_id"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], "parrot has no Hugging Face names"),
+        ([*PARROT, "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"], "--format safetensors"),
+        ([*TINY, "--checkpoint.last_save_in_hf"], "nothing is saved with checkpoint.enable = false"),
+        ([*TINY, "--checkpoint.initial_load_in_hf"], "initial_load_path names no folder"),
+        (
+            f"{' '.join(TINY)} --checkpoint.initial_load_in_hf --checkpoint.initial_load_path=x "
+            "--checkpoint.no_initial_load_model_only".split(),
+            "a Hugging Face folder has the weights alone",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(words, says):
+    words = words.split() if isinstance(words, str) else words
+    with pytest.raises(ConfigError, match=says):
+        job(words, world=1)
+
+
+def test_a_scaled_and_a_plain_rope_are_told_apart(tmp_path):
+    written(llama3.SPEC, SMALL, tmp_path / "hf")
+    scaled = dataclasses.replace(SMALL, rope_scaling=RopeScaling())
+    with pytest.raises(UserError, match="config.json: rope_scaling null, "):
+        Abroad(tmp_path / "hf", llama3.SPEC, scaled)
+    shutil.rmtree(tmp_path / "hf")
