@@ -13,11 +13,13 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite config [--config FILE.toml …] [--section.key VALUE …]   print the resolved config
                    [--world N]                                        judged for N ranks, not the fewest
                    [--schedule]                                       which FSDP group gathers which ahead
+                   [--placements]                                     the mesh, its nodes, where parameters lie
                    [--schema | --markdown]                            JSON schema of configs; docs/config.md
 
   titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
   titanlite data show FOLDER                                        what a prepared folder holds
   titanlite download REPO [--only tokenizer|weights] [--to FOLDER]  from the Hugging Face hub, into assets/hf
+  titanlite verify [--model NAME] [--full] [--fault NAME|list]      is training on every mesh equal to one process?
   titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
 
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
@@ -56,13 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         from titanlite.data.download import download
 
         return download(rest)
+    if verb == "verify":
+        from titanlite.verify.command import verify
+
+        return verify(rest)
     if verb == "plot":
         from titanlite.observe.plot import plot
 
         return plot(rest)
     from titanlite.errors import nearest
 
-    close = nearest(verb, ("train", "config", "data", "download", "plot", "help"))
+    close = nearest(verb, ("train", "config", "data", "download", "verify", "plot", "help"))
     hint = f"; did you mean {close}?" if close else ""
     print(
         f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",
@@ -96,8 +102,8 @@ def _config(words: list[str]) -> int:
         return 0
     if {"--help", "-h"} & set(words):
         return _help()
-    schedule = "--schedule" in words
-    words = [word for word in words if word != "--schedule"]
+    schedule, placements = "--schedule" in words, "--placements" in words
+    words = [word for word in words if word not in ("--schedule", "--placements")]
     world: int | None = None
     if "--world" in words:
         at = words.index("--world")
@@ -115,6 +121,17 @@ def _config(words: list[str]) -> int:
         from titanlite.parallel import prefetch
 
         print(prefetch.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+        return 0
+    if placements:
+        from titanlite.errors import UserError
+        from titanlite.parallel.placements import describe
+
+        per_node = os.environ.get("NGPU", "")
+        try:
+            print(describe(job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)))
+        except UserError as error:
+            print(f"titanlite: {error}", file=sys.stderr)
+            return 2
         return 0
     ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
     print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")

@@ -13,6 +13,7 @@ from titanlite.runtime.determinism import derive_seed
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # a text that grows is not worth compiling for
 def generate(
     model: nn.Module,
     tokenizer: Tokenizer,

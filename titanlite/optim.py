@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
 from titanlite.errors import UserError
@@ -40,10 +41,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over both groups; its learning rate is set before every step."""
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
+        {"params": alike, "weight_decay": decay}
+        for named, decay in ((decayed, config.weight_decay), (exempt, 0.0))
+        # One kernel can't take sharded tensors together with whole ones.
+        for sharded in (True, False)
+        if (alike := [item for item in named if isinstance(item[1], DTensor) == sharded])
     ]
-    groups = [group for group in groups if group["params"]]
     flags = {name: name == implementation(config) for name in ("fused", "foreach")}
     if config.name == "SGD":
         return torch.optim.SGD(groups, lr=config.lr, **flags)

@@ -42,6 +42,8 @@ from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
 from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
+from titanlite.parallel import keep_whole, tensor
+from titanlite.parallel.agree import check_replicas
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model, parallelize
 from titanlite.runtime.cluster import Place
@@ -111,7 +113,7 @@ class Trainer:
         self.flops = flops_per_token(
             model.named_parameters(), self.table, self.job.shape, self.job.config.training.seq_len
         )
-        parallelize(model, self.job, self.mesh, self.table, self.seed, self.device)
+        self.kept_whole = parallelize(model, self.job, self.mesh, self.table, self.seed, self.device)
         self.parts: list[nn.Module] = [model]  # a pipeline rank will hold several
         self.defers_sync = self.job.config.parallelism.defer_gradient_sync
         settings = self.job.config.compile
@@ -129,6 +131,8 @@ class Trainer:
         """Take the state, and the place in the run and in the data, from where the run begins."""
         self.state = TrainingState(self.parts, self.optimizer)
         self.checkpoints.restore(self.source, self.state)
+        if self.source:
+            check_replicas(self.parts[0], "after loading", self.device)
         if self.resumed:
             saved = self.resumed.position
             self.step, self.tokens = saved.step, saved.tokens
@@ -211,7 +215,7 @@ class Trainer:
                 if self.checkpoints.due(self.step, self._is_logged()):
                     self.save()
                 self._log_saves()
-                with self.clock.paused():  # writing a trace is no step's time
+                with self.clock.paused("profiling"):  # writing a trace is no step's time
                     profiler.step(self.step)
 
     def train_step(self) -> None:
@@ -224,7 +228,7 @@ class Trainer:
         loss = self.forward_backward(micro_batches, valid_tokens)
         with record_function("gradient norm"):
             norm = clip_grad_norm(self.trained, config.training.max_norm)
-        self.finite.record(self.step, loss, norm)
+        self.finite.record(self.step, loss, norm.to(self.device))  # offloaded gradients have theirs on the CPU
         with record_function("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, self.step)
@@ -269,12 +273,15 @@ class Trainer:
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
+        tensor.sum_gradients(self.trained)
+        reduction = getattr(torch, self.job.config.training.mixed_precision_reduce)
+        keep_whole.sum_gradients(self.kept_whole, self.mesh.loss, reduction)
         return total
 
     @record_function("validation")
     def validate(self) -> None:
         """Log the loss on held-out data."""
-        with self.clock.paused():
+        with self.clock.paused("validation"):
             loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
             self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
             for sink in self.sinks:
@@ -282,7 +289,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save the state as it is after this step."""
-        with self.clock.paused():
+        with self.clock.paused("checkpoint"):
             self.finite.settle()  # nothing of a step that was not finite is kept
             epoch = self.consumed // self.data.samples if self.data.samples else 0
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.document import help_text, json_schema, markdown
-from titanlite.config.job import job_from
-from titanlite.config.load import parse_command_line, shipped_configs
+from titanlite.config.load import shipped_configs
 from titanlite.config.schema import keys
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
 
@@ -37,8 +36,7 @@ def test_the_differences_from_torchtitan_name_existing_keys():
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_a_shipped_config_is_sound_and_names_its_schema(name):
-    job_from(parse_command_line(["--config", name], {}), world=8, training=True)
+def test_a_shipped_config_names_its_schema(name):
     text = (ROOT / "train_configs" / name).read_text()
     assert text.startswith("#:schema ../docs/config.schema.json")
     assert json.loads(json_schema())["properties"].keys() >= {"job", "training"}

@@ -26,11 +26,9 @@ BEHIND = {  # a technique that is not built yet, and the section that only tunes
     "quantize.linear.float8.enable": "quantize.linear.float8.",
 }
 BEHIND_KEYS = {
-    "parallelism.disable_loss_parallel": "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
-    "activation_checkpoint.memory_budget": "activation_checkpoint.mode",
 }
 
 
@@ -182,11 +180,18 @@ REFUSED = {  # flipped to a value that can't be honoured here
 # Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
 LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
+TENSOR = "tests/parallel/test_tensor.py::"
 ELSEWHERE = {
+    "parallelism.tensor_parallel_degree": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
+    "parallelism.disable_loss_parallel": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
+    "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_what_it_lacks",
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_asked_is_hsdp_had",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_the_recorded_forward_order_is_the_declared_one",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",
     "parallelism.fsdp_blocks_per_group": ACTIVE + "test_blocks_in_one_group_share_a_gather",
+    "parallelism.fsdp_keep_whole": ACTIVE + "test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step",
+    "training.enable_cpu_offload": ACTIVE + "test_offload_asked_is_offload_had_on_one_rank_too",
+    "activation_checkpoint.memory_budget": ACTIVE + "test_a_memory_budget_is_kept_and_leaks_nowhere",
     "parallelism.defer_gradient_sync": ACTIVE + "test_deferring_reduces_once_a_step",
     "activation_checkpoint.mode": ACTIVE + "test_recomputing_computes_again_what_it_says",
     "activation_checkpoint.selective_ac_option": ACTIVE + "test_recomputing_computes_again_what_it_says",

@@ -25,7 +25,7 @@ def test_steps_are_timed_without_what_is_paused():
             time.seconds += 0.25
         time.seconds += seconds - 0.25
         clock.step_done()
-        with clock.paused():
+        with clock.paused("pause"):
             time.seconds += 1000
     assert clock.seconds == pytest.approx(10.5) and clock.data_seconds == pytest.approx(0.25)
     assert clock.percentile(50) == pytest.approx(10.5) and clock.percentile(95) == pytest.approx(19.05)
@@ -60,6 +60,26 @@ def recompiles(sizes: list[int]) -> list[int]:
 
 def test_recompiles_are_counted_from_the_first_step_on(pool):
     assert pool.run(recompiles, [3, 3, 4, 4, 5, 3], world=1) == [[0, 0, 1, 1, 2, 2]]
+
+
+def recompiles_of_pauses(sizes: list[int]) -> list[int]:
+    """The count after each step, where a pause of one kind follows each with a batch of that size."""
+    torch.compiler.reset()
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
+    clock = StepClock()
+    found = []
+    for size in sizes:
+        compiled(torch.ones(2, 2))
+        clock.step_done()
+        found.append(clock.recompiles)
+        with clock.paused("validation"):
+            compiled(torch.ones(size, 2))
+    torch.compiler.reset()
+    return found
+
+
+def test_the_first_pause_of_a_kind_is_its_warm_up_and_no_recompile(pool):
+    assert pool.run(recompiles_of_pauses, [3, 3, 4, 3], world=1) == [[0, 0, 0, 1]]
 
 
 def test_every_record_has_the_percentiles_and_the_wait(pool, tmp_path):

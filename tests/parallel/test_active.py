@@ -1,22 +1,27 @@
 """What was asked for is had: seen in the recorded collectives and operations, never in the settings."""
 
+import json
+import re
 import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.jobs import QUIET, TINY, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.loss import count_valid
 from titanlite.observe.clock import compiled_graphs
 from titanlite.parallel.prefetch import schedule
+from titanlite.runtime.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
 GPT2 = "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 --model.overrides.n_heads=2".split()
@@ -169,7 +174,7 @@ def test_the_schedule_is_data_that_can_be_read():
 def test_the_config_verb_prints_the_schedule_without_torch():
     code = (
         "import sys, titanlite.cli as c; "
-        "c.main('config --schedule --world 2 --parallelism.fsdp_forward_prefetch 2'.split()); "
+        "c.main('config --schedule --parallelism.fsdp_forward_prefetch 2'.split()); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -228,8 +233,7 @@ def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
         return graph.forward
 
     torch._dynamo.register_backend(backend, name=name)
-    validation = ["--validation.enable", "--validation.freq=2", "--validation.steps=1"]
-    run = trainer([*FOUR_LAYERS, *validation, "--training.steps=6", *argv], folder)
+    run = trainer([*FOUR_LAYERS, "--training.steps=6", *argv], folder)
     counts: list[int] = []
     step = run.train_step
 
@@ -250,8 +254,43 @@ def test_compiling_compiles_what_was_named_and_never_again(pool, tmp_path, compo
     name = "_".join(sorted(expected))
     argv = ("--compile.enable", f"--compile.backend={name}", f"--compile.components={components}")
     names, later = pool.run(compiled, str(tmp_path), name, *argv, world=2)[0]
-    assert names == expected
-    assert sum(later[2:]) == 0, "only the first validation, which needs no gradients, may add graphs"
+    assert names == expected and later == [0] * 5
+
+
+def validated(folder: str) -> list[int]:
+    """Graphs that each validation added, and the sample at the end."""
+    torch.compiler.reset()
+    (Path(folder) / "text.txt").write_text("a few words, " * 19)
+    held_out = ["--validation.dataset=text", f"--validation.dataset_path={folder}/text.txt"]
+    validation = [*held_out, "--validation.enable", "--validation.freq=2", "--validation.local_batch_size=3"]
+    sample = ["--generate.at_end", "--generate.tokens=20"]
+    compiling = ["--compile.enable", "--compile.backend=aot_eager", "--metrics.log_freq=1", "--training.steps=6"]
+    run = trainer([*TINY, *compiling, *validation, *sample], folder)
+    added: list[int] = []
+
+    def count(name: str) -> None:
+        original = getattr(run, name)
+
+        def counted() -> None:
+            before = compiled_graphs()
+            original()
+            added.append(compiled_graphs() - before)
+
+        setattr(run, name, counted)
+
+    count("validate")
+    count("show_sample")
+    run.train()
+    return added
+
+
+def test_after_its_warm_up_nothing_is_compiled_again_and_the_metrics_say_so(pool, tmp_path):
+    """The first step is the warm-up of training, the first validation that of validation: it needs no gradients. Its
+    last batch is not full (15 windows for batches of six), and a sample grows by a token at a time."""
+    added = pool.run(validated, str(tmp_path), world=2)[0]
+    assert added == [1, 0, 0, 0]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["recompiles"] for record in records if "loss" in record] == [0] * 6
 
 
 def test_without_compile_nothing_is_compiled(pool, tmp_path):
@@ -262,3 +301,80 @@ def test_without_compile_nothing_is_compiled(pool, tmp_path):
 def test_what_only_sharding_does_is_refused_on_one_rank(key):
     with pytest.raises(ConfigError, match="nothing to gather on one rank"):
         job([*TINY, f"--parallelism.{key}"], 1)
+
+
+KEPT = "--parallelism.fsdp_keep_whole"
+
+
+def test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step(pool, tmp_path):
+    """The embedding's group has nothing left to gather; a block lacks its norms, and still gathers once."""
+    whole = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
+    found = seen(pool, tmp_path, whole, accumulation=3)["counts"]
+    groups = GROUPS - 1
+    assert found == {"gather 2": 3 * (2 * groups - 1), "scatter 2": 3 * groups, "all_reduce 2": 1}
+    replicated = "--parallelism.data_parallel_replicate_degree=2"
+    found = seen(pool, tmp_path, whole, replicated, world=4)["counts"]
+    assert found == {"gather 2": 2 * groups - 1, "scatter 2": groups, "all_reduce 2": groups, "all_reduce 4": 1}
+
+
+def test_keeping_whole_is_refused_where_it_would_do_nothing(pool, tmp_path):
+    kept = f"{KEPT}=['norm.*']"
+    for world, replicas in ((1, 1), (2, 2)):
+        with pytest.raises(ConfigError, match="whole on every rank already"):
+            job([*TINY, kept, f"--parallelism.data_parallel_replicate_degree={replicas}"], world)
+    with pytest.raises(ConfigError, match="one or the other"):
+        job([*TINY, kept, "--training.enable_cpu_offload"], 2)
+    for pattern, says in (("nothing.*", '"nothing.*" matches no parameter'), ("*", "matches every parameter")):
+        with pytest.raises(RankFailed, match=re.escape(says)):
+            pool.run(record, [*TINY, f"{KEPT}=['{pattern}']"], str(tmp_path), world=2)
+
+
+def saved_bytes(folder: str, *argv: str) -> tuple[int, float]:
+    """Bytes that a compiled forward pass keeps for its backward pass; the budget that others see meanwhile."""
+    torch.compiler.reset()
+    local = f"--training.local_batch_size={SAMPLES}"
+    run = trainer([*FOUR_LAYERS, local, *FLOAT64, "--compile.enable", "--compile.backend=aot_eager", *argv], folder)
+    (batch,) = micro_batches(*ragged_batch(), run.share)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run.parts[0](batch.tokens, batch.positions, batch.documents).sum()
+    return sum(kept.values()), torch._functorch.config.activation_memory_budget
+
+
+def test_a_memory_budget_is_kept_and_leaks_nowhere(pool, tmp_path):
+    def kept(*argv: str) -> int:
+        size, elsewhere = pool.run(saved_bytes, str(tmp_path), *argv, world=1)[0]
+        assert elsewhere == 1.0
+        return size
+
+    budget = "--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget"
+    sizes = [kept(budget[0], f"{budget[1]}={share}") for share in (0.0, 0.3, 0.6, 1.0)]
+    assert sizes == sorted(set(sizes)), "a larger budget keeps more"
+    assert sizes[-1] == kept(), "a whole budget keeps what no budget keeps"
+
+
+def test_a_memory_budget_that_nobody_would_keep_is_refused():
+    budget = [*TINY, "--activation_checkpoint.mode=memory_budget"]
+    for argv in ([], ["--compile.enable", "--compile.components=['loss']"]):
+        with pytest.raises(ConfigError, match="set compile.enable, with"):
+            job([*budget, *argv], 1)
+    with pytest.raises(ConfigError, match='use "inductor" or "aot_eager"'):
+        job([*budget, "--compile.enable", "--compile.backend=eager"], 1)
+
+
+def offload_policies(folder: str) -> set[str]:
+    """By what policies FSDP2 moves parameters; a step must run with them."""
+    run = trainer([*TINY, "--training.enable_cpu_offload", "--training.steps=1"], folder)
+    run.train()
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in run.parts[0].modules() if isinstance(m, FSDPModule)]
+    return {type(group.offload_policy).__name__ for group in groups if group}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_offload_asked_is_offload_had_on_one_rank_too(pool, tmp_path, world):
+    assert pool.run(offload_policies, str(tmp_path), world=world)[0] == {"CPUOffloadPolicy"}

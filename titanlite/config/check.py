@@ -25,14 +25,18 @@ RETRIES = 5
 
 
 def sharding_does_something(layout: Layout, training: Any) -> bool:
-    """FSDP2 over one rank is worth its cost only where it casts parameters."""
-    return layout.fsdp * layout.dp_replicate > 1 or training.mixed_precision_param != training.dtype
+    """FSDP2 over one rank is worth its cost only where it casts parameters, or fetches them from host memory."""
+    casts = training.mixed_precision_param != training.dtype
+    return layout.fsdp * layout.dp_replicate > 1 or casts or training.enable_cpu_offload
 
 
 def is_streamed(dataset: str) -> bool:
     """Whether a data set is streamed from the Hugging Face hub."""
     return dataset in STREAMS or "/" in dataset
 
+
+BUDGETING_BACKENDS = ("inductor", "aot_eager")
+"""Compiler backends that honour an activation memory budget."""
 
 Faults = Iterator[tuple[str, str]]
 RULES: list[Callable[[Judge], Faults]] = []
@@ -57,6 +61,12 @@ def _model_exists(judge: Judge) -> Faults:
         yield ("model.flavor" if "no flavour" in str(error) else "model.overrides"), str(error)
 
 
+def _asked_of_fsdp(parallelism: Any) -> list[str]:
+    """Keys of what only FSDP2 does that were set."""
+    only = ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync")
+    return [key for key in only if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default]
+
+
 _DEGREES = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
@@ -70,7 +80,9 @@ def _degrees_fill_the_world(judge: Judge) -> Faults:
     parallelism = judge.config.parallelism
     degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
     shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
-    world = judge.world or fixed * max(shard, 1)
+    asked = judge.loaded.config.parallelism
+    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole else 1
+    world = judge.world or fixed * (fewest if shard == -1 else shard)
     if world % fixed == 0 and shard in (-1, world // fixed):
         judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
         return
@@ -326,9 +338,31 @@ def _what_only_fsdp_does_is_asked_with_it(judge: Judge) -> Faults:
     parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
     if sharding_does_something(layout, training):
         return
-    for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync"):
-        if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default:
-            yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
+    for key in _asked_of_fsdp(parallelism):
+        yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
+
+
+@_rule
+def _kept_whole_beside_sharded_ones(judge: Judge) -> Faults:
+    if not judge.config.parallelism.fsdp_keep_whole:
+        return
+    if judge.layout.fsdp == 1:
+        yield "parallelism.fsdp_keep_whole", "every parameter is whole on every rank already; leave it out"
+    if judge.config.training.enable_cpu_offload:
+        yield "parallelism.fsdp_keep_whole", "training.enable_cpu_offload moves what is sharded; use one or the other"
+
+
+@_rule
+def _memory_budget_is_kept_by_the_compiler(judge: Judge) -> Faults:
+    compile = judge.config.compile
+    if judge.config.activation_checkpoint.mode != "memory_budget":
+        return
+    why = "the compiler chooses what to keep within the budget"
+    if not (compile.enable and "model" in compile.components):
+        yield "activation_checkpoint.mode", f'{why}; set compile.enable, with "model" in compile.components'
+    elif compile.backend not in BUDGETING_BACKENDS:
+        listed = " or ".join(f'"{name}"' for name in BUDGETING_BACKENDS)
+        yield "compile.backend", f"{why}, and this one makes no such choice; use {listed}"
 
 
 @_rule
@@ -347,12 +381,10 @@ NOT_BUILT = {
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
-    "parallelism.fsdp_keep_whole": "keeping parameters whole",
     "quantize.linear.float8.enable": "float8",
     "checkpoint.initial_load_in_hf": "reading Hugging Face's format",
     "checkpoint.last_save_in_hf": "writing Hugging Face's format",
     "checkpoint.export_dtype": "exporting weights",
-    "training.enable_cpu_offload": "CPU offload",
     "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
 }
@@ -360,8 +392,6 @@ NOT_BUILT = {
 
 NOT_BUILT_VALUES = {
     "optimizer.name": ("Muon",),
-    "training.dtype": ("bfloat16",),
-    "activation_checkpoint.mode": ("memory_budget",),
 }
 """Keys of which only some values are still to be built."""
 

@@ -253,6 +253,8 @@ def _build(
         if name in bad:
             info, entry = cls.model_fields[name], tree[prefix + name]
             why = f"must be {legal(info.annotation, info.metadata)}"
+            if entry.value == "float16":
+                why += "; float16 would need loss scaling, which there is none of here"
             faults.append(Fault(prefix + name, why, entry.value, entry.origin))
             invalid.add(prefix + name)
     return cls.model_validate({name: value for name, value in values.items() if name not in bad})

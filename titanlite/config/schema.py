@@ -110,13 +110,14 @@ class Training(Section):
     steps: Positive = 10000
     """The optimizer step at which the run has reached its target."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of the parameters, their gradients and the optimizer state; float64 is for proofs."""
+    """Type of the parameters, their gradients and the optimizer state. bfloat16 halves that memory, and loses every
+    update below about 1/256 of a weight; float64 is for proofs."""
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type in which the forward and backward pass compute (FSDP2's cast of parameters)."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which gradients are summed over ranks."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory, where the optimizer runs."""
     gc_freq: Positive = 50
     """Python's garbage collector runs on all ranks every this many steps, and never in between."""
     packing: Literal["concatenate", "first-fit"] = "concatenate"
@@ -193,7 +194,8 @@ class Parallelism(Section):
     fsdp_backward_prefetch: Natural = 0
     """Groups to all-gather ahead in the backward pass; 0 is FSDP2's own order (one ahead)."""
     fsdp_keep_whole: list[str] = []
-    """Patterns of parameters that stay replicated."""
+    """Patterns of parameters that stay whole on every data-parallel rank, such as small tables: nothing gathers
+    them, and their gradients are summed once per step."""
     fsdp_blocks_per_group: Positive = 1
     """Blocks that share one all-gather."""
     disable_loss_parallel: bool = False
@@ -218,7 +220,7 @@ class ActivationCheckpoint(Section):
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """For selective: "op" chooses by operation, "2" takes every second block, and so on."""
     memory_budget: Share = 0.5
-    """For memory_budget: part of the activations that may stay."""
+    """For memory_budget, which needs compile: the part of the activations that may stay."""
     preserve_rng_state: bool = True
     """Recompute with the same random numbers."""
     early_stop: bool = False

@@ -19,7 +19,8 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._graphs: int | None = None
+        self._expected: int | None = None
+        self._warm: set[str] = set()
         self.recompiles = 0
         self.restart()
 
@@ -34,8 +35,8 @@ class StepClock:
         self._steps.append(now - self._last)
         self._last = now
         graphs = compiled_graphs()
-        self._graphs = graphs if self._graphs is None else self._graphs  # the first step compiles
-        self.recompiles = graphs - self._graphs
+        self._expected = graphs if self._expected is None else self._expected  # the first step compiles
+        self.recompiles = graphs - self._expected
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -44,11 +45,15 @@ class StepClock:
         self._data += self._now() - began
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens here is not a step's time."""
-        began = self._now()
+    def paused(self, kind: str) -> Iterator[None]:
+        """What happens here is not a step's time. The first time of its kind is its warm-up: the graphs that it
+        compiles are expected, those of later ones are recompiles."""
+        began, graphs = self._now(), compiled_graphs()
         yield
         self._last += self._now() - began
+        if kind not in self._warm and self._expected is not None:
+            self._expected += compiled_graphs() - graphs
+        self._warm.add(kind)
 
     @property
     def seconds(self) -> float:

@@ -63,7 +63,7 @@ def describe_start(
         + f"fingerprint {fingerprint}",
         "compute": f"{flops:,} FLOPs per token, {config.training.mixed_precision_param} "
         f"(parameters {config.training.dtype}, reduction {config.training.mixed_precision_reduce})",
-        "memory": "per rank: "
+        "memory": ("per rank, in host memory: " if config.training.enable_cpu_offload else "per rank: ")
         + " + ".join(f"{what} {readable(size)}" for what, size in zip(_STATE, bytes_each, strict=True)),
         "optimizer": f"{config.optimizer.name} ({implementation}), weight decay "
         f"{config.optimizer.weight_decay:g} on {decayed} tensors, none on {exempt}",

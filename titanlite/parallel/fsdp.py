@@ -5,35 +5,41 @@ Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the s
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titanlite.config.job import Job
 from titanlite.parallel import prefetch
 from titanlite.parallel.mesh import Mesh
 
 
-def shard(model: nn.Module, job: Job, mesh: Mesh, tied: bool) -> None:
-    """Apply FSDP2 to each group of modules, then to the root, and set the order of their all-gathers."""
+def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied: bool) -> None:
+    """Apply FSDP2 to each group of modules, then to the root, and set the order of their all-gathers.
+
+    Parameters in `kept` are left as they are.
+    """
     training, policy = job.config.training, job.config.parallelism.fsdp_reshard_after_forward
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # it would cast the rotary tables too; hidden states have the type already
     )
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:  # page-locked memory exists only beside an accelerator
+        offload = CPUOffloadPolicy(pin_memory=mesh.world.device_type != "cpu")
+    apply = partial(
+        fully_shard, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload, ignored_params=set(kept)
+    )
     groups = [[model.get_submodule(name) for name in names] for names in prefetch.group_names(job, tied)]
     for number, modules in enumerate(groups):
         # The group with the output is needed again at once in the backward pass, so the default keeps it.
         has_output = number == (0 if tied else len(groups) - 1)
         reshard = not has_output if policy == "default" else policy
-        fully_shard(
-            modules,
-            mesh=mesh.fsdp,
-            mp_policy=precision,
-            reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard,
-        )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, reshard_after_forward=False)
+        apply(modules, reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard)
+    apply(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the valid tokens of all ranks, so gradients are summed; gloo can't scale

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Private in torch 2.11 to 2.13 (tried on 2.13); the public API tells a shard's shape, not where it lies.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from titanlite.errors import UserError
+from titanlite.parallel.mesh import local_part, shard_offset
 from titanlite.registry import Init, Rule
 from titanlite.runtime.determinism import derive_seed
 
@@ -42,10 +40,18 @@ def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
         setattr(model.get_submodule(module), attribute, model.get_parameter(first))
 
 
-def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device) -> None:
-    """Move a model from the meta device to `device` with its initial values; ties stay ties."""
+def materialise(
+    model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
+) -> None:
+    """Move a model from the meta device to `device` with its initial values; ties stay ties.
+
+    With `in_host_memory` its parameters live on the CPU; buffers are always on `device`, where they are used.
+    """
     ties = shared_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if in_host_memory else device)
+    for module in model.modules() if in_host_memory else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
     tie(model, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -63,18 +69,14 @@ def materialise(model: nn.Module, table: dict[str, Rule], seed: int, device: tor
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     """Write a parameter's initial values, or those of its shard."""
     if init.std == 0.0:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.fill_(init.constant)
+        local_part(parameter).fill_(init.constant)
         return
     std = init.std
     if init.by_depth:
         layer = int(next(part for part in name.split(".") if part.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
-    if isinstance(parameter, DTensor):
-        place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        _fill_shard(parameter.to_local(), tuple(parameter.shape), tuple(place[1]), name, std, seed)
-    else:
-        _fill_shard(parameter, tuple(parameter.shape), (0,) * parameter.dim(), name, std, seed)
+    offset = shard_offset(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.dim()
+    _fill_shard(local_part(parameter), tuple(parameter.shape), offset, name, std, seed)
 
 
 def _fill_shard(

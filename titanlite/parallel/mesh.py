@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+# Private in torch 2.11 to 2.13 (tried on 2.13); the public API tells a shard's shape, not where it lies.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.layout import DIMENSIONS, Layout
 
@@ -32,3 +37,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
     fsdp = world["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else world["dp_shard"]
     return Mesh(world, fsdp, world["tp"], loss.get_group())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part begins in the full tensor."""
+    place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(place[1])

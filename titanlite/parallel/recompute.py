@@ -44,6 +44,11 @@ def apply(model: nn.Module, blocks: str, settings: ActivationCheckpoint) -> None
             block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
+def keeps_nothing(settings: ActivationCheckpoint) -> bool:
+    """Whether a block that recomputes does so whole."""
+    return settings.mode == "full" or (settings.mode == "selective" and settings.selective_ac_option.isdigit())
+
+
 def _keep_expensive() -> Any:
     """Contexts of one forward pass: keep what is expensive and every other matrix product, recompute the rest."""
     return create_selective_checkpoint_contexts(_policy())

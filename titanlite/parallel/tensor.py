@@ -8,9 +8,11 @@ whole are replicated there, and their gradients summed over the slices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -21,11 +23,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.func import functional_call
 
 from titanlite.errors import UserError
 from titanlite.layout import divisors
 from titanlite.parallel.init import shared_names, tie
+from titanlite.parallel.swap import compute_with
 from titanlite.registry import Role, Rule
 
 SEQUENCE = Shard(1)
@@ -49,7 +51,7 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     logits = Shard(-1) if shard_loss else Replicate()
     styles: dict[Role, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
-        "column": ColwiseParallel(input_layouts=SEQUENCE),  # a gathering module hands in whole sequences: left alone
+        "column": ColwiseParallel(input_layouts=SEQUENCE),
         "row": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
         "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False),
@@ -57,7 +59,10 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     }
     for name, role in roles.items():
         try:
-            parallelize_module(model.get_submodule(name), mesh, styles[role])
+            style = styles[role]
+            if role == "column" and any(name.startswith(f"{larger}.") for larger in gathering):
+                style = ColwiseParallel(input_layouts=Replicate())  # anything else would sum gradients once more
+            parallelize_module(model.get_submodule(name), mesh, style)
         except NotImplementedError:
             kind = type(model.get_submodule(name)).__name__
             raise UserError(
@@ -89,15 +94,24 @@ def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Ro
     return roles
 
 
+def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Sum what every rank found for parameters that stay whole. Where FSDP2 is applied, it has done so."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+        if split and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def overlap(mesh: DeviceMesh) -> None:
     """Let inductor cut matrix products into pieces that overlap with the mesh's communication ("async TP").
 
     Both names are private in torch 2.11 to 2.13, and there are no public ones; read, not yet run, for want of GPUs.
     """
-    import torch._inductor.config
+    from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    torch._inductor.config._micro_pipeline_tp = True
+    config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
@@ -150,13 +164,10 @@ class _Whole(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
             module.register_parameter(name, nn.Parameter(whole))
-        module.forward = partial(_with_local_parameters, module, module.forward)
+        compute_with(_local, module, [name for name, _ in module.named_parameters(recurse=False)])
         return module
 
 
-def _with_local_parameters(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    shared = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-    if not shared:  # called again from below
-        return forward(*args, **kwargs)
-    local = {name: parameter.to_local(grad_placements=(Partial(),)) for name, parameter in shared.items()}
-    return functional_call(module, local, args, kwargs)
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=(Partial(),))

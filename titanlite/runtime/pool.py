@@ -129,6 +129,7 @@ class Pool:
 
 def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) -> None:
     """A rank's life: run what is sent, answer, until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -1,0 +1,125 @@
+"""Tensor and sequence parallel: what it costs, what it refuses, and that all the rest of a run goes with it.
+
+That its numbers are one process's is proved in tests/parity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
+from tests.parallel.test_exact import ragged_batch
+from titanlite.config.load import ConfigError
+from titanlite.errors import UserError
+from titanlite.generate import generate
+from titanlite.loss import count_valid
+from titanlite.parallel import tensor
+from titanlite.parallel.parallelize import build_model
+from titanlite.validate import validation_loss
+
+TP2 = "--parallelism.tensor_parallel_degree=2"
+EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
+
+
+def collectives(argv: list[str], folder: str) -> Counter[str]:
+    """The collectives of one step that DTensors issue: tensor parallel's, not FSDP's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    run = trainer([*argv, "--training.local_batch_size=12"], folder)
+    seen: Counter[str] = Counter()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "c10d_functional" in func.namespace:
+                seen[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    mine = micro_batches(*ragged_batch(), run.share)
+    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
+    with Recorded():
+        run.forward_backward(mine, valid)
+    return Counter({name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))})
+
+
+def test_a_sequence_is_gathered_once_for_attention_and_once_for_the_feed_forward(pool, tmp_path):
+    """In the backward pass it is scattered again, and the gradients of what stays whole are summed."""
+    layers, norms = 2, 5
+    expected = {
+        "all_gather_into_tensor": (2 * layers + 1) + (2 * layers + 1),  # into layers and head; grads of their outputs
+        "reduce_scatter_tensor": (2 * layers + 1) + (2 * layers + 1),
+        "all_reduce": norms + 2,  # the loss needs the largest logit, and the sums
+    }
+    argv = [*EVEN, TP2, *FLOAT64]
+    assert pool.run(collectives, argv, str(tmp_path), world=2)[0] == expected
+    gathered = pool.run(collectives, [*argv, "--parallelism.disable_loss_parallel"], str(tmp_path), world=2)[0]
+    assert gathered == {
+        **expected,
+        "all_gather_into_tensor": expected["all_gather_into_tensor"] + 1,
+        "all_reduce": norms,
+    }
+
+
+def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
+    run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
+    loss = validation_loss(run.parts[0], run.validation_loader, run.device, run.mesh.loss)
+    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
+    text = generate(run.parts[0], run.tokenizer, settings, 16, 0, run.device, multiple=run.job.layout.tp)
+    return loss, text
+
+
+def test_validation_and_sampling_are_those_of_one_process(pool, tmp_path):
+    """The prompt's length, and that of what follows, divide by two only now and then."""
+    loss, text = pool.run(validation_and_sample, [*EVEN, "--validation.local_batch_size=4"], str(tmp_path), world=1)[
+        0
+    ]
+    split = pool.run(validation_and_sample, [*EVEN, TP2, "--validation.local_batch_size=2"], str(tmp_path), world=4)
+    assert [found[1] for found in split] == [text] * 4
+    assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in split)
+
+
+def test_a_width_that_does_not_divide_is_refused_by_name():
+    found = job([*EVEN, TP2, "--model.overrides.hidden_dim=33"], 2)
+    model, table = build_model(found)
+    with pytest.raises(
+        UserError, match=r"2 does not divide the 33 outputs of layers.0.feed_forward.w1; legal.*1, 3, 11"
+    ):
+        tensor.check(model, table, 2)
+
+
+def test_a_bias_whose_row_contradicts_its_weight_is_refused_by_name():
+    model, table = build_model(job([*QUIET, "--model.name=gpt2"], 1))
+    name = "layers.0.feed_forward.w2.bias"
+    table[name] = dataclasses.replace(table[name], tensor="row")
+    with pytest.raises(UserError, match=rf'{name} has the role "row".* must be "whole"'):
+        tensor.check(model, table, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to overlap"),
+        ([TP2], "set compile.enable"),
+        ([TP2, "--compile.enable", "--compile.components=['loss']"], "set compile.enable"),
+        ([TP2, "--compile.enable"], "GPUs that reach each other's memory"),
+    ],
+)
+def test_async_tensor_parallel_names_what_it_lacks(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        job([*EVEN, "--parallelism.enable_async_tensor_parallel", *argv], 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model.overrides.n_kv_heads=1"], "2 does not divide 1 key and value heads; legal: 1"),
+        (["--training.seq_len=15"], "2 does not divide 15 tokens in a sequence"),
+        (["--validation.enable", "--validation.seq_len=15"], "2 does not divide 15 tokens in a validation sequence"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_legal_degrees(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        job([*EVEN, TP2, *argv], 2)

@@ -1,0 +1,85 @@
+"""Known faults are noticed, and named."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.run import ROOT, environment
+from titanlite.verify.command import fault_rows
+from titanlite.verify.faults import FAULTS
+from titanlite.verify.proof import proof
+from titanlite.verify.subject import read_subject
+
+NAMES = {  # what the finding says, for each fault in llama3
+    "reduction-dropped": "gradient of layers.0.attention",
+    "divided-twice": "gradient of ",
+    "seed-per-rank": "tok_embeddings.weight",
+    "same-shards": "initial value of tok_embeddings.weight",
+    "hsdp-made-fsdp": "gradient of ",
+    "norms-not-reduced": "norm.weight",
+    "column-made-whole": "layers.0.attention",
+    "tie-broken": "output.weight",
+    "frozen-thawed": "gradient of layers.1.",
+    "prefetch-reversed": "was gathered instead of layers.",
+    "accumulation-in-bf16": "gradient of ",
+    "accumulation-forgotten": "gradient of ",
+    "clip-by-local-norm": "norm of all gradients (p = 2)",
+    "labels-per-rank": "gradient of ",
+    "reduction-in-bf16": "gradient of ",
+    "names-wrapped": "layers.0.wrapped.",
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = read_subject([], {})
+    with proof(model, 4) as run:
+        yield model, run
+
+
+def test_every_fault_is_tried():
+    assert NAMES.keys() == FAULTS.keys() and len(FAULTS) >= 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_is_noticed_and_named(llama, name):
+    model, run = llama
+    for row in fault_rows(model, name):
+        result = run(row, name)
+        assert not result.passed and NAMES[name] in result.what, result
+
+
+def verify(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", "verify", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        cwd=ROOT,
+    )
+
+
+def test_the_command_says_what_failed_and_exits_1():
+    done = verify("--fault", "divided-twice", "--model", "gpt2")
+    assert done.returncode == 1 and "FAIL  gradient of " in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--fault tie-brok", "did you mean tie-broken?"),
+        ("--model lama3", "did you mean llama3?"),
+        ("--fulll", "did you mean --full?"),
+        ("--model", "needs a value"),
+        ("--out x.md", "add --full"),
+    ],
+)
+def test_what_cannot_be_asked_exits_2_in_a_line(words, says):
+    done = verify(*words.split())
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_faults_are_listed_one_a_line():
+    assert verify("--fault", "list").stdout.split() == list(FAULTS)

@@ -1,0 +1,191 @@
+"""`titanlite verify`: is a model's parallel training equal to one process, for every technique and mesh?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.load import ConfigError
+from titanlite.errors import UserError, nearest
+from titanlite.verify.subject import Subject, read_subject
+from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
+
+if TYPE_CHECKING:
+    from titanlite.verify.proof import Result
+
+USAGE = """titanlite verify [--model NAME] [--config FILE.toml …] [--model.KEY VALUE …] [--full [--out FILE.md]]
+                 [--fault NAME|list]
+
+  Trains a few steps on up to 8 local processes, for a table of layouts and techniques, and compares each row with
+  the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed. The exit code
+  is 0 if all rows are equal, 1 if one is not.
+
+  --model      a registered model, the same as --model.name; by default its flavour for debugging is taken
+  --config     a config whose [model] section says which model; all else is the table's
+  --full       every layout with every recomputation, accumulation and variant, the rest covered in pairs; stopped,
+               the same command goes on. Writes --out (default parity-MODEL.md), and its rows beside it
+  --fault      put a known fault in, to see that the table notices it; list prints their names
+"""
+OPTIONS = ("--model", "--full", "--out", "--fault", "--config", "--help")
+
+
+def verify(words: list[str]) -> int:
+    """Run the verb; the exit code."""
+    if {"--help", "-h"} & set(words):
+        print(USAGE, end="")
+        return 0
+    try:
+        asked, rest = _options(words)
+        if "out" in asked and "full" not in asked:
+            raise UserError("--out says where --full writes; leave it out, or add --full")
+        if "fault" in asked and "full" in asked:
+            raise UserError("--fault runs the rows that can show the fault; leave --full out")
+        if asked.get("fault") == "list":
+            from titanlite.verify.faults import FAULTS
+
+            print("\n".join(FAULTS))
+            return 0
+        subject = read_subject(rest, os.environ)
+        rows = _rows(subject, asked)
+        return _run(subject, rows, asked, shlex.join(["titanlite", "verify", *words]))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        further = "; the same command goes on from here" if "--full" in words else ""
+        print(f"\ntitanlite: stopped{further}", file=sys.stderr)
+        return 130
+
+
+def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own options, and the words that say which model."""
+    asked: dict[str, str] = {}
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name == "--full" and not equals:
+            asked["full"] = "yes"
+        elif name in ("--model", "--out", "--fault"):
+            if not equals and (not rest or rest[0].startswith("--")):
+                raise UserError(f"{name} needs a value; `titanlite verify --help` shows which")
+            asked[name[2:]] = value if equals else rest.pop(0)
+        elif name.startswith("-") and "." not in name and name not in OPTIONS:
+            close = nearest(name, OPTIONS)
+            hint = f"did you mean {close}?" if close else f"there are: {', '.join(OPTIONS)}"
+            raise UserError(f"verify has no option {name}; {hint}")
+        else:
+            others.append(word)
+    return asked, others + ([f"--model.name={asked['model']}"] if "model" in asked else [])
+
+
+def _rows(subject: Subject, asked: dict[str, str]) -> list[Row]:
+    if "fault" in asked:
+        return fault_rows(subject, asked["fault"])
+    of = choices(subject.layouts, list(subject.variants))
+    compiled = [row for row in INDUCTOR if row.layout in subject.layouts]
+    return [*(full(of) if "full" in asked else pairwise(of)), *compiled]
+
+
+def fault_rows(subject: Subject, name: str) -> list[Row]:
+    """The rows that can show a fault, of those that the model allows."""
+    from titanlite.verify.faults import FAULTS
+
+    if name not in FAULTS:
+        close = nearest(name, FAULTS)
+        raise UserError(f'there is no fault "{name}"; ' + (f"did you mean {close}?" if close else ", ".join(FAULTS)))
+    wanted = FAULTS[name].rows
+    if subject.tied:
+        wanted = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in wanted)
+    rows = [row for row in wanted if row.layout in subject.layouts and row.variant in subject.variants]
+    if not rows:
+        raise UserError(f"{subject.name} has no row that could show {name}: {wanted[0]}")
+    return rows
+
+
+def _run(subject: Subject, rows: Sequence[Row], asked: dict[str, str], command: str) -> int:
+    """Run what is not known yet, and tell it row by row."""
+    from titanlite.verify.proof import proof
+    from titanlite.verify.report import Printed, page
+
+    began, printed = time.monotonic(), Printed()
+    out = Path(asked.get("out") or f"parity-{subject.name.split()[0]}.md")
+    book = Book(out.with_suffix(".jsonl"), subject) if "full" in asked else None
+    known = book.passed if book else {}
+    printed.head(_introduction(subject, rows, asked.get("fault", ""), len(known)))
+    results: list[Result] = []
+    with proof(subject) as run:
+        for number, row in enumerate(rows, 1):
+            result = known.get(row) or run(row, asked.get("fault", ""))
+            results.append(result)
+            if row not in known:
+                printed.row(number, result)
+                if book:
+                    book.add(result)
+    printed.foot(results, time.monotonic() - began)
+    if book:
+        out.write_text(page(subject.name, command, results), encoding="utf-8")
+        printed.head([f"wrote {out}"])
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _introduction(subject: Subject, rows: Sequence[Row], fault: str, known: int) -> Iterator[str]:
+    yield f"titanlite verify: {subject.name}, {len(rows)} rows on up to {max(r.mesh.world for r in rows)} processes"
+    if fault:
+        from titanlite.verify.faults import FAULTS
+
+        yield f"with a fault put in, which must be noticed: {FAULTS[fault].says}"
+    for layout, why in subject.left_out.items():
+        yield f"left out: {layout}: {why}"
+    if known:
+        yield f"{known} rows are known from an earlier run of the same code"
+
+
+class Book:
+    """Rows that passed, one a line, so that a stopped run goes on; another model, torch or code begins anew."""
+
+    def __init__(self, path: Path, subject: Subject) -> None:
+        self._path, self._identity = path, _identity(subject)
+        self.passed: dict[Row, Result] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines and json.loads(lines[0]) == self._identity:
+            self._read(lines[1:])
+        else:
+            path.write_text(json.dumps(self._identity) + "\n", encoding="utf-8")
+
+    def _read(self, lines: Sequence[str]) -> None:
+        from titanlite.verify.proof import Result
+
+        for line in lines:
+            values = json.loads(line)
+            row = Row(**values.pop("row"))
+            self.passed[row] = Result(row=row, **values)
+
+    def add(self, result: Result) -> None:
+        if result.passed:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+
+
+def _identity(subject: Subject) -> dict[str, object]:
+    """What the rows hold for: the model as asked for, torch, and the code of titanlite and of the model."""
+    code, found = hashlib.sha256(), find_spec(subject.build.partition(":")[0])
+    assert found is not None and found.origin is not None, "the model was imported"
+    for path in sorted({*Path(__file__).parents[1].rglob("*.py"), *Path(found.origin).parent.glob("*.py")}):
+        code.update(path.read_bytes())
+    return {"model": [*subject.words], "torch": version("torch"), "code": code.hexdigest()[:16]}

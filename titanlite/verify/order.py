@@ -1,0 +1,66 @@
+"""The order of the all-gathers: what the prefetch schedule declares, and what FSDP2 did, by group.
+
+FSDP2 names the group of each all-gather in profiler traces (tried on torch 2.11 and 2.13); the collective's own
+arguments don't tell one block from another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile
+
+from titanlite.config.job import Job
+from titanlite.parallel.prefetch import schedule
+
+Group = frozenset[str]
+
+
+@contextmanager
+def gathers_recorded(into: list[Group]) -> Iterator[None]:
+    """Add the modules of each all-gather, in the order in which they were issued."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        yield
+    for event in sorted(trace.events() or [], key=lambda event: event.time_range.start):
+        if found := re.fullmatch(r"FSDP::all_gather \((.+)\)", event.name):
+            into.append(frozenset(found[1].split(", ")))
+
+
+def declared(job: Job, tied: bool) -> list[Group]:
+    """The groups in the order in which a step's first micro-batch gathers them."""
+    plan = schedule(job, tied)
+    count = len(plan.groups)
+    policy = job.config.parallelism.fsdp_reshard_after_forward
+    last = 0 if tied else count - 1  # in use when the forward pass ends
+    kept = {"default": {last}, "always": set(), "never": set(range(count))}[str(policy)]
+    turns = [last, *(group for group in reversed(range(count)) if group != last)]
+    following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
+        group: (after,) for group, after in zip(turns, turns[1:], strict=False)
+    }
+    order: list[int] = []
+
+    def walk(turns: list[int], whole: set[int], ahead: dict[int, tuple[int, ...]]) -> None:
+        for group in turns:
+            for wanted in (group, *ahead.get(group, ())):
+                if wanted not in whole:
+                    whole.add(wanted)
+                    order.append(wanted)
+
+    walk(list(range(count)), set(), dict(enumerate(plan.forward or ())))
+    walk(turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
+    return [frozenset(plan.groups[group].split("+")) for group in order]
+
+
+def first_difference(found: list[Group], expected: list[Group]) -> str:
+    """The first group that was gathered out of turn, or nothing; further micro-batches may follow."""
+    for number, group in enumerate(expected):
+        here = found[number] if number < len(found) else frozenset(("nothing",))
+        if here != group:
+            return f"{_name(here)} was gathered instead of {_name(group)}, at place {number + 1}"
+    return ""
+
+
+def _name(group: Group) -> str:
+    return "+".join(sorted(group))

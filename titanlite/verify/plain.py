@@ -1,0 +1,54 @@
+"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from titanlite.loss import IGNORED
+from titanlite.lr_schedule import learning_rate
+from titanlite.optim import build_optimizer, split_by_decay
+from titanlite.parallel.init import materialise
+from titanlite.parallel.parallelize import build_model
+from titanlite.verify import observed
+from titanlite.verify.observed import Observed
+from titanlite.verify.subject import build_job
+
+
+def reference(words: list[str], path: str) -> float:
+    """Write what the plain module does to a file; the norm that it clipped to, half of what it was."""
+    job = build_job(words, 1)
+    config = job.config
+    batch = observed.ragged_batch(job.shape.vocab_size, config.training.seq_len)
+    model, table = build_model(job)
+    materialise(model, table, config.debug.seed or 0, torch.device("cpu"))
+    groups = split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
+    trained = [parameter for group in groups for _, parameter in group]
+    seen: Observed = {observed.INITIAL: observed.values(model)}
+    step, max_norm = 0, 0.0
+    for name, steps in observed.STEPS.items():
+        optimizer = build_optimizer(*groups, config.optimizer.model_copy(update={"name": name}))
+        for _ in range(steps):
+            step += 1
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+            loss.backward()
+            if step == 1:
+                seen |= _first(model, loss)
+                max_norm = seen[observed.NORM]["(p = 2)"].item() / 2
+            clip_grad_norm_(trained, max_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            optimizer.step()
+        seen[observed.after(name)] = observed.values(model)
+    torch.save(seen, path)
+    return max_norm
+
+
+def _first(model: torch.nn.Module, loss: torch.Tensor) -> Observed:
+    found = observed.gradients(model)
+    norms = {name: get_total_norm(found.values(), p) for name, p in (("(p = 2)", 2.0), ("(p = inf)", math.inf))}
+    return {observed.GRADIENT: found, observed.NORM: norms, observed.LOSS: {"": loss.detach()}}

@@ -1,0 +1,94 @@
+"""How a proof is told: a line for each row as it comes out, a sentence at the end, and a page for docs/."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.text import Text
+
+from titanlite.verify.proof import Result
+from titanlite.verify.table import COLUMNS, Row
+
+_WIDTHS = {"layout": 14, "recompute": 9, "compile": 9, "accumulation": 5, "prefetch": 8, "reshard": 7, "variant": 7}
+_TITLES = {"accumulation": "accum"}
+
+
+class Printed:
+    """The table on the console, row by row; in a pipe the same without colours."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def head(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._console.print(Text(line))
+        self._console.print(Text(f"\n{'':>4}  {_cells({c: _TITLES.get(c, c) for c in COLUMNS})}   error  bound"))
+
+    def row(self, number: int, result: Result) -> None:
+        cells = _cells({column: getattr(result.row, column) for column in COLUMNS})
+        verdict = Text("pass", "green") if result.passed else Text("FAIL", "bold red")
+        numbers = f"{_error(result.error):>7}  {result.bound:.0e}"
+        rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
+        line = Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {result.what}{rank}")
+        self._console.print(line)
+
+    def foot(self, results: Sequence[Result], seconds: float) -> None:
+        failed = [result for result in results if not result.passed]
+        took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"
+        if not failed:
+            self._console.print(Text(f"\nall {len(results)} rows equal one process ({took})", "green"))
+            return
+        self._console.print(Text(f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:", "bold red"))
+        self._console.print(Text(f"  {failed[0].row}\n  {failed[0].what}"))
+
+
+def _cells(values: dict[str, str]) -> str:
+    return " ".join(f"{value:<{_WIDTHS.get(column, 9)}}" for column, value in values.items())
+
+
+def _error(error: float) -> str:
+    return "-" if math.isinf(error) else f"{error:.1e}"
+
+
+def page(subject: str, command: str, results: Sequence[Result]) -> str:
+    """The result as Markdown: what was run, a count for every choice, and the worst rows of each precision."""
+    failed = [result for result in results if not result.passed]
+    lines = [
+        f"# Parity of {subject}",
+        "",
+        f"`{command}`, torch {version('torch')}, {time.strftime('%Y-%m-%d')}:",
+        f"{len(results)} rows, {len(failed)} failed.",
+        "",
+        "Every layout with every recomputation, accumulation and variant; in the other columns every two choices",
+        "that can meet do meet, which is less than their product. Each row is compared with the plain module in one",
+        "process on the whole batch, at least one data-parallel rank holding no valid token: initial values bit for",
+        "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one SGD and three AdamW",
+        "steps. bfloat16 is mixed precision, compared with float32.",
+        "",
+        "| column | choice | rows | failed | largest error in float64 | float32 | bfloat16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for column in COLUMNS:
+        for choice in dict.fromkeys(getattr(result.row, column) for result in results):
+            these = [result for result in results if getattr(result.row, column) == choice]
+            worst = " | ".join(_worst(these, precision) for precision in ("float64", "float32", "bfloat16"))
+            lines.append(f"| {column} | {choice} | {len(these)} | {sum(not r.passed for r in these)} | {worst} |")
+    lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
+    most = sorted(results, key=lambda result: -result.error / result.bound)
+    lines += [f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |" for r in most[:10]]
+    return "\n".join(lines) + "\n"
+
+
+def _worst(results: Sequence[Result], precision: str) -> str:
+    errors = [result.error for result in results if result.row.precision == precision]
+    return _error(max(errors)) if errors else ""
+
+
+def _short(row: Row) -> str:
+    return ", ".join(
+        getattr(row, column) if column == "layout" else f"{column} {getattr(row, column)}" for column in COLUMNS
+    )
