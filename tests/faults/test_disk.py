@@ -6,6 +6,7 @@ import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
     if how == "EIO" and rank() == 1:
         fsync = os.fsync
 
-        def fail(_: int) -> None:
+        def fail(fd: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         os.fsync = fail
