@@ -14,6 +14,6 @@ from titanlite.runtime.pool import Pool  # noqa: E402
 
 @pytest.fixture(scope="session")
 def pool():
-    ranks = Pool(4, preload=["titanlite.trainer"])
+    ranks = Pool(4, preload=["titanlite.trainer", "torch._dynamo"])  # an optimizer imports it, in every new rank
     yield ranks
     ranks.close()

@@ -1,0 +1,113 @@
+"""What a save costs beside torch's own: the same state, in one run, as ratios.
+
+    python scripts/bench/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
+
+Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
+`torch.distributed.checkpoint.save` of the same tensors, which is not committed, summed or told of, but fsynced as
+ours is. Ratios are taken within a round, since a shared machine drifts, and their medians are printed. Blocked is
+how long training stood still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+from tests.jobs import TINY, trainer  # noqa: E402
+from titanlite.checkpoint.manager import Checkpoints, SaveRecord  # noqa: E402
+from titanlite.checkpoint.state import Position  # noqa: E402
+from titanlite.runtime.pool import Pool  # noqa: E402
+from titanlite.trainer import Trainer  # noqa: E402
+
+COPY, BARE = "a copy of the state in memory", "bare DCP save, fsynced"
+ASYNC_BLOCKED, ASYNC_WRITE = "async save: blocked", "async save: write, in the background"
+SYNC_BLOCKED = "sync save: blocked"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--dim", type=int, default=640)
+    asked = parser.parse_args()
+    pool = Pool(asked.ranks, preload=["titanlite.trainer"])
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        size, seconds = pool.run(measured, asked.rounds, asked.dim, folder, timeout=1800)[0]
+    pool.close()
+    print(f"{size / 1e6:.0f} MB a rank, {asked.ranks} ranks, {asked.rounds} rounds, medians")
+    for what, taken in seconds.items():
+        copy, bare = (
+            statistics.median(mine / theirs for mine, theirs in zip(taken, seconds[other], strict=True))
+            for other in (COPY, BARE)
+        )
+        spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
+        print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare DCP   {spread}")
+
+
+def measured(rounds: int, dim: int, folder: str) -> tuple[int, dict[str, list[float]]]:
+    """Seconds of each way, round by round; the first round, which makes the buffers, does not count."""
+    sizes = [f"--model.overrides.{name}" for name in (f"dim={dim}", f"hidden_dim={4 * dim}", "n_layers=4")]
+    argv = [*TINY, *sizes, "--training.steps=1", "--checkpoint.enable", "--checkpoint.async_mode=async"]
+    run = trainer([*argv, "--checkpoint.keep_latest_k=1"], folder)
+    run.train()
+    run.checkpoints.records.clear()
+    local = [t.to_local() if isinstance(t, dist.tensor.DTensor) else t for t in run.state.tensors().values()]
+    buffers = [torch.empty_like(tensor) for tensor in local]
+    synchronous = _synchronous(run)
+    seconds: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        taken = {COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])}
+        costs = _saved(run, run.checkpoints, 2 * number + 2).costs
+        taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
+        taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
+        taken[BARE] = _timed(lambda: _bare(run, Path(folder) / "bare"))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(folder) / "bare")
+        for what, spent in taken.items():
+            seconds.setdefault(what, []).extend([spent] * (number > 0))
+    return sum(tensor.nbytes for tensor in local), seconds
+
+
+def _timed(action: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _synchronous(run: Trainer) -> Checkpoints:
+    """A second hand that saves to the same folder, without async_mode."""
+    other = Checkpoints(run.job, run.place, run.device, run.log)
+    other.settings = other.settings.model_copy(update={"async_mode": "disabled"})
+    return other
+
+
+def _saved(run: Trainer, by: Checkpoints, step: int) -> SaveRecord:
+    dist.barrier()
+    by.save(Position(step, 0, 0, 0, 0, ""), run.state, None)
+    by.finish()
+    return by.records.pop()
+
+
+def _bare(run: Trainer, folder: Path) -> None:
+    writer = dcp.FileSystemWriter(folder)
+    dcp.save(dict(run.state.tensors()), storage_writer=writer)
+
+
+if __name__ == "__main__":
+    main()

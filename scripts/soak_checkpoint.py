@@ -1,0 +1,86 @@
+"""Kill training 200 times while it saves; each next start must resume by itself what was committed.
+
+    python scripts/soak_checkpoint.py --rounds 200 [--seed 0]
+    python scripts/soak_checkpoint.py --round 17 --seed 3     the kill of one round alone
+
+Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a named point of a
+save, otherwise at a random moment; all rounds go on in one folder, watched all the time. Then everything is compared
+bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; and 50 saves on four
+ranks must not grow the memory. The last line is the result, and the exit code 1 where something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.faults.rounds import RANKS, Soak, Watcher, memory_of_saves, planned, slow_save  # noqa: E402
+from titanlite.checkpoint.commit import POINTS  # noqa: E402
+from titanlite.runtime.pool import Pool  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--round", type=int, help="this round alone")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    alone = asked.round is not None
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        numbers = [asked.round] if alone else range(asked.rounds)
+        failures, soak = _rounds(Path(folder), list(numbers), asked.seed)
+        if not alone:
+            failures += _slow_disk(Path(folder)) + _memory(Path(folder))
+    for failure in failures:
+        print(failure)
+    fewest = min(soak.hits[point] for point in POINTS)
+    hits = f"every point hit at least {5 if fewest >= 5 else fewest} times"
+    print(f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, {len(failures)} failures")
+    enough = alone or (fewest >= 5 and soak.inside >= 0.6 * len(numbers))
+    return int(bool(failures) or not enough)
+
+
+def _rounds(folder: Path, numbers: list[int], seed: int) -> tuple[list[str], Soak]:
+    soak, watcher = Soak(folder / "run"), Watcher(folder / "run/checkpoint")
+    (folder / "run").mkdir()
+    watcher.start()
+    failures, began = [], time.monotonic()
+    for number in numbers:
+        plan = planned(seed, number)
+        if wrong := soak.round(plan):
+            failures.append(f"--seed {seed} --round {number}, {plan}: {wrong}")
+            print(failures[-1], flush=True)
+        if (number + 1) % 10 == 0:
+            print(f"{number + 1} rounds, {soak.inside} kills inside, {time.monotonic() - began:.0f} s", flush=True)
+    failures += [f"after the rounds of --seed {seed}: {wrong}" for wrong in soak.finish()]
+    watcher.end()
+    print(f"the watcher looked {watcher.looks} times, {watcher.missed} times without a sound checkpoint")
+    return failures + ["the watcher saw no sound checkpoint"] * (watcher.missed > 0), soak
+
+
+def _slow_disk(folder: Path) -> list[str]:
+    pool = Pool(RANKS, preload=["titanlite.trainer"])
+    results = pool.run(slow_save, 60.0, 20.0, str(folder / "slow"), timeout=300)
+    pool.close()
+    print(f"a save of 60 s under a training timeout of 20 s: step {results[0][0]}, {results[0][1]:.0f} s", flush=True)
+    return [] if all(step == 4 and took >= 60 for step, took in results) else [f"the slow save: {results}"]
+
+
+def _memory(folder: Path) -> list[str]:
+    pool = Pool(4, preload=["titanlite.trainer"])
+    ranks = pool.run(memory_of_saves, 50, str(folder / "memory"), timeout=900)
+    pool.close()
+    growth = [max(found[10:]) / found[9] - 1 for found in ranks]
+    print(f"50 saves on 4 ranks: memory after the tenth {', '.join(f'{100 * g:+.1f} %' for g in growth)}", flush=True)
+    return [] if max(growth) <= 0.05 and all(len(found) == 50 for found in ranks) else [f"memory grew: {growth}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A run that is stopped tells what is saved, goes on from there, and knows when it is done."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+from tests.jobs import TINY
+from tests.launch.run import finish, records, start, train
+
+LONG = [*TINY, "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.async_mode=async"]
+LONG += ["--metrics.log_freq=1", "--training.steps=100000"]
+
+
+def wait_for(path: Path, process) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+
+
+def test_a_stopped_run_says_what_is_saved_resumes_and_knows_when_it_is_done(tmp_path):
+    process = start(LONG, tmp_path, NGPU="2")
+    wait_for(tmp_path / "checkpoint/step-8", process)
+    process.send_signal(signal.SIGINT)
+    code, out = finish(process)
+    assert code == 130 and re.search(r"stopped at step \d+ of 100000; .*saved: .*/checkpoint/step-\d+$", out.rstrip())
+    newest = int(re.search(r"step-(\d+)$", out.rstrip())[1])
+
+    target = newest + 3
+    argv = [*LONG, f"--training.steps={target}", "--lr_scheduler.total_steps=100000"]
+    code, out = train(argv, tmp_path, NGPU="1")
+    assert code == 0 and f"resumed step {newest} from" in out and "titanlite: resuming from the newest of" in out
+    assert out.index("titanlite: resuming") < out.index("resumed step") < out.index(f"step: {target:2}")
+    steps = [r["step"] for r in records(tmp_path) if "loss" in r]
+    assert steps == list(range(1, target + 1)), "no step twice"
+
+    code, out = train(argv, tmp_path, NGPU="2")
+    assert code == 0
+    assert out == (
+        f"titanlite: already at step {target} of {target}: raise --training.steps, or give --job.dump_folder\n"
+    )

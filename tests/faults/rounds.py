@@ -1,0 +1,276 @@
+"""Rounds of training and dying: a run that is killed in every round, and must resume by itself in the next.
+
+All rounds share one run folder, so that each one starts from what the last kill left. A round trains on real ranks,
+which patch a SIGKILL into themselves, at a named point of a save or at a random moment. What the kill may have cost
+is known beforehand to the step, and at the end the whole is compared bit for bit with a run that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint.saved import rank
+from tests.jobs import TINY, trainer
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.folder import Damaged, committed, faults, read_manifest, step_folder
+from titanlite.checkpoint.load import load_tensors
+from titanlite.runtime.pool import Pool, RankFailed
+
+RANKS, INTERVAL, KEPT = 2, 2, 2
+ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
+AFTER_THE_RENAME = commit.POINTS[commit.POINTS.index("after the rename") :]
+LONGEST_SECONDS = 3.0
+"""A random kill comes at a moment within these: while resuming, while training or in a save."""
+
+ARGV = [
+    *TINY,
+    "--checkpoint.enable",
+    f"--checkpoint.interval={INTERVAL}",
+    f"--checkpoint.keep_latest_k={KEPT}",
+    "--metrics.log_freq=1",
+    "--training.steps=100000",
+    "--lr_scheduler.total_steps=100000",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a round ends."""
+
+    mode: str
+    """checkpoint.async_mode"""
+    rank: int
+    """Who dies first; the others are killed when that is seen."""
+    point: str
+    """Of a save; nothing for a random moment."""
+    save: int
+    """Which save of the round, from 1, when that has the point."""
+    seconds: float
+    """The random moment, after the round's begin."""
+
+
+def planned(seed: int, number: int) -> Plan:
+    """Round `number` of a soak: three of four at a named point, each point in its turn; one of four not async."""
+    chance = random.Random(f"{seed}/{number}")
+    mode = "disabled" if chance.random() < 0.25 else "async"
+    named, at_random = divmod(number, 4)
+    if at_random == 3:
+        return Plan(mode, chance.randrange(RANKS), "", 0, chance.uniform(0, LONGEST_SECONDS))
+    point = commit.POINTS[(3 * named + at_random) % len(commit.POINTS)]
+    return Plan(mode, chance.randrange(RANKS) if point in ON_EVERY_RANK else 0, point, chance.randint(1, 2), 0)
+
+
+@dataclass(frozen=True)
+class Death:
+    """What a rank leaves behind when it kills itself."""
+
+    point: str
+    step: int
+    """Of the save in flight, or of the last one, or where the round began; -1 before it began."""
+    flying: bool
+
+
+def train_and_die(plan: Plan, folder: str) -> None:
+    """One round on a rank."""
+    alive: list[Any] = []
+    saves: set[int] = set()
+
+    def die(point: str) -> None:
+        flight = alive[0].checkpoints._flight if alive else None
+        step = flight.step if flight else max(saves, default=-1)
+        death = Death(point, step, bool(flight and (flight.flying or flight.thread is None)))
+        (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reached(point: str) -> None:
+        flight = alive[0].checkpoints._flight if alive else None
+        if point != plan.point or flight is None:
+            return
+        saves.add(flight.step)
+        if len(saves) == plan.save:
+            die(point)
+
+    if rank() == plan.rank and plan.point:
+        commit.reached = reached
+    elif rank() == plan.rank:
+        moment = threading.Timer(plan.seconds, die, ("",))
+        moment.daemon = True
+        moment.start()
+    run = trainer([*ARGV, f"--checkpoint.async_mode={plan.mode}"], folder)
+    (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
+    if not plan.point:
+        _note_saves(run, saves)
+    alive.append(run)
+    run.train()
+
+
+def _note_saves(run: Any, saves: set[int]) -> None:
+    save = run.checkpoints.save
+    saves.add(run.step)
+
+    def noted(position: Any, *rest: Any) -> None:
+        save(position, *rest)
+        saves.add(position.step)
+
+    run.checkpoints.save = noted
+
+
+def train_to(step: int, folder: str) -> None:
+    """Without a fault, to a last step, which is saved."""
+    trainer([*ARGV, "--checkpoint.async_mode=async", f"--training.steps={step}"], folder).train()
+
+
+class Watcher(threading.Thread):
+    """Looks all the time: once there was a checkpoint, there is always one whose every byte is right."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(daemon=True, name="watcher")
+        self.root, self.looks, self.since, self.missed = root, 0, False, 0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.05):
+            sound = newest_sound(self.root) is not None
+            self.since |= sound
+            self.looks += self.since
+            self.missed += self.since and not sound
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def newest_sound(root: Path) -> int | None:
+    """The newest step whose every byte is right; a folder that goes while it is read is not looked at again."""
+    for step in reversed(committed(root)):
+        try:
+            manifest = read_manifest(step_folder(root, step))
+            if not faults(step_folder(root, step), manifest, manifest.files):
+                return step
+        except (Damaged, OSError):
+            continue
+    return None
+
+
+@dataclass
+class Soak:
+    """A run through rounds."""
+
+    folder: Path
+    pool: Pool = field(default_factory=lambda: Pool(RANKS, preload=["titanlite.trainer", "torch._dynamo"]))
+    hits: Counter[str] = field(default_factory=Counter)
+    inside: int = 0
+    """Kills inside a save."""
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def round(self, plan: Plan) -> str:
+        """Train until the kill; what went wrong, or nothing."""
+        before = newest_sound(self.root) or 0
+        for name in ("death.json", *(f"begun-{one}" for one in range(RANKS))):
+            (self.folder / name).unlink(missing_ok=True)
+        try:
+            self.pool.run(train_and_die, plan, str(self.folder), world=RANKS, timeout=120)
+            return "nobody was killed"
+        except RankFailed as error:
+            said = str(error)
+        finally:
+            self.pool.close()
+        if not (self.folder / "death.json").exists():
+            return f"no kill, but: {said}"
+        death = Death(**json.loads((self.folder / "death.json").read_text()))
+        self.hits[death.point] += 1
+        self.inside += death.flying
+        return self._judge(plan, death, before, newest_sound(self.root) or 0)
+
+    def _judge(self, plan: Plan, death: Death, before: int, after: int) -> str:
+        """Compare where a next start will resume with where it may."""
+        begun = [int(path.read_text() or before) for path in self.folder.glob("begun-*")]
+        if any(step != before for step in begun):
+            return f"it began at steps {begun}, and the newest sound checkpoint was {before}"
+        if plan.point:
+            if not death.flying or death.point != plan.point:
+                return f"a kill at {death}, not in a save at {plan.point!r}"
+            due = {death.step if plan.point in AFTER_THE_RENAME else death.step - INTERVAL}
+        elif death.step == -1:
+            due = {before}
+        else:
+            # One that is not in flight, or not yet: a save in which training waits is noted after it.
+            due = {death.step, death.step + (-INTERVAL if death.flying else INTERVAL)}
+        return "" if after in due else f"the newest sound checkpoint is {after}, and {sorted(due)} would be right"
+
+    def finish(self) -> list[str]:
+        """Resume once more, to the end; compare all with a run that was never killed."""
+        last = (newest_sound(self.root) or 0) + INTERVAL
+        straight = self.folder.parent / "straight"
+        for folder in (self.folder, straight):
+            self.pool.run(train_to, last, str(folder), world=RANKS, timeout=600)
+        self.pool.close()
+        found, expected = (load_tensors(step_folder(f / "checkpoint", last)) for f in (self.folder, straight))
+        wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+        problems = [f"{len(wrong)} tensors are not as without kills: {', '.join(wrong[:4])}"] if wrong else []
+        losses, expected_losses = (_losses(folder) for folder in (self.folder, straight))
+        if losses != expected_losses:
+            problems.append("metrics.jsonl: not the steps and losses of a run without kills")
+        kept = sorted(path.name for path in self.root.iterdir())
+        if kept != sorted(["latest", *(f"step-{step}" for step in range(last, 0, -INTERVAL)[:KEPT])]):
+            problems.append(f"left in {self.root}: {', '.join(kept)}")
+        return problems
+
+
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
+    """A disk that keeps a save waiting for longer than training waits for its collectives."""
+    argv = [*ARGV, "--checkpoint.async_mode=async", "--training.steps=4"]
+    run = trainer([*argv, f"--comm.train_timeout_seconds={timeout:g}"], folder)
+    slow = iter([True])
+
+    def reached(point: str) -> None:
+        if point == "half a file" and rank() == 1 and next(slow, False):
+            time.sleep(seconds)
+
+    whole, commit.reached = commit.reached, reached
+    try:
+        run.train()
+    finally:
+        commit.reached = whole
+    return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))
+
+
+def _saves(folder: str) -> list[str]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in lines if "checkpoint_write_seconds" in line]
+
+
+def memory_of_saves(saves: int, folder: str) -> list[float]:
+    """This rank's memory in MiB after each of many async saves, one right after the other."""
+    larger = [f"--model.overrides.{size}" for size in ("dim=256", "hidden_dim=1024", "n_layers=4")]
+    argv = [*ARGV, *larger, "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
+    run = trainer([*argv, "--training.local_batch_size=1", f"--training.steps={saves}"], folder)
+    land, found = run.checkpoints._note, []
+
+    def noted(flight: Any) -> None:
+        land(flight)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    run.checkpoints._note = noted  # type: ignore[method-assign]
+    run.train()
+    return found

@@ -1,0 +1,112 @@
+"""Disks that fill up, fail or crawl in a save: known on all ranks, and the next start goes on from a whole step."""
+
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
+from tests.faults.rounds import slow_save
+from tests.jobs import trainer
+from titanlite.checkpoint.folder import is_whole, step_folder
+
+ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
+BALLAST = "ballast"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own for the checkpoints, or nothing where mounting isn't allowed."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "titanlite-test", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    yield mounted
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def break_disk(how: str, root: Path) -> Callable[[], None]:
+    """Let writing fail from now on; what mends it again."""
+    if how == "full" and rank() == 0:
+        with (root / BALLAST).open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        return (root / BALLAST).unlink
+    if how == "limit" and rank() == 1:
+        whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, whole[1]))  # Python ignores the signal; the write fails
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+    if how == "EIO" and rank() == 1:
+        fsync = os.fsync
+
+        def fail(fd: Any) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.fsync = fail
+        return lambda: setattr(os, "fsync", fsync)
+    return lambda: None
+
+
+def on_a_bad_disk(how: str, on_failure: str, folder: str) -> tuple[str, list[str]]:
+    """Train with a disk that is bad while step 4 is saved, and mended after step 5; how that ended, and the log."""
+    log, lines = keeping_log()
+    run = trainer([*ARGV, f"--checkpoint.on_failure={on_failure}"], folder, log)
+    fetch, mend = run.next_micro_batches, lambda: None
+
+    def next_micro_batches() -> list:
+        nonlocal mend
+        if run.checkpoints._flight:
+            run.checkpoints._flight.wait()
+        if run.step == 4:
+            mend = break_disk(how, Path(folder) / "checkpoint")
+        if run.step == 6:
+            mend()
+        return fetch()
+
+    run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
+    try:
+        run.train()
+    except Exception as error:
+        mend()
+        return f"{type(error).__name__}: {error}", lines
+    return "", lines
+
+
+WORDS = {"full": "No space left on device", "limit": "File too large", "EIO": "Input/output error"}
+
+
+@pytest.mark.parametrize("how", WORDS)
+def test_a_bad_disk_stops_all_ranks_with_what_failed_and_the_next_start_goes_on(pool, tmp_path, small_disk, how):
+    if how == "full" and not small_disk:
+        pytest.skip("mounting a small disk is not allowed here")
+    for said, lines in pool.run(on_a_bad_disk, how, "stop", str(tmp_path), world=2):
+        assert "the save of step 4 failed on rank" in said and WORDS[how] in said
+        assert "the newest checkpoint is step-2" in said
+        assert lines[-1].startswith("step:  5"), "within one logging interval"
+    assert steps_in(tmp_path) == ["step-2"] and is_whole(step_folder(tmp_path / "checkpoint", 2))
+    for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
+        assert (part["begun"], part["step"]) == (2, 8)
+    assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
+
+
+def test_with_warn_a_disk_that_was_full_is_written_to_again(pool, tmp_path, small_disk):
+    how = "full" if small_disk else "limit"
+    for said, lines in pool.run(on_a_bad_disk, how, "warn", str(tmp_path), world=2):
+        (warned,) = [number for number, line in enumerate(lines) if WORDS[how] in line]
+        assert said == "" and lines[warned - 1].startswith("step:  5") and "training goes on" in lines[warned]
+    assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
+
+
+def test_a_save_that_takes_longer_than_training_waits_for_its_collectives_is_only_slow(pool, tmp_path):
+    for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
+        assert step == 4 and took >= 6
+    assert steps_in(tmp_path) == ["step-2", "step-4"]

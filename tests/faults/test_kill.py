@@ -1,0 +1,38 @@
+"""A kill -9 at any moment of a save loses no more than that save, and the next start needs no help.
+
+The rounds of one run, each killed elsewhere; scripts/soak_checkpoint.py does 200 of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.rounds import ON_EVERY_RANK, Plan, Soak, Watcher, planned
+from titanlite.checkpoint.commit import POINTS
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("soak") / "run"
+    folder.mkdir()
+    soak, watcher = Soak(folder), Watcher(folder / "checkpoint")
+    watcher.start()
+    yield soak
+    watcher.end()
+    soak.pool.close()
+    assert watcher.looks and not watcher.missed, "there is always a sound checkpoint, once there was one"
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_start_after_a_kill_in_a_save_goes_on_from_the_newest_committed_step(soak, point):
+    on_rank = int(point in ON_EVERY_RANK)
+    assert soak.round(Plan("async", on_rank, point, save=2 if point == POINTS[0] else 1, seconds=0)) == ""
+
+
+@pytest.mark.parametrize("number", [3, 7, 11])
+def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
+    assert soak.round(replace(planned(1, number), mode="disabled" if number == 7 else "async")) == ""
+
+
+def test_after_all_kills_the_run_is_the_one_that_was_never_killed(soak):
+    assert soak.finish() == []
