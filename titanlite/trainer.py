@@ -33,6 +33,7 @@ from titanlite.finite import FiniteWatch
 from titanlite.generate import generate
 from titanlite.grad_norm import clip_grad_norm
 from titanlite.loss import count_valid, token_loss_sum
+from titanlite.loss_chunks import model_loss
 from titanlite.lr_schedule import learning_rate
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import allocator_tags, used
@@ -262,7 +263,7 @@ class Trainer:
 
         The only place that knows how a step is run: a pipeline schedule replaces it and nothing else.
         """
-        (model,) = self.parts
+        (model,), chunks = self.parts, self.job.config.training.loss_chunks
         coordinates = self.job.layout.coordinates(self.place.rank)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
@@ -270,8 +271,7 @@ class Trainer:
                 model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
             with record_function("forward"):
-                logits = model(batch.tokens, batch.positions, batch.documents)
-                loss = self.loss(logits, batch.labels) / valid_tokens.clamp(min=1)
+                loss = model_loss(model, batch, chunks, self.loss) / valid_tokens.clamp(min=1)
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
@@ -284,7 +284,8 @@ class Trainer:
     def validate(self) -> None:
         """Log the loss on held-out data."""
         with self.clock.paused("validation"):
-            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
+            chunks = self.job.config.training.loss_chunks
+            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss, chunks)
             self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
             for sink in self.sinks:
                 sink.validation(self.step, loss)

@@ -170,6 +170,14 @@ def _sequences_fit_the_model(judge: Judge) -> Faults:
 
 
 @_rule
+def _chunks_have_tokens(judge: Judge) -> Faults:
+    chunks, training, validation = judge.config.training.loss_chunks, judge.config.training, judge.config.validation
+    shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
+    if chunks > shortest:
+        yield "training.loss_chunks", f"there are {shortest} tokens in a sequence; at most {shortest}"
+
+
+@_rule
 def _byte_tokenizer_fits_the_vocabulary(judge: Judge) -> Faults:
     if judge.config.training.dataset == "tokens":
         return  # shards bring a tokenizer, or do without
@@ -400,7 +408,6 @@ NOT_BUILT = {
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
     "quantize.linear.float8.enable": "float8",
-    "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
 }
 """Keys that switch on a technique which is still to be built; everything behind them only tunes it."""

@@ -127,7 +127,7 @@ class Training(Section):
     repeat: bool = True
     """Begin the next epoch when the data ends; otherwise the run stops there."""
     loss_chunks: Positive = 1
-    """Pieces of the sequence for which logits exist at a time."""
+    """Cut each sequence into so many pieces, and hold the logits of one at a time; 1 holds all of them at once."""
     mixture: list[Mixture] = []
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()

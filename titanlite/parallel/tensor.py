@@ -54,7 +54,7 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         "column": ColwiseParallel(input_layouts=SEQUENCE),
         "row": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False),
+        "head": ColwiseParallel(input_layouts=Replicate(), output_layouts=logits, use_local_output=False),
         "whole": _Whole(),
     }
     for name, role in roles.items():
@@ -71,6 +71,8 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         if role == "embedding":
             # Its collective may be pending still, which a compiled block could not take.
             model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
+        if role == "head":
+            model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh), prepend=True)
     for name in gathering:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh))
     tie(model, ties)  # splitting a module makes parameters of its own
@@ -101,6 +103,13 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
         split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
         if split and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
+    if isinstance(hidden, DTensor):
+        return hidden
+    return DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False).redistribute(placements=(Replicate(),))
 
 
 def overlap(mesh: DeviceMesh) -> None:
@@ -153,8 +162,7 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[st
 
 def _gather(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
-    sequence = DTensor.from_local(args[0], mesh, (SEQUENCE,), run_check=False)
-    return (sequence.redistribute(placements=(Replicate(),)), *args[1:])
+    return (whole_sequence(args[0], mesh), *args[1:])
 
 
 class _Whole(ParallelStyle):
