@@ -42,7 +42,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
-from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
+from titanlite.optim import build_optimizer, implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel import keep_whole, tensor
 from titanlite.parallel.agree import check_replicas
 from titanlite.parallel.mesh import build_mesh
@@ -122,11 +122,11 @@ class Trainer:
         self.loss = torch.compile(token_loss_sum, backend=settings.backend) if compiles_loss else token_loss_sum
 
     def _build_optimizer(self) -> None:
-        config = self.job.config.optimizer
+        config, blocks = self.job.config, self.job.spec.blocks
         named = [item for part in self.parts for item in part.named_parameters()]
-        self.decayed, self.exempt = split_by_decay(named, self.table, config.no_decay)
-        self.trained = [parameter for _, parameter in (*self.decayed, *self.exempt)]
-        self.optimizer = build_optimizer(self.decayed, self.exempt, config)
+        self.optimized = trained_parameters(named, self.table, blocks, config.optimizer.no_decay)
+        self.trained = [item.parameter for item in self.optimized]
+        self.optimizer = build_optimizer(self.optimized, config, self.seed)
 
     def _restore(self) -> None:
         """Take the state, and the place in the run and in the data, from where the run begins."""
@@ -163,9 +163,9 @@ class Trainer:
             samples=self.data.samples,
             fingerprint=self.data.fingerprint,
             flops=self.flops,
-            decayed=len(self.decayed),
-            exempt=len(self.exempt),
-            states=state_per_element(self.job.config.optimizer),
+            decayed=sum(item.decays for item in self.optimized),
+            exempt=sum(not item.decays for item in self.optimized),
+            optimizer_bytes=optimizer_bytes(self.optimized, self.job.config),
             implementation=implementation(self.job.config.optimizer),
         )
 
@@ -234,7 +234,7 @@ class Trainer:
         self.finite.record(self.step, loss, norm.to(self.device))  # offloaded gradients have theirs on the CPU
         with record_function("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(config, self.step)
+                group["lr"], group["training_step"] = learning_rate(config, self.step), self.step
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.tokens += self.job.batch.total * config.training.seq_len

@@ -21,9 +21,9 @@ class Used:
     percent: float
 
 
-def state_bytes(elements: int, trained: int, element_size: int, states: int) -> tuple[int, int, int]:
+def state_bytes(elements: int, trained: int, element_size: int, optimizer: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state."""
-    return elements * element_size, trained * element_size, trained * element_size * states
+    return elements * element_size, trained * element_size, optimizer
 
 
 def machine_bytes() -> int:
