@@ -93,6 +93,9 @@ class Muon(torch.optim.AdamW):
         self._boxes = {name: tuple(boxes[name] for boxes in everyone) for name in mine}
         self._plans: dict[tuple[str, ...], Plan] = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects a `step` in every parameter's state
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
