@@ -13,9 +13,11 @@ from tests.checkpoint.saved import run_until
 from tests.checkpoint.test_resume import load_all
 from tests.jobs import FLOAT64, TINY, relative_error, trainer, weights
 from titanlite import muon
-from titanlite.muon import Muon, owners_of
+from titanlite.muon import Muon, _plan, owners_of
+from titanlite.narrow_state import some_at_a_time
 from titanlite.optim import optimizer_bytes
 from titanlite.parallel.mesh import local_part
+from titanlite.registry import Box
 from titanlite.runtime.pool import RankFailed
 
 MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
@@ -111,6 +113,15 @@ def test_owners_have_about_equal_work():
         assert max(work) <= sum(work) / ranks + largest and owners == owners_of(shapes, ranks)
 
 
+def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
+    """Two replicas of two shards: nothing crosses from one to the other on the way to an owner."""
+    upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
+    boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
+    for rank in range(4):
+        route = _plan(boxes, [torch.Size((8, 8))] * 8, rank).gather
+        assert len(route.come) == 4 and all(p.source // 2 == p.target // 2 for p in (*route.out, *route.come))
+
+
 def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     run = trainer([*argv, *FLOAT64, "--lr_scheduler.warmup_steps=0"], folder)
     run.train()
@@ -140,12 +151,9 @@ def test_many_batches_of_matrices_are_worked_off_like_one(pool, tmp_path):
 
 
 def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
-    original = muon.some_at_a_time
-    muon.some_at_a_time = lambda these: original(these, 200)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "some_at_a_time", lambda these: some_at_a_time(these, 200))
         return three_steps(argv, folder)
-    finally:
-        muon.some_at_a_time = original
 
 
 def test_its_state_loads_on_another_mesh(pool, tmp_path):

@@ -8,7 +8,7 @@ all-to-alls for a batch of matrices, whatever the mesh. Owners have about equal 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,27 @@ class Parcel:
     box: Box
 
 
+class Route:
+    """One collective: the parcels that this rank sends, in the order of their targets, and those that arrive, in the
+    order of their sources."""
+
+    def __init__(self, parcels: Sequence[Parcel], rank: int, ranks: int) -> None:
+        self.out = sorted((p for p in parcels if p.source == rank), key=lambda p: p.target)
+        self.come = sorted((p for p in parcels if p.target == rank), key=lambda p: p.source)
+        self.out_sizes, self.come_sizes = [0] * ranks, [0] * ranks
+        for parcel in self.out:
+            self.out_sizes[parcel.target] += _elements(parcel.box)
+        for parcel in self.come:
+            self.come_sizes[parcel.source] += _elements(parcel.box)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What this rank does for a batch of matrices."""
 
     owned: tuple[int, ...]
-    gather: tuple[Parcel, ...]
-    scatter: tuple[Parcel, ...]
+    gather: Route
+    scatter: Route
 
 
 class Muon(torch.optim.AdamW):
@@ -149,46 +163,40 @@ class Muon(torch.optim.AdamW):
             self._plans[key] = _plan([self._boxes[name] for name in names], shapes, self._rank)
         plan, like = self._plans[key], parts[0]
         whole = {number: like.new_empty(shapes[number]) for number in plan.owned}
-        for parcel, content in self._exchange(plan.gather, lambda parcel: parts[parcel.matrix], like):
+        for parcel, content in _exchange(plan.gather, lambda parcel: parts[parcel.matrix], like):
             whole[parcel.matrix][parcel.box] = content.view_as(whole[parcel.matrix][parcel.box])
         whole = {number: orthogonalised(matrix) for number, matrix in whole.items()}
-        for parcel, content in self._exchange(plan.scatter, lambda p: whole[p.matrix][p.box], like):
+        for parcel, content in _exchange(plan.scatter, lambda p: whole[p.matrix][p.box], like):
             parts[parcel.matrix] = content.view_as(parts[parcel.matrix])
         return parts
 
-    def _exchange(
-        self, parcels: Sequence[Parcel], content: Callable[[Parcel], torch.Tensor], like: torch.Tensor
-    ) -> list[tuple[Parcel, torch.Tensor]]:
-        """Send what starts here, and return what arrives: one collective."""
-        ends = range(self._ranks)
-        out = [[p for p in parcels if (p.source, p.target) == (self._rank, rank)] for rank in ends]
-        come = [[p for p in parcels if (p.source, p.target) == (rank, self._rank)] for rank in ends]
-        sent = torch.cat([like.new_empty(0), *(content(p).flatten() for to in out for p in to)])
-        into, outof = ([sum(_elements(p.box) for p in some) for some in way] for way in (come, out))
-        received = like.new_empty(sum(into))
-        dist.all_to_all_single(received, sent, into, outof)
-        arrived = [p for by in come for p in by]
-        return [*zip(arrived, received.split([_elements(p.box) for p in arrived]), strict=True)]
+
+def _exchange(
+    route: Route, content: Callable[[Parcel], torch.Tensor], like: torch.Tensor
+) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    """Send what starts here, and return what arrives."""
+    sent = torch.cat([like.new_empty(0), *(content(parcel).flatten() for parcel in route.out)])
+    received = like.new_empty(sum(route.come_sizes))
+    dist.all_to_all_single(received, sent, route.come_sizes, route.out_sizes)
+    return zip(route.come, received.split([_elements(parcel.box) for parcel in route.come]), strict=True)
 
 
 def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> Plan:
     """Who owns which matrix of a batch, and what of it goes through `rank`; all ranks find the same owners."""
-    owners = owners_of(shapes, len(boxes[0]))
+    ranks = len(boxes[0])
+    owners = owners_of(shapes, ranks)
     gather, scatter = [], []
     for number, (by_rank, owner) in enumerate(zip(boxes, owners, strict=True)):
-        holders: dict[tuple[tuple[int, int], ...], int] = {}
+        holders: dict[tuple[tuple[int, int], ...], list[Parcel]] = {}
         for other, box in enumerate(by_rank):
-            if not _elements(box):
-                continue
-            scatter.append(Parcel(number, owner, other, box))
-            place = tuple((part.start, part.stop) for part in box)
-            # Of several ranks with the same part, the nearest sends it: replicas are far apart.
-            holders[place] = min(holders.get(place, other), other, key=lambda r: abs(r - owner))
-        gather += [
-            Parcel(number, holder, owner, tuple(slice(*part) for part in place)) for place, holder in holders.items()
-        ]
-    mine = [tuple(p for p in way if rank in (p.source, p.target)) for way in (gather, scatter)]
-    return Plan(tuple(number for number, owner in enumerate(owners) if owner == rank), *mine)
+            if _elements(box):
+                scatter.append(Parcel(number, owner, other, box))
+                place = tuple((part.start, part.stop) for part in box)
+                holders.setdefault(place, []).append(Parcel(number, other, owner, box))
+        # Replicas are the mesh's outermost dimension, and far apart: each owner's own one sends.
+        gather += [same[owner * len(same) // ranks] for same in holders.values()]
+    owned = tuple(number for number, owner in enumerate(owners) if owner == rank)
+    return Plan(owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
