@@ -45,6 +45,7 @@ class NarrowState(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._inner, self._seed = inner, seed
+        self._boxes = {p: box_of(p) for group in self.param_groups for p in group["params"]}  # slow to ask for
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -71,6 +72,7 @@ class NarrowState(torch.optim.Optimizer):
     def _keep(self, parameter: nn.Parameter, state: dict[str, Any], name: str, step: int) -> None:
         """Take over a parameter's state; what is large is rounded."""
         kept, bits = self.state[parameter], torch.empty(0)
+        box = self._boxes.get(parameter) or box_of(parameter)
         large = [key for key, value in state.items() if _narrows(value)]
         for key, value in state.items():
             if key not in large:
@@ -79,7 +81,7 @@ class NarrowState(torch.optim.Optimizer):
             number, second = divmod(large.index(key), 2)
             if not second:  # two tensors share the 32 bits of a hash
                 seed = derive_seed("rounding", self._seed, step, name, number) % 2**31
-                bits = random_bits(box_of(value), seed, local_part(value).device)
+                bits = random_bits(box, seed, local_part(value).device)
             if key not in kept:
                 kept[key] = torch.empty_like(value, dtype=torch.bfloat16)
             local_part(kept[key]).copy_(rounded(local_part(value), bits >> 16 if second else bits))

@@ -36,7 +36,7 @@ from titanlite.loss import count_valid, token_loss_sum
 from titanlite.loss_chunks import model_loss
 from titanlite.lr_schedule import learning_rate
 from titanlite.observe.clock import StepClock
-from titanlite.observe.memory import allocator_tags, used
+from titanlite.observe.memory import Retries, allocator_tags, used
 from titanlite.observe.metrics import Sink, StepRecord, open_sinks
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import describe_run
@@ -143,7 +143,7 @@ class Trainer:
                 self.log.info(line)
 
     def _open_metrics(self) -> None:
-        self.peak = peak_tflops(self.device)
+        self.peak, self.retries = peak_tflops(self.device), Retries()
         self.sinks: list[Sink] = []
         if self.place.rank == 0:
             describe_run(self.folder, self.job, self.seed, self.device.type)
@@ -360,8 +360,11 @@ class Trainer:
             recompiles=self.clock.recompiles,
         )
         self.log.info(record.line(job.config.training.steps, memory.percent))
+        tags = allocator_tags(self.device)
+        if news := self.retries.news(tags):
+            self.log.warning(news)
         for sink in self.sinks:
-            sink.step(record, allocator_tags(self.device))
+            sink.step(record, tags)
         self.clock.restart()
 
     def _loss_over_ranks(self, loss: torch.Tensor, valid_tokens: torch.Tensor) -> tuple[float, float]:

@@ -62,3 +62,22 @@ def allocator_tags(device: torch.device) -> dict[str, float]:
             "memory/num_ooms": stats["num_ooms"],
         }
     return tags
+
+
+class Retries:
+    """Tells when the device's allocator had to give its cache back to find memory, which waits for the device."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def news(self, tags: dict[str, float]) -> str:
+        """What happened since this was asked last, by the allocator's tags; empty if nothing did."""
+        retries = tags.get("memory/num_alloc_retries", 0.0)
+        more, self._told = retries - self._told, retries
+        if more <= 0:
+            return ""
+        return (
+            f"memory is nearly full: since the last logged step the allocator gave its cache back {more:.0f} "
+            f"time{'s' * (more > 1)} to find some, which waits for the device; activation_checkpoint, "
+            "training.loss_chunks or a smaller training.local_batch_size take less"
+        )
