@@ -14,9 +14,10 @@ from typing import Any
 from titanlite.config.judge import Judge
 from titanlite.config.load import Loaded
 from titanlite.config.schema import keys
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.layout import Layout, divisors
-from titanlite.registry import get_model
+from titanlite.registry import find_converter, get_model
 
 BYTE_VOCABULARY = 256
 STREAMS = ("c4", "c4_test", "c4_validation")
@@ -81,7 +82,9 @@ def _degrees_fill_the_world(judge: Judge) -> Faults:
     degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
     shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     asked = judge.loaded.config.parallelism
-    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole else 1
+    float8 = judge.loaded.config.quantize.linear.float8
+    gathers_float8 = float8.enable and float8.enable_fsdp_float8_all_gather
+    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole or gathers_float8 else 1
     world = judge.world or fixed * (fewest if shard == -1 else shard)
     if world % fixed == 0 and shard in (-1, world // fixed):
         judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
@@ -395,11 +398,58 @@ def _keep_sharded_over_a_divisor(judge: Judge) -> Faults:
         )
 
 
+@_rule
+def _converters_exist(judge: Judge) -> Faults:
+    assert judge.spec  # so whatever model.package registers is known
+    for name in judge.config.model.converters:
+        try:
+            find_converter("float8" if name in FLOAT8_CONVERTERS else name)
+        except UserError as error:
+            yield "model.converters", str(error)
+
+
+@_rule
+def _float8_can_multiply(judge: Judge) -> Faults:
+    float8, training = judge.config.quantize.linear.float8, judge.config.training
+    if not float8.enable:
+        return
+    if training.mixed_precision_param == "float64":
+        yield "quantize.linear.float8.enable", "products of float8 come out in float32 or bfloat16, not in float64"
+    tokens = training.local_batch_size * training.seq_len
+    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
+        yield (
+            "quantize.linear.float8.enable",
+            f"a weight's gradient sums over training.local_batch_size x training.seq_len = {tokens} tokens, and "
+            "GPUs multiply float8 in steps of 16; change one of them",
+        )
+
+
+@_rule
+def _float8_can_be_gathered(judge: Judge) -> Faults:
+    float8, section = judge.config.quantize.linear.float8, "quantize.linear.float8."
+    if not float8.enable:
+        return
+    gathers, precomputes = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
+    if float8.enable_fsdp_float8_all_gather:
+        if float8.recipe_name != "tensorwise":
+            why = f'a shard does not know the rows of others: "{float8.recipe_name}" is gathered in high precision'
+            yield section + gathers, f'{why}; leave it out, or use recipe_name = "tensorwise"'
+        if judge.layout.fsdp == 1:
+            yield section + gathers, "every parameter is whole on every rank already; leave it out"
+        if isinstance(judge.config.parallelism.fsdp_reshard_after_forward, int):
+            why = "what is kept sharded over some ranks is no float8 any more"
+            yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never" with {section}{gathers}'
+    if float8.precompute_float8_dynamic_scale_for_fsdp:
+        if not float8.enable_fsdp_float8_all_gather:
+            yield section + precomputes, f"it is for what is gathered in float8; set {section}{gathers}"
+        if judge.config.training.enable_cpu_offload:
+            yield section + precomputes, "a scale is lost in the copy from host memory; use it or enable_cpu_offload"
+
+
 NOT_BUILT = {
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
-    "quantize.linear.float8.enable": "float8",
     "training.loss_chunks": "the chunked loss",
     "optimizer.state_dtype": "low-precision optimizer state",
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite import float8
 from titanlite.errors import UserError
 from titanlite.layout import divisors
 from titanlite.parallel.init import shared_names, tie
@@ -49,30 +50,23 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     roles = check(model, table, mesh.size())
     gathering = _gathering(model, blocks, roles)
     logits = Shard(-1) if shard_loss else Replicate()
-    styles: dict[Role, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
-        "column": ColwiseParallel(input_layouts=SEQUENCE),
-        "row": RowwiseParallel(output_layouts=SEQUENCE),
-        "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False),
-        "whole": _Whole(),
-    }
     for name, role in roles.items():
+        module = model.get_submodule(name)
+        gathered = any(name.startswith(f"{larger}.") for larger in gathering)
         try:
-            style = styles[role]
-            if role == "column" and any(name.startswith(f"{larger}.") for larger in gathering):
-                style = ColwiseParallel(input_layouts=Replicate())  # anything else would sum gradients once more
-            parallelize_module(model.get_submodule(name), mesh, style)
+            parallelize_module(module, mesh, _style(module, role, gathered, logits))
         except NotImplementedError:
-            kind = type(model.get_submodule(name)).__name__
+            kind = type(module).__name__
             raise UserError(
                 f'tensor parallel: {name}.weight has the role "{role}", and {kind} cannot be split'
             ) from None
         if role == "embedding":
             # Its collective may be pending still, which a compiled block could not take.
             model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
-    for name in gathering:
-        model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh))
+    for larger in gathering:
+        readers = [n for n, role in roles.items() if role == "column" and n.startswith(f"{larger}.")]
+        cast = float8.shared_cast([model.get_submodule(name) for name in readers])
+        model.get_submodule(larger).register_forward_pre_hook(partial(_gather, mesh, cast))
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -151,9 +145,29 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[st
     return found
 
 
-def _gather(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _style(module: nn.Module, role: Role, gathered: bool, logits: Placement) -> ParallelStyle:
+    """How a module of this role is split, `gathered` telling that one around it gathers its input."""
+    column, row = float8.styles(module)
+    match role:
+        case "embedding":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2))
+        case "column":  # of what is gathered already, anything else would sum gradients once more
+            return column(input_layouts=Replicate() if gathered else SEQUENCE)
+        case "row":
+            return row(output_layouts=SEQUENCE)
+        case "norm":
+            return SequenceParallel(use_local_output=True)
+        case "head":
+            return column(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False)
+        case "whole":
+            return _Whole()
+
+
+def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
     sequence = DTensor.from_local(args[0], mesh, (SEQUENCE,), run_check=False)
+    if cast:
+        sequence = cast(sequence)
     return (sequence.redistribute(placements=(Replicate(),)), *args[1:])
 
 
