@@ -31,7 +31,7 @@ class Converter(Protocol):
 
 
 def build_converters(job: Job) -> list[Converter]:
-    """Those that a job asks for, in the order of model.converters; float8 last where its section alone asks for it."""
+    """Those that a job asks for, in the order of model.converters; float8 last where only its section asks."""
     names = ["float8" if name in FLOAT8_CONVERTERS else name for name in job.config.model.converters]
     if job.config.quantize.linear.float8.enable:
         names.append("float8")

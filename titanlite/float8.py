@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, nearest, some_of
@@ -61,7 +61,7 @@ class Float8:
                 config=replace(config, enable_fsdp_float8_all_gather=gathered),
             )
         _gather_as_bytes_on_a_cpu()
-        # A converted layer's output is a view, and torch 2.13 warns of changing one in place, which nothing here does.
+        # A converted layer's output is a view, and torch 2.13 warns of changing one in place, as nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _table(layers, self._job)
 
@@ -169,35 +169,31 @@ def _table(layers: Sequence[Layer], job: Job) -> list[str]:
 # ---------------------------------------------------------------- tensor parallel
 
 
-def styles(module: nn.Module) -> tuple[type[ColwiseParallel], type[RowwiseParallel]]:
-    """How tensor parallel splits a column and a row layer: what it gathers is float8 where the module's class and its
-    recipe allow, its input in the forward pass, its output's gradient in the backward pass."""
-    if not _scaled_as_a_whole(module):
-        return ColwiseParallel, RowwiseParallel
-    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
-
-    return Float8ColwiseParallel, Float8RowwiseParallel
-
-
-def shared_cast(modules: Sequence[Any]) -> Cast | None:
-    """What turns an input that these modules share into float8, scaled by its largest value on any rank; None where
-    one of them needs it as it is."""
-    if not all(_scaled_as_a_whole(module) for module in modules):
-        return None
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-
-    first = modules[0]
-    dtype, products = first.config.cast_config_input.target_dtype, first.linear_mm_config
-    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)  # type: ignore[return-value]
-
-
-def _scaled_as_a_whole(module: Any) -> bool:
+def scaled_as_a_whole(module: Any) -> bool:
     """A converted layer with one scale a tensor: rows' scales could not travel with a slice of the sequence."""
     # Private in torchao 0.18. No module is of a class that nobody imported, and importing it costs seconds.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if torchao is None or not isinstance(module, torchao.Float8Linear):
         return False
     return module.config.cast_config_input.scaling_granularity.name == "TENSORWISE"
+
+
+def shared_cast(layers: Sequence[Any]) -> Cast | None:
+    """What turns an input that these layers share into float8, scaled by its largest value on any rank; None where
+    one of them needs it as it is."""
+    if not all(scaled_as_a_whole(layer) for layer in layers):
+        return None
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    dtype, products = layers[0].config.cast_config_input.target_dtype, layers[0].linear_mm_config
+    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)  # type: ignore[return-value]
+
+
+def row_style(**layouts: Any) -> ParallelStyle:
+    """How tensor parallel splits a row layer that is scaled as a whole: its output's gradient is gathered in float8."""
+    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
+
+    return Float8RowwiseParallel(**layouts)
 
 
 def _gather_as_bytes_on_a_cpu() -> None:

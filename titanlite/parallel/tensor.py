@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -50,23 +50,31 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     roles = check(model, table, mesh.size())
     gathering = _gathering(model, blocks, roles)
     logits = Shard(-1) if shard_loss else Replicate()
+    styles: dict[Role, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=SEQUENCE),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
+        "whole": _Whole(),
+    }
     for name, role in roles.items():
-        module = model.get_submodule(name)
-        gathered = any(name.startswith(f"{larger}.") for larger in gathering)
         try:
-            parallelize_module(module, mesh, _style(module, role, gathered, logits))
+            style = styles[role]
+            if role == "row" and float8.scaled_as_a_whole(model.get_submodule(name)):
+                style = float8.row_style(output_layouts=SEQUENCE)
+            parallelize_module(model.get_submodule(name), mesh, style)
         except NotImplementedError:
-            kind = type(module).__name__
+            kind = type(model.get_submodule(name)).__name__
             raise UserError(
                 f'tensor parallel: {name}.weight has the role "{role}", and {kind} cannot be split'
             ) from None
         if role == "embedding":
             # Its collective may be pending still, which a compiled block could not take.
             model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
-    for larger in gathering:
-        readers = [n for n, role in roles.items() if role == "column" and n.startswith(f"{larger}.")]
+    for path, readers in gathering.items():
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])
-        model.get_submodule(larger).register_forward_pre_hook(partial(_gather, mesh, cast))
+        model.get_submodule(path).register_forward_pre_hook(partial(_gather, mesh, cast), prepend=True)
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -133,34 +141,21 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
     return found
 
 
-def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[str]:
-    """The largest modules inside of blocks that hold column and row layers only: they gather their input once."""
-    found: list[str] = []
+def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
+    """Modules that gather their input once, and the layers that read it: the largest inside of blocks that hold
+    column and row layers only, and what stands alone."""
+    found: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
-        inside = [role for name, role in roles.items() if name.startswith(f"{path}.")]
+        if any(path.startswith(f"{larger}.") for larger in found):
+            continue
+        inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.")}
         deep = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
-        within_another = any(path.startswith(f"{larger}.") for larger in found)
-        if deep and not within_another and "column" in inside and {*inside} <= {"column", "row"}:
-            found.append(path)
+        readers = [name for name, role in inside.items() if role == "column"]
+        if deep and readers and {*inside.values()} <= {"column", "row"}:
+            found[path] = readers
+        elif roles.get(path) in ("column", "head"):
+            found[path] = [path]
     return found
-
-
-def _style(module: nn.Module, role: Role, gathered: bool, logits: Placement) -> ParallelStyle:
-    """How a module of this role is split, `gathered` telling that one around it gathers its input."""
-    column, row = float8.styles(module)
-    match role:
-        case "embedding":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2))
-        case "column":  # of what is gathered already, anything else would sum gradients once more
-            return column(input_layouts=Replicate() if gathered else SEQUENCE)
-        case "row":
-            return row(output_layouts=SEQUENCE)
-        case "norm":
-            return SequenceParallel(use_local_output=True)
-        case "head":
-            return column(input_layouts=SEQUENCE, output_layouts=logits, use_local_output=False)
-        case "whole":
-            return _Whole()
 
 
 def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
