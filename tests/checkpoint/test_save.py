@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
 from tests.jobs import TINY, full, trainer
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.folder import File, Manifest, faults, is_whole, read_manifest, step_folder
+from titanlite.checkpoint.folder import SEEN_BY_ALL, File, Manifest, faults, is_whole, read_manifest, step_folder
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.retention import superfluous
 from titanlite.checkpoint.state import TrainingState
@@ -175,6 +175,16 @@ def test_retention_counts_whole_checkpoints_and_touches_no_other_folder(tmp_path
     assert superfluous(tmp_path, 0, 0) == []
     commit.delete(tmp_path, 10)
     assert not (tmp_path / "step-10").exists() and is_whole(tmp_path / "step-20")
+
+
+def test_what_a_killed_start_save_or_deletion_left_is_cleared_and_nothing_else(tmp_path):
+    left = [".step-3.staging", ".step-1.deleted", f"{SEEN_BY_ALL}{'0a' * 16}"]
+    foreign = [".step-3.staging.mine", ".step-x.deleted", f"{SEEN_BY_ALL}mine", "step-2"]
+    for name in [*left[:2], *foreign]:
+        (tmp_path / name).mkdir()
+    (tmp_path / left[2]).touch()
+    assert commit.clear_leftovers(tmp_path) == sorted(left)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
 
 
 def test_the_run_keeps_the_latest_and_every_nth(pool, tmp_path):

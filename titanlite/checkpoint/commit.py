@@ -281,10 +281,10 @@ def delete(root: Path, step: int) -> None:
 
 
 def clear_leftovers(root: Path) -> list[str]:
-    """Remove what a killed save or deletion left; the names of what there was."""
+    """Remove what a killed save, deletion or start left; the names of what there was."""
     found = leftovers(root)
     for path in found:
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return [path.name for path in found]
 
 

@@ -18,6 +18,8 @@ from titanlite.errors import UserError
 
 MANIFEST, STATE, CONFIG, ENVIRONMENT = "manifest.json", "state.json", "config.toml", "environment.json"
 FORMAT = 1
+SEEN_BY_ALL = ".seen-by-all-"
+"""Begins the name of a file by which the ranks learn whether they share the folder."""
 _BLOCK = 1 << 22
 
 
@@ -91,8 +93,9 @@ def step_of(name: str) -> int | None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What a killed save or deletion left behind."""
-    return sorted(path for path in root.glob(".step-*") if re.fullmatch(r"\.step-\d+\.(staging|deleted)", path.name))
+    """What a killed save, deletion or start left behind."""
+    ours = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
+    return sorted(path for path in root.glob(".s*") if ours.fullmatch(path.name))
 
 
 def committed(root: Path) -> list[int]:

@@ -8,6 +8,7 @@ rank is known to all at the next logged step.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -27,6 +28,7 @@ from titanlite.checkpoint.exchange import Abroad, export_live
 from titanlite.checkpoint.folder import (
     CONFIG,
     ENVIRONMENT,
+    SEEN_BY_ALL,
     STATE,
     committed,
     export_folder,
@@ -98,7 +100,7 @@ class Checkpoints:
 
     def _open_folder(self) -> None:
         """Make the folder, refuse one that not all ranks share, and clear what a killed run left."""
-        token = [f".seen-by-all-{uuid.uuid4().hex}"]
+        token = [f"{SEEN_BY_ALL}{uuid.uuid4().hex}"]
         dist.broadcast_object_list(token, src=0, group=self.group)
         path, rank_0 = self.root / token[0], self._place.rank == 0
         if rank_0:
@@ -114,7 +116,6 @@ class Checkpoints:
         if rank_0:
             path.unlink()
         if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(everyone) if not sees]:
-            others = " and others" if len(blind) > 4 else ""
             others = " and others" if len(blind) > 4 else ""
             raise UserError(
                 f"checkpoint.folder: {self.root} as rank 0 on {everyone[0][0]} sees it can't be written to by "
@@ -293,6 +294,7 @@ class Checkpoints:
         if flight is None:
             return
         flight.wait()
+        gc.collect(0)  # what torch's writer leaves in cycles would stay for training.gc_freq steps
         failed = torch.tensor(int(flight.error is not None), dtype=torch.int64, device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed.item():

@@ -21,10 +21,15 @@ Group = frozenset[str]
 @contextmanager
 def gathers_recorded(into: list[Group]) -> Iterator[None]:
     """Add the modules of each all-gather, in the order in which they were issued."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
         yield
-    for event in sorted(trace.events() or [], key=lambda event: event.time_range.start):
-        if found := re.fullmatch(r"FSDP::all_gather \((.+)\)", event.name):
+    assert trace.profiler and trace.profiler.kineto_results
+    # Not trace.events(): a Python object for each of many thousand events takes longer than the row's steps.
+    gathers = [
+        event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::all_gather")
+    ]
+    for event in sorted(gathers, key=lambda event: event.start_ns()):
+        if found := re.fullmatch(r"FSDP::all_gather \((.+)\)", event.name()):
             into.append(frozenset(found[1].split(", ")))
 
 
