@@ -73,6 +73,30 @@ class Float8:
                 precompute_float8_dynamic_scale_for_fsdp(part)
 
 
+def check_device(job: Job, device: str) -> None:
+    """A UserError where this kind of device can't multiply float8 as the job asks."""
+    settings = job.config.quantize.linear.float8
+    if settings.emulate:
+        return
+    instead = f"{KEY}.emulate computes in high precision with float8's rounding"
+    if device == "cuda" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
+        major, minor = torch.cuda.get_device_capability()
+        what = f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and float8 needs 8.9"
+        raise UserError(f"{KEY}.enable = true: {what} or newer; {instead}")
+    if device == "cpu" and settings.recipe_name != "tensorwise" and not _scales_rows_on_a_cpu():
+        what = f"torch {torch.__version__} has no scales of rows on a CPU (2.13 has); use tensorwise"
+        raise UserError(f'{KEY}.recipe_name = "{settings.recipe_name}": {what}, or {instead}')
+
+
+def _scales_rows_on_a_cpu() -> bool:
+    matrix, scales = torch.zeros(MULTIPLE, MULTIPLE).to(torch.float8_e4m3fn), torch.ones(MULTIPLE, 1)
+    try:
+        torch._scaled_mm(matrix, matrix.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 # ---------------------------------------------------------------- which layers
 
 
@@ -190,7 +214,7 @@ def shared_cast(layers: Sequence[Any]) -> Cast | None:
 
 
 def row_style(**layouts: Any) -> ParallelStyle:
-    """How tensor parallel splits a row layer that is scaled as a whole: its output's gradient is gathered in float8."""
+    """How tensor parallel splits a row layer scaled as a whole: its output's gradient is gathered in float8."""
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
     return Float8RowwiseParallel(**layouts)

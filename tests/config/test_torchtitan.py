@@ -15,7 +15,7 @@ def resolve(*argv: str, training: bool = False):
 
 
 @pytest.mark.parametrize(
-    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 8, "405B")]
+    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 16, "405B")]
 )
 def test_a_v022_file_resolves(file, ranks, parameters):
     found = resolve("--config", str(FILES / f"{file}.toml"))
