@@ -118,7 +118,9 @@ def test_more_than_a_linear_layer_is_left_alone():
 
 
 def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathered_as_ever():
-    found = fates(AG, "--parallelism.fsdp_keep_whole=['layers.0.*']", world=3)
+    kept = "--parallelism.fsdp_keep_whole=['layers.0.*']"
+    found = fates(AG, kept, "--model.overrides.hidden_dim=96", world=3)
+    assert found["layers.1.feed_forward.w1"] == "float8"
     assert found["layers.1.attention.wq"] == "64 rows do not split evenly over 3 ranks"
     assert found["layers.0.attention.wq"] == "it is kept whole"
 

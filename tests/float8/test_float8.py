@@ -75,7 +75,6 @@ ON_TWO = {
     "offloaded": [AG, "--training.enable_cpu_offload"],
     "recomputed": [AG, FULL],
     "op": [AG, OP],
-    "prefetched": [AG, "--parallelism.fsdp_forward_prefetch=1", "--parallelism.fsdp_backward_prefetch=2"],
     "replicas": [HSDP],
 }
 """FSDP on two ranks: ways that must give the same bits."""
@@ -90,18 +89,18 @@ def on_two(pool, tmp_path_factory):
         "bfloat16": [*WIDE, FLOAT8, AG, BFLOAT16],
         "tied gathered": [*WIDE, FLOAT8, AG, "--model.overrides.tied"],
     }
+    cases["compiled tp"] = [*WIDE, FLOAT8, TP2, BFLOAT16, OP, *COMPILED]
+    cases["bfloat16 tp"] = [*WIDE, FLOAT8, TP2, BFLOAT16]
     cases["one of three filtered tp"] = [*WIDE, FLOAT8, TP2, "--quantize.linear.float8.filter_fqns=['wk']"]
     return pool.run(steps, cases, str(tmp_path_factory.mktemp("two")), world=2)[0]
 
 
 @pytest.fixture(scope="module")
 def on_four(pool, tmp_path_factory):
-    everything = [AG, PRECOMPUTED, TP2]
     cases = {
         "fsdp": [*WIDE, FLOAT8],
         "hsdp": [*WIDE, FLOAT8, AG, PRECOMPUTED, HSDP],
-        "fsdp x tp": [*WIDE, FLOAT8, *everything],
-        "compiled": [*WIDE, FLOAT8, *everything, OP, *COMPILED],
+        "fsdp x tp": [*WIDE, FLOAT8, AG, PRECOMPUTED, TP2],
         "rowwise x tp": recipe("rowwise", TP2),
     }
     return pool.run(steps, cases, str(tmp_path_factory.mktemp("four")), world=4)[0]
@@ -161,14 +160,18 @@ def test_a_module_with_one_layer_in_high_precision_still_works_under_tensor_para
 
 
 def test_all_together_stays_within_bounds(alone, on_two, on_four):
-    for name in ("fsdp", "hsdp", "fsdp x tp", "compiled", "rowwise x tp"):
+    for name in ("fsdp", "hsdp", "fsdp x tp", "rowwise x tp"):
         within_bounds(on_four[name], alone["float32"], BOUNDS["tensorwise"])
-    same_bits(on_four["hsdp"], on_four["fsdp"])
-    assert error(on_four["compiled"]["gradients"], on_four["fsdp x tp"]["gradients"]) < 1e-3
+    assert error(on_four["hsdp"]["gradients"], on_four["fsdp"]["gradients"]) < 1e-6, "the order of a sum"
+    assert error(on_two["compiled tp"]["gradients"], on_two["bfloat16 tp"]["gradients"]) < 0.01
     within_bounds(on_two["bfloat16"], alone["float32"], BOUNDS["tensorwise"])
 
 
 # ---------------------------------------------------------------- on the wire
+
+
+def gathered(cases: list[list[str]], folder: str) -> list[dict[str, int]]:
+    return [gathered_bytes(argv, folder) for argv in cases]
 
 
 def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
@@ -202,13 +205,13 @@ def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
 def test_a_weight_costs_one_byte_an_element_where_bfloat16_costs_two(pool, tmp_path):
     """With the scales computed before, so that all of it is the gathers'."""
     argv = [*WIDE, BFLOAT16, "--parallelism.fsdp_reshard_after_forward=never"]
-    plain = pool.run(gathered_bytes, argv, str(tmp_path), world=2)[0]["fsdp"]
-    float8 = pool.run(gathered_bytes, [*argv, FLOAT8, AG, PRECOMPUTED], str(tmp_path), world=2)[0]["fsdp"]
+    cases = [argv, [*argv, FLOAT8, AG, PRECOMPUTED], [*argv, FLOAT8]]
+    found = pool.run(gathered, cases, str(tmp_path), world=2)[0]
+    plain, float8, unasked = (seen["fsdp"] for seen in found)
     blocks = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 128 * 64)
     converted, rest = blocks + 256 * 64, 256 * 64 + 5 * 64
     assert plain == 2 * (converted + rest) // 2
     assert float8 == (converted + 2 * rest) // 2
-    unasked = pool.run(gathered_bytes, [*argv, FLOAT8], str(tmp_path), world=2)[0]["fsdp"]
     assert unasked == plain
 
 
@@ -217,15 +220,9 @@ def test_tensor_parallel_gathers_one_byte_an_element_where_bfloat16_costs_two(po
     argv = [*WIDE, BFLOAT16, TP2]
     slices = (2 * 2 + 1) + 2 * 2
     size = 12 * 16 // 2 * 64
-    plain, float8, rowwise, filtered = (
-        pool.run(gathered_bytes, [*argv, *more], str(tmp_path), world=2)[0]
-        for more in (
-            [],
-            [FLOAT8],
-            recipe("rowwise")[len(WIDE) :],
-            [FLOAT8, "--quantize.linear.float8.filter_fqns=['output','wk','w2']"],
-        )
-    )
+    filters = "--quantize.linear.float8.filter_fqns=['output','wk','w2']"
+    cases = [argv, [*argv, FLOAT8], recipe("rowwise", BFLOAT16, TP2), [*argv, FLOAT8, filters]]
+    plain, float8, rowwise, filtered = pool.run(gathered, cases, str(tmp_path), world=2)[0]
     assert plain["torch.bfloat16"] == 2 * size * (slices + 1)
     assert float8["torch.uint8"] == size * slices and float8["torch.bfloat16"] == 2 * size
     assert rowwise["torch.bfloat16"] == plain["torch.bfloat16"] and "torch.uint8" not in rowwise
@@ -250,9 +247,9 @@ def scales(argv: list[str], folder: str) -> list[tuple[float, float]]:
 
 
 def test_scales_follow_the_weights(pool, tmp_path):
-    for world, more in ((2, []), (4, [TP2])):
-        found = pool.run(scales, [*WIDE, FLOAT8, AG, PRECOMPUTED, *more], str(tmp_path), world=world)[0]
-        assert all(scale == pytest.approx(expected, rel=1e-6) for scale, expected in found)
+    argv = [*WIDE, FLOAT8, AG, PRECOMPUTED, TP2, "--training.steps=2"]
+    found = pool.run(scales, argv, str(tmp_path), world=4)[0]
+    assert all(scale == pytest.approx(expected, rel=1e-6) for scale, expected in found)
 
 
 FLOAT8_SAVING = [
@@ -273,8 +270,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_resumed_run_is_the_run_that_was_never_cut(pool, tmp_path):
-    """FSDP x TP, with validation and a sample: the same losses, and the same bits in every tensor of the state."""
-    argv = [*FLOAT8_SAVING, TP2, *LIVELY]
+    """FSDP x TP: the same losses, and the same bits in every tensor of the state."""
+    argv = [*FLOAT8_SAVING, TP2, "--training.steps=3"]
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=4)
     pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=4)
     then = pool.run(run_until, argv, str(tmp_path / "cut"), world=4)
@@ -284,9 +281,9 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
-    """A float8 run's folder, and its state."""
+    """The folder of a float8 run with validation, a sample and an export, and its state."""
     folder = tmp_path_factory.mktemp("saved")
-    argv = [*FLOAT8_SAVING, "--checkpoint.last_save_in_hf"]
+    argv = [*FLOAT8_SAVING, *LIVELY, "--checkpoint.last_save_in_hf"]
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
 
 
