@@ -48,11 +48,17 @@ def stepped(run: Trainer, mine: Any) -> torch.Tensor:
 def one_step(argv: list[str], folder: str) -> dict[str, Any]:
     run, mine = prepared(argv, folder)
     before = weights(run)
-    loss = stepped(run, mine)
+    product, products = torch._scaled_mm, []
+    torch._scaled_mm = lambda *args, **kwargs: (products.append(1), product(*args, **kwargs))[1]
+    try:
+        loss = stepped(run, mine)
+    finally:
+        torch._scaled_mm = product
     return {
         "before": before,
         "gradients": gradients(run),
         "loss": run._loss_over_ranks(loss, count_valid(mine[0].labels))[0],
+        "products": len(products),
         "norm": clip_grad_norm(run.trained, math.inf).item(),
     }
 

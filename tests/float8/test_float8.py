@@ -123,6 +123,14 @@ def test_gradients_are_within_their_recipe_s_bound(alone, name, compute):
 @pytest.mark.parametrize("name", BOUNDS)
 def test_emulation_rounds_as_the_real_products_do(alone, name):
     assert error(alone[f"{name} emulated"]["gradients"], alone[name]["gradients"]) < 0.01
+    assert alone[f"{name} emulated"]["products"] == alone["float32"]["products"] == 0
+
+
+def test_all_three_products_of_a_layer_are_in_float8_but_where_weight_gradients_are_not(alone):
+    assert alone["tensorwise"]["products"] == 3 * 15
+    if _scales_rows_on_a_cpu():
+        assert alone["rowwise"]["products"] == 3 * 15
+        assert alone["rowwise_with_gw_hp"]["products"] == 2 * 15
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "tied", "frozen"])
@@ -283,7 +291,7 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(pool, tmp_path):
 def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
     """The folder of a float8 run with validation, a sample and an export, and its state."""
     folder = tmp_path_factory.mktemp("saved")
-    argv = [*FLOAT8_SAVING, *LIVELY, "--checkpoint.last_save_in_hf"]
+    argv = [*FLOAT8_SAVING, *LIVELY, "--checkpoint.last_save_in_hf", "--checkpoint.async_mode=disabled"]
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
 
 
