@@ -48,8 +48,14 @@ def stepped(run: Trainer, mine: Any) -> torch.Tensor:
 def one_step(argv: list[str], folder: str) -> dict[str, Any]:
     run, mine = prepared(argv, folder)
     before = weights(run)
-    product, products = torch._scaled_mm, []
-    torch._scaled_mm = lambda *args, **kwargs: (products.append(1), product(*args, **kwargs))[1]
+    product: Any = torch._scaled_mm
+    products: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        products.append(1)
+        return product(*args, **kwargs)
+
+    torch._scaled_mm = counted
     try:
         loss = stepped(run, mine)
     finally:

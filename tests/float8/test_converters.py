@@ -108,12 +108,12 @@ def test_under_tensor_parallel_a_layer_s_part_must_be_wide_enough():
 
 def test_more_than_a_linear_layer_is_left_alone():
     class Scaled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
+        def forward(self, input):
+            return 2 * super().forward(input)
 
     found = job([*WIDE, FLOAT8], 1)
     model, _ = build_model(found)
-    model.output.__class__ = Scaled
+    model.output = Scaled(64, 256, bias=False, device="meta")
     assert plan(model, found)[-1].left == "Scaled is more than a linear layer"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,11 +195,12 @@ def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
         return original(output, shard, *args, **kwargs)
 
     class Functional(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
             if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-                if type(args[0]) is not torch.Tensor:
+                (tensor, *_) = args
+                if type(tensor) is not torch.Tensor:
                     return NotImplemented  # what is inside of it comes here next
-                seen[str(args[0].dtype)] += args[0].nbytes
+                seen[str(tensor.dtype)] += tensor.nbytes
             return func(*args, **(kwargs or {}))
 
     setattr(dist, name, gather)
