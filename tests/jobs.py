@@ -35,13 +35,15 @@ def job(argv: list[str], world: int) -> Job:
     return job_from(parse_command_line(["--config", "debug.toml", *argv], {}), world=world, training=True)
 
 
-def trainer(argv: list[str], folder: str, log: logging.Logger | None = None) -> Trainer:
+def trainer(
+    argv: list[str], folder: str, log: logging.Logger | None = None, kind: type[Trainer] = Trainer
+) -> Trainer:
     """A trainer on this rank of the pool."""
     rank, world = dist.get_rank(), dist.get_world_size()
     place = Place(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     argv = [*argv, f"--job.dump_folder={folder}"]
-    return Trainer(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
+    return kind(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

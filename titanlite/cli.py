@@ -23,6 +23,7 @@ USAGE = """titanlite {version}: pretraining that you can read in an afternoon an
   titanlite generate [--config FILE.toml …] [--prompt TEXT]         text from the newest checkpoint
   titanlite tour                                                    train, kill, resume elsewhere, export: 3 minutes
   titanlite verify [--model NAME] [--full] [--fault NAME|list]      is training on every mesh equal to one process?
+  titanlite profile [--config FILE.toml …]                          where the time of a step goes; traces
   titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
 
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
@@ -65,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         from titanlite.verify.command import verify
 
         return verify(rest)
+    if verb == "profile":
+        from titanlite.profile import profile
+
+        return profile(rest)
     if verb == "plot":
         from titanlite.observe.plot import plot
 
@@ -83,7 +88,19 @@ def main(argv: list[str] | None = None) -> int:
         return tour(rest)
     from titanlite.errors import nearest
 
-    verbs = "train", "config", "data", "download", "checkpoint", "generate", "tour", "verify", "plot", "help"
+    verbs = (
+        "train",
+        "config",
+        "data",
+        "download",
+        "checkpoint",
+        "generate",
+        "tour",
+        "verify",
+        "profile",
+        "plot",
+        "help",
+    )
     close = nearest(verb, verbs)
     hint = f"; did you mean {close}?" if close else ""
     print(

@@ -58,7 +58,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     if name == "tokens":
         return None
     close = nearest(name, NAMES)
-    hint = f"; did you mean {close}?" if close else ""
+    hint = f"; did you mean {close}?" if close else "."
     raise UserError(
         f'{key}.dataset = "{name}" is not a data set{hint} There are: {", ".join(NAMES)}, '
         "or a data set of the hub: OWNER/NAME"

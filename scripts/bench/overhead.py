@@ -1,0 +1,248 @@
+"""What the framework costs: a plain PyTorch loop of the same training beside titanlite's Trainer, as ratios.
+
+    python scripts/bench/overhead.py [--steps 300] [--ranks 1 2] [--json benchmarks/cpu.json]
+
+Both train the same model on the same data with the same optimizer, step by step in turn in the same processes, from
+the same initial values, and must show the same losses. What a step of the Trainer takes is all that its loop does
+between two steps of the plain one: data, logging, and looking whether something is due. Then each runs alone, for
+its peak of memory, and the debug config is started, for the time from the command to the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+from scripts.bench.ratios import keep, ratio, spread  # noqa: E402
+from tests.jobs import QUIET, full, job, trainer  # noqa: E402
+from titanlite.data.order import Order  # noqa: E402
+from titanlite.data.shards import id_type  # noqa: E402
+from titanlite.models.llama3 import SPEC  # noqa: E402
+from titanlite.runtime.pool import Pool  # noqa: E402
+from titanlite.trainer import Trainer  # noqa: E402
+
+SEQ, BATCH, VOCAB, TOKENS, LOG = 256, 4, 256, 1 << 20, 10
+SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
+WARM_UP = 5
+SAME = 1e-3
+"""Relative difference of two losses, which float32 lets grow over hundreds of steps."""
+PRELOAD = ["titanlite.trainer", "torch._dynamo"]
+TORCH = ("-c", "import torch")
+FIRST_STEP = (
+    "--training.steps=1",
+    "--job.device=cpu",
+    "--generate.no_at_end",
+    "--validation.no_enable",
+    "--checkpoint.no_enable",
+)
+
+
+# ------------------------------------------------------------------------------ the plain loop
+
+
+class Plain:
+    """What one writes by hand: the model, torch's own calls, a memory-mapped file, and a loss now and then."""
+
+    def __init__(self, flavor: Any, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
+        self.tokens = np.load(f"{folder}/data/0.npy", mmap_mode="r")
+        self.order = Order((TOKENS - 1) // SEQ, seed=0)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model = SPEC.module(flavor, SEQ)
+        if weights:
+            self.model.load_state_dict(weights)
+        if self.world > 1:
+            for layer in self.model.get_submodule("layers").children():
+                fully_shard(layer)
+            fully_shard(self.model)
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        exempt = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        self.done, self.losses, self.norms = 0, list[float](), list[float]()
+
+    def batch(self) -> torch.Tensor:
+        first = (self.done * self.world + self.rank) * BATCH
+        starts = [self.order(number) * SEQ for number in range(first, first + BATCH)]
+        return torch.from_numpy(np.stack([self.tokens[s : s + SEQ + 1] for s in starts]).astype(np.int64))
+
+    def step(self) -> None:
+        batch = self.batch()
+        self.done += 1
+        logits = self.model(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.done == 1 or self.done % LOG == 0:
+            mean = loss.detach() / self.world
+            dist.all_reduce(mean)
+            self.losses.append(mean.item())
+            self.norms.append(full(norm).item())
+
+
+# ------------------------------------------------------------------------------ in turn
+
+
+class InTurn(Trainer):
+    """Before each step of its own it takes one of the plain loop, and the time of both."""
+
+    plain: Plain
+    ours: list[float]
+    theirs: list[float]
+    _since = 0.0
+
+    def train_step(self) -> None:
+        if self.step > 1:
+            self.ours.append(time.perf_counter() - self._since)
+        dist.barrier()
+        began = time.perf_counter()
+        self.plain.step()
+        self.theirs.append(time.perf_counter() - began)
+        dist.barrier()
+        self._since = time.perf_counter()
+        super().train_step()
+
+
+def words(steps: int, folder: str) -> list[str]:
+    sizes = [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
+    data = ["--training.dataset=tokens", f"--training.dataset_path={folder}/data", f"--training.seq_len={SEQ}"]
+    same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
+    batch = [f"--training.local_batch_size={BATCH}", f"--training.steps={steps}", f"--metrics.log_freq={LOG}"]
+    return [*QUIET, *sizes, *data, *same, *batch]
+
+
+def in_turn(steps: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of our steps, of the plain ones, and the losses of those."""
+    run = trainer(words(steps, folder), f"{folder}/run", kind=InTurn)
+    assert isinstance(run, InTurn)
+    weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
+    run.plain, run.ours, run.theirs = Plain(run.job.model, folder, weights), [], []
+    run.train()
+    return run.ours[WARM_UP:], run.theirs[WARM_UP:-1], run.plain.losses
+
+
+def steps_in_turn(ranks: int, steps: int, folder: Path) -> dict[str, Any]:
+    pool = Pool(ranks, PRELOAD)
+    ours, theirs, losses = pool.run(in_turn, steps, str(folder), world=ranks, timeout=3600)[0]
+    pool.close()
+    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    pairs = list(zip((record["loss"] for record in records), losses, strict=True))
+    worst = max(abs(mine / other - 1) for mine, other in pairs)
+    assert worst < SAME, f"these are not the same training: {pairs}"
+    found = ratio(ours, theirs)
+    data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
+    print(f"{ranks} rank{'s' * (ranks > 1)}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
+    print(f"  step, titanlite / plain         {found}")
+    print(f"  jitter (p95 above the median)   {spread(ours):.3f}, plain {spread(theirs):.3f}")
+    print(f"  losses                          within {worst:.1e} of each other")
+    print(f"  wait for data                   {100 * data:.2f} % of the step", flush=True)
+    return {
+        "ratio": found.middle, "low": found.low, "high": found.high, "jitter": spread(ours),
+        "plain_jitter": spread(theirs), "losses_within": worst, "data_share": data,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ alone
+
+
+def alone(which: str, steps: int, folder: str) -> float:
+    """MiB at the peak, above what this process held before it built anything."""
+    before = resident("VmRSS")
+    if which == "plain":
+        plain = Plain(job(words(steps, folder), dist.get_world_size()).model, folder)
+        for _ in range(steps):
+            plain.step()
+    else:
+        trainer(words(steps, folder), f"{folder}/{which}").train()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> float:
+    """MiB of this process, now (VmRSS) or at most so far (VmHWM)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1024
+
+
+def peaks(ranks: int, folder: Path) -> dict[str, float]:
+    found = {}
+    for which in ("plain", "titanlite"):
+        pool = Pool(ranks, PRELOAD)
+        found[which] = max(pool.run(alone, which, 20, str(folder), world=ranks, timeout=600))
+        pool.close()
+    share = found["titanlite"] / found["plain"]
+    print(f"  peak of memory, each alone      {share:.3f} of plain ({found['plain']:.0f} MiB)", flush=True)
+    return {"memory_ratio": share}
+
+
+def seconds(*command: str, until: str = "") -> float:
+    """From a command to the line with `until`, or to its end."""
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    ) as process:
+        assert process.stdout
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if until and line.startswith(until):
+                took = time.perf_counter() - began
+                break
+        else:
+            took = time.perf_counter() - began
+            assert not until, "".join(said)
+        process.stdout.read()
+    return took
+
+
+def start_up(folder: Path) -> dict[str, float]:
+    """Medians of three, in turn; the launcher looks at config and machine before, with a torch of its own."""
+    worker = ("-m", "titanlite.train", *FIRST_STEP, f"--job.dump_folder={folder}/debug")
+    command = ("-m", "titanlite", "train", *worker[2:])
+    taken = [(seconds(*TORCH), seconds(*worker, until="step:"), seconds(*command, until="step:")) for _ in range(3)]
+    torch_import = statistics.median(one for one, _, _ in taken)
+    of_worker, of_command = (statistics.median(t[n] - t[0] for t in taken) for n in (1, 2))
+    print(f"start-up of debug.toml, without the {torch_import:.1f} s of torch's import:")
+    print(f"  a worker, to its first step     {of_worker:.1f} s")
+    print(f"  the whole command, to that      {of_command:.1f} s (a second import of torch included)", flush=True)
+    return {"worker_seconds": of_worker, "command_seconds": of_command, "import_torch_seconds": torch_import}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    found: dict[str, Any] = {}
+    for ranks in asked.ranks:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            (Path(folder) / "data").mkdir()
+            tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS)
+            np.save(f"{folder}/data/0.npy", tokens.astype(id_type(VOCAB)))
+            found[f"ranks {ranks}"] = steps_in_turn(ranks, asked.steps, Path(folder)) | peaks(ranks, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        found["start-up"] = start_up(Path(folder))
+    if asked.json:
+        keep(asked.json, "overhead", found)
+
+
+if __name__ == "__main__":
+    main()

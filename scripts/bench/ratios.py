@@ -1,0 +1,67 @@
+"""Two ways of doing the same, timed in turn in one process, and how sure their ratio is."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of two medians, with the interval in which it lies in 95 of 100 resamplings of the pairs."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def ratio(ours: list[float], theirs: list[float]) -> Ratio:
+    """Of what was taken in turn: a drift of the machine is in both of a pair."""
+    a, b = np.array(ours), np.array(theirs)
+    picks = np.random.default_rng(0).integers(len(a), size=(RESAMPLES, len(a)))
+    low, high = np.quantile(np.median(a[picks], axis=1) / np.median(b[picks], axis=1), (0.025, 0.975))
+    return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
+
+
+def spread(seconds: list[float]) -> float:
+    """Jitter: the 95th percentile above the median, as a share of the median."""
+    middle, high = np.quantile(seconds, (0.5, 0.95))
+    return float(high / middle - 1)
+
+
+def keep(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Put what was found under its name into a file of records, with when and with what it was measured."""
+    records = json.loads(path.read_text()) if path.exists() else {}
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    records[name] = found | {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+        "revision": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": machine(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n")
+
+
+def machine() -> str:
+    """The kind of device, or of processor and how many cores."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{len(found)} cores of {found[0].partition(': ')[2]}" if found else platform.processor()
