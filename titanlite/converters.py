@@ -15,7 +15,7 @@ from titanlite.config.job import Job
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.parallel.init import shared_names
-from titanlite.registry import find_converter, import_late
+from titanlite.registry import find_converter, imported
 
 
 class Converter(Protocol):
@@ -37,7 +37,7 @@ def build_converters(job: Job) -> list[Converter]:
         names.append("float8")
     else:
         names = [name for name in names if name != "float8"]
-    return [import_late(find_converter(name))(job) for name in dict.fromkeys(names)]
+    return [imported(find_converter(name))(job) for name in dict.fromkeys(names)]
 
 
 def convert(model: nn.Module, converters: Sequence[Converter], say: Callable[[str], object]) -> None:

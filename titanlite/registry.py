@@ -234,10 +234,10 @@ class ModelSpec:
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """A new instance of the model, on whatever device is the default."""
-        return import_late(self.build)(model_config, positions)
+        return imported(self.build)(model_config, positions)
 
 
-def import_late(place: str) -> Any:
+def imported(place: str) -> Any:
     """What "package.module:name" names."""
     path, _, attribute = place.partition(":")
     return getattr(importlib.import_module(path), attribute)
@@ -296,7 +296,7 @@ def find_converter(name: str) -> str:
     known = sorted({*_converters, *outside})
     close = nearest(name, known)
     hint = f"; did you mean {close}?" if close else ";"
-    raise UserError(f'there is no converter "{name}"{hint} known: {", ".join(known)}')
+    raise UserError(f'no converter is registered as "{name}"{hint} Known: {", ".join(known)}')
 
 
 def _folders() -> list[str]:

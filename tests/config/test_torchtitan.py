@@ -26,7 +26,7 @@ def test_a_v022_file_resolves(file, ranks, parameters):
 def test_the_float8_converter_switches_its_section_on():
     assert resolve("--config", str(FILES / "405b.toml")).config.quantize.linear.float8.enable
     assert resolve("--model.converters=['float8']").config.quantize.linear.float8.enable
-    with pytest.raises(ConfigError, match='no converter "mx"'):
+    with pytest.raises(ConfigError, match='no converter is registered as "mx"'):
         resolve("--model.converters=['mx']")
 
 

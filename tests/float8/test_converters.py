@@ -60,7 +60,7 @@ def test_a_converter_that_renames_a_parameter_is_an_error_with_both_names(pool, 
 
 
 def test_an_unknown_converter_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r'no converter "lauder"; did you mean louder\?'):
+    with pytest.raises(ConfigError, match=r'no converter is registered as "lauder"; did you mean louder\?'):
         job([*TINY, "--model.package=louder", '--model.converters=["lauder"]'], 1)
 
 

@@ -160,9 +160,10 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
 
 def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
+    if isinstance(args[0], DTensor):  # it is whole already
+        return args
     sequence = DTensor.from_local(args[0], mesh, (SEQUENCE,), run_check=False)
-    if cast:
-        sequence = cast(sequence)
+    sequence = cast(sequence) if cast else sequence
     return (sequence.redistribute(placements=(Replicate(),)), *args[1:])
 
 
