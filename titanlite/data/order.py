@@ -7,6 +7,7 @@ accumulation, and a resume needs no more than the number of samples consumed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from titanlite.runtime.determinism import derive_seed
 
@@ -54,7 +55,12 @@ class Order:
     def __call__(self, index: int) -> int:
         """The data set's sample that is number `index` of the job."""
         epoch, position = divmod(index, self.samples)
-        return Permutation(self.samples, derive_seed("order", self.seed, epoch))(position)
+        return _permutation(self.samples, self.seed, epoch)(position)
+
+
+@lru_cache(maxsize=64)  # of the epochs of each data set; a batch may lie in two of them
+def _permutation(samples: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(samples, derive_seed("order", seed, epoch))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from titanlite.config.job import Job, validation_seq_len
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
-from titanlite.data.packing import Concatenated, Cut, Packed
+from titanlite.data.packing import Concatenated, Cut, Packed, blank
 from titanlite.data.sources import open_source, open_stream
 from titanlite.data.stream import Stream
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.loss import IGNORED
 
 
 class Windows(Dataset[np.ndarray]):
@@ -46,9 +45,7 @@ class Windows(Dataset[np.ndarray]):
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens, labels, and under a document mask documents and positions."""
         if not self.repeat and index >= self.samples:
-            empty = np.zeros((self._rows, self._seq_len), dtype=np.int64)
-            empty[1] = IGNORED
-            return empty
+            return blank(self._seq_len)[: self._rows]
         source, number = self._mixture(index) if self._mixture else (0, index)
         return self._cuts[source].window(self._orders[source](number))[: self._rows]
 
