@@ -234,8 +234,13 @@ class ModelSpec:
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """A new instance of the model, on whatever device is the default."""
-        path, _, attribute = self.build.partition(":")
-        return getattr(importlib.import_module(path), attribute)(model_config, positions)
+        return imported(self.build)(model_config, positions)
+
+
+def imported(place: str) -> Any:
+    """What "package.module:name" names."""
+    path, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(path), attribute)
 
 
 _specs: dict[str, ModelSpec] = {}
@@ -270,6 +275,28 @@ def get_model(name: str, package: str = "") -> ModelSpec:
     close = nearest(name, known)
     hint = f"; did you mean {close}?" if close else ";"
     raise UserError(f'no model is registered as "{name}"{hint} Known: {", ".join(known)}')
+
+
+_converters: dict[str, str] = {"float8": "titanlite.float8:Float8"}
+
+
+def register_converter(name: str, build: str) -> None:
+    """Make a converter known to model.converters. `build` is "package.module:Class", imported late and called with
+    the Job; what a converter does says titanlite/converters.py."""
+    _converters[name] = build
+
+
+def find_converter(name: str) -> str:
+    """Where a converter is built: one that model.package registered, or an entry point did."""
+    outside = {point.name: point for point in entry_points(group="titanlite.converters")}
+    if name not in _converters and name in outside:
+        outside[name].load()
+    if name in _converters:
+        return _converters[name]
+    known = sorted({*_converters, *outside})
+    close = nearest(name, known)
+    hint = f"; did you mean {close}?" if close else ";"
+    raise UserError(f'no converter is registered as "{name}"{hint} Known: {", ".join(known)}')
 
 
 def _folders() -> list[str]:
