@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
-NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "pyarrow", "wandb")
+NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "pyarrow", "wandb", "torchao")
 TORCH_RANGE = ((2, 11), (2, 14))
 
 
@@ -78,7 +78,8 @@ def make(dev: bool) -> None:
     if torch_folder := folder_of_active_torch():
         (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
-    target = f"{ROOT}[dev]" if dev else str(ROOT)
+    # Float8's package is small, and any config may ask for it.
+    target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
     command = [
         str(PYTHON),
         "-m",

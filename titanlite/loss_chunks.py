@@ -67,16 +67,20 @@ class _AtOnce(torch.autograd.Function):
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         of_hidden: list[torch.Tensor] = []
-        # Summed in float32 or wider: every sum in bfloat16 would lose bits.
-        summed = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        summed: list[Any] = [None] * len(parameters)
         for part, labels in pieces:
             leaves = [part.requires_grad_()] if hidden.requires_grad else []
             with torch.enable_grad():
                 value = loss(part, labels)
                 found = list(torch.autograd.grad(value, [*leaves, *parameters]))
             total = total + value.detach()
-            for gradient in reversed(summed):
-                gradient.add_(found.pop())  # one as large as the output's weight, gone before the next logits come
+            for number in reversed(range(len(parameters))):
+                more = found.pop()  # as large as the output's weight, and gone before the next logits come
+                if summed[number] is None:  # in float32 or wider: every sum in bfloat16 would lose bits
+                    summed[number] = more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+                else:
+                    summed[number].add_(more)
+                del more
             of_hidden += found
         ctx.gradients = [_joined(of_hidden) if of_hidden else None, *summed]
         ctx.types = [tensor.dtype for tensor in (hidden, *parameters)]

@@ -44,6 +44,8 @@ def check_machine(job: Job, device: str, processes: int) -> None:
 def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     import torch
 
+    from titanlite import float8
+    from titanlite.converters import build_converters
     from titanlite.data.sources import look_for
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.observe.memory import machine_bytes, state_bytes
@@ -73,6 +75,9 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     checks += [lambda asked=asked: look_for(*asked, job.shape.vocab_size) for asked in data]
     built: list[tuple[nn.Module, dict[str, Rule]]] = []
     checks.append(lambda: built.append(build_model(job)))
+    checks.append(lambda: build_converters(job))
+    if config.quantize.linear.float8.enable:
+        checks.append(lambda: float8.check_device(job, device))
     if config.metrics.enable_wandb:
         checks.append(require_wandb)
     if config.profiling.enable_memory_snapshot:
@@ -93,6 +98,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
         yield str(error)
     try:
         tensor.check(model, table, job.layout.tp)
+        if config.quantize.linear.float8.enable:
+            float8.plan(model, job)
     except UserError as error:
         yield str(error)
     elements = sum(p.numel() for p in model.parameters())

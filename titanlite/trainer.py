@@ -23,6 +23,7 @@ from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
+from titanlite.converters import build_converters
 from titanlite.data.loader import Ahead, MicroBatch, build_loader
 from titanlite.data.order import Share
 from titanlite.data.stream import Stream, StreamLoader
@@ -114,7 +115,10 @@ class Trainer:
         self.flops = flops_per_token(
             model.named_parameters(), self.table, self.job.shape, self.job.config.training.seq_len
         )
-        self.kept_whole = parallelize(model, self.job, self.mesh, self.table, self.seed, self.device)
+        self.converters = build_converters(self.job)
+        self.kept_whole = parallelize(
+            model, self.job, self.mesh, self.table, self.converters, self.seed, self.device, self.log.info
+        )
         self.parts: list[nn.Module] = [model]  # a pipeline rank will hold several
         self.defers_sync = self.job.config.parallelism.defer_gradient_sync
         settings = self.job.config.compile
@@ -134,6 +138,7 @@ class Trainer:
         self.checkpoints.restore(self.source, self.state)
         if self.source:
             check_replicas(self.parts[0], "after loading", self.device)
+        self._tell_converters()
         if self.resumed:
             saved = self.resumed.position
             self.step, self.tokens = saved.step, saved.tokens
@@ -237,12 +242,18 @@ class Trainer:
                 group["lr"], group["training_step"] = learning_rate(config, self.step), self.step
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            self._tell_converters()
         self.tokens += self.job.batch.total * config.training.seq_len
         self.consumed += self.share.per_step
         if self._is_logged():
             self._log_step(loss, norm, micro_batches)
         else:
             self.clock.step_done()
+
+    def _tell_converters(self) -> None:
+        """The weights are new."""
+        for converter in self.converters:
+            converter.after_optimizer_step(self.parts)
 
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:

@@ -24,21 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+from scripts.bench.plain import LOG, Plain, write_tokens  # noqa: E402
 from scripts.bench.ratios import keep, ratio, spread  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
-from titanlite.data.order import Order  # noqa: E402
-from titanlite.data.shards import id_type  # noqa: E402
-from titanlite.models.llama3 import SPEC  # noqa: E402
 from titanlite.runtime.pool import Pool  # noqa: E402
 from titanlite.trainer import Trainer  # noqa: E402
 
-SEQ, BATCH, VOCAB, TOKENS, LOG = 256, 4, 256, 1 << 20, 10
+SEQ, BATCH, VOCAB, TOKENS = 256, 4, 256, 1 << 20
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
 WARM_UP = 5
 SAME = 1e-3
@@ -52,50 +46,6 @@ FIRST_STEP = (
     "--validation.no_enable",
     "--checkpoint.no_enable",
 )
-
-
-# ------------------------------------------------------------------------------ the plain loop
-
-
-class Plain:
-    """What one writes by hand: the model, torch's own calls, a memory-mapped file, and a loss now and then."""
-
-    def __init__(self, flavor: Any, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
-        self.tokens = np.load(f"{folder}/data/0.npy", mmap_mode="r")
-        self.order = Order((TOKENS - 1) // SEQ, seed=0)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.model = SPEC.module(flavor, SEQ)
-        if weights:
-            self.model.load_state_dict(weights)
-        if self.world > 1:
-            for layer in self.model.get_submodule("layers").children():
-                fully_shard(layer)
-            fully_shard(self.model)
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        exempt = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        self.done, self.losses, self.norms = 0, list[float](), list[float]()
-
-    def batch(self) -> torch.Tensor:
-        first = (self.done * self.world + self.rank) * BATCH
-        starts = [self.order(number) * SEQ for number in range(first, first + BATCH)]
-        return torch.from_numpy(np.stack([self.tokens[s : s + SEQ + 1] for s in starts]).astype(np.int64))
-
-    def step(self) -> None:
-        batch = self.batch()
-        self.done += 1
-        logits = self.model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.done == 1 or self.done % LOG == 0:
-            mean = loss.detach() / self.world
-            dist.all_reduce(mean)
-            self.losses.append(mean.item())
-            self.norms.append(full(norm).item())
 
 
 # ------------------------------------------------------------------------------ in turn
@@ -121,12 +71,16 @@ class InTurn(Trainer):
         super().train_step()
 
 
+def data(folder: str) -> Path:
+    return Path(folder) / "tokens.npy"
+
+
 def words(steps: int, folder: str) -> list[str]:
     sizes = [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
-    data = ["--training.dataset=tokens", f"--training.dataset_path={folder}/data", f"--training.seq_len={SEQ}"]
+    tokens = ["--training.dataset=tokens", f"--training.dataset_path={data(folder)}", f"--training.seq_len={SEQ}"]
     same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
     batch = [f"--training.local_batch_size={BATCH}", f"--training.steps={steps}", f"--metrics.log_freq={LOG}"]
-    return [*QUIET, *sizes, *data, *same, *batch]
+    return [*QUIET, *sizes, *tokens, *same, *batch]
 
 
 def in_turn(steps: int, folder: str) -> tuple[list[float], list[float], list[float]]:
@@ -134,7 +88,7 @@ def in_turn(steps: int, folder: str) -> tuple[list[float], list[float], list[flo
     run = trainer(words(steps, folder), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
-    run.plain, run.ours, run.theirs = Plain(run.job.model, folder, weights), [], []
+    run.plain, run.ours, run.theirs = Plain(run.job.model, data(folder), SEQ, BATCH, weights), [], []
     run.train()
     return run.ours[WARM_UP:], run.theirs[WARM_UP:-1], run.plain.losses
 
@@ -167,7 +121,7 @@ def alone(which: str, steps: int, folder: str) -> float:
     """MiB at the peak, above what this process held before it built anything."""
     before = resident("VmRSS")
     if which == "plain":
-        plain = Plain(job(words(steps, folder), dist.get_world_size()).model, folder)
+        plain = Plain(job(words(steps, folder), dist.get_world_size()).model, data(folder), SEQ, BATCH)
         for _ in range(steps):
             plain.step()
     else:
@@ -234,9 +188,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for ranks in asked.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            (Path(folder) / "data").mkdir()
-            tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS)
-            np.save(f"{folder}/data/0.npy", tokens.astype(id_type(VOCAB)))
+            write_tokens(data(folder), VOCAB, TOKENS)
             found[f"ranks {ranks}"] = steps_in_turn(ranks, asked.steps, Path(folder)) | peaks(ranks, Path(folder))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         found["start-up"] = start_up(Path(folder))

@@ -22,9 +22,6 @@ from titanlite.config.schema import keys
 
 COSTS = ("blocked", "staging", "write")
 SOURCE = Path(titanlite.__file__).parent
-BEHIND = {  # a technique that is not built yet, and the section that only tunes it
-    "quantize.linear.float8.enable": "quantize.linear.float8.",
-}
 BEHIND_KEYS = {
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
@@ -34,8 +31,7 @@ BEHIND_KEYS = {
 
 def waits_for(key: str) -> bool:
     """Whether a key belongs to a technique that is refused by name until it is built."""
-    tuned = any(switch in NOT_BUILT and key.startswith(section) for switch, section in BEHIND.items())
-    return key in NOT_BUILT or tuned or BEHIND_KEYS.get(key) in NOT_BUILT
+    return key in NOT_BUILT or BEHIND_KEYS.get(key) in NOT_BUILT
 
 
 def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
@@ -183,7 +179,14 @@ ACTIVE = "tests/parallel/test_active.py::"
 ABROAD = "tests/checkpoint/test_huggingface.py::"
 LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR = "tests/parallel/test_tensor.py::"
+CONVERTED, MULTIPLIED = "tests/float8/test_converters.py::", "tests/float8/test_float8.py::"
 ELSEWHERE = {
+    "quantize.linear.float8.enable": MULTIPLIED + "test_gradients_are_within_their_recipe_s_bound",
+    "quantize.linear.float8.recipe_name": MULTIPLIED + "test_gradients_are_within_their_recipe_s_bound",
+    "quantize.linear.float8.emulate": MULTIPLIED + "test_emulation_rounds_as_the_real_products_do",
+    "quantize.linear.float8.filter_fqns": CONVERTED + "test_every_linear_layer_is_converted_or_it_is_said_why_not",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": MULTIPLIED + "test_a_weight_costs_one_byte_an_element_…",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": MULTIPLIED + "test_scales_follow_the_weights",
     "parallelism.tensor_parallel_degree": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
     "parallelism.disable_loss_parallel": TENSOR + "test_a_sequence_is_gathered_once_for_attention_and_once_…",
     "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_what_it_lacks",
@@ -206,7 +209,7 @@ ELSEWHERE = {
     "job.dump_folder": "tests/launch/test_launch.py: the files of every run",
     "job.print_config": "tests/launch/test_launch.py::test_print_config_prints_the_resolved_config",
     "job.device": "tests/launch/test_launch.py::test_a_gpu_that_is_not_there_is_refused",
-    "model.converters": "tests/config/test_torchtitan.py",
+    "model.converters": CONVERTED + "test_a_package_registers_its_converter_…",
     "model.package": "tests/config/test_torchtitan.py, tests/models/test_outside.py",
     "model.hf_assets_path": "tests/data/test_sources.py",
     "model.overrides": "tests/jobs.py: every tiny job",

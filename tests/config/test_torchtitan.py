@@ -15,7 +15,7 @@ def resolve(*argv: str, training: bool = False):
 
 
 @pytest.mark.parametrize(
-    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 8, "405B")]
+    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 16, "405B")]
 )
 def test_a_v022_file_resolves(file, ranks, parameters):
     found = resolve("--config", str(FILES / f"{file}.toml"))
@@ -26,7 +26,7 @@ def test_a_v022_file_resolves(file, ranks, parameters):
 def test_the_float8_converter_switches_its_section_on():
     assert resolve("--config", str(FILES / "405b.toml")).config.quantize.linear.float8.enable
     assert resolve("--model.converters=['float8']").config.quantize.linear.float8.enable
-    with pytest.raises(ConfigError, match='no converter "mx"'):
+    with pytest.raises(ConfigError, match='no converter is registered as "mx"'):
         resolve("--model.converters=['mx']")
 
 

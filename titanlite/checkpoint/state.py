@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
+from titanlite.parallel.mesh import plain
 
 Numbers = dict[str, float | int | bool]
 
@@ -47,7 +48,7 @@ class TrainingState:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters, the frozen ones too, and persistent buffers."""
-        found: dict[str, torch.Tensor] = {f"model.{name}": p for p, name in self._names.items()}
+        found: dict[str, torch.Tensor] = {f"model.{name}": plain(p) for p, name in self._names.items()}
         for part in self._parts:
             kept = part.state_dict(keep_vars=True)
             found |= {f"model.{name}": buffer for name, buffer in part.named_buffers() if name in kept}

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from titanlite.config.judge import Judge
+from titanlite.config import check_float8
+from titanlite.config.judge import Faults, Judge
 from titanlite.config.load import Loaded
 from titanlite.config.schema import keys
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.layout import Layout, divisors
-from titanlite.registry import get_model, get_optimizer
+from titanlite.registry import find_converter, get_model, get_optimizer
 
 BYTE_VOCABULARY = 256
 STREAMS = ("c4", "c4_test", "c4_validation")
@@ -38,7 +40,6 @@ def is_streamed(dataset: str) -> bool:
 BUDGETING_BACKENDS = ("inductor", "aot_eager")
 """Compiler backends that honour an activation memory budget."""
 
-Faults = Iterator[tuple[str, str]]
 RULES: list[Callable[[Judge], Faults]] = []
 
 
@@ -81,7 +82,9 @@ def _degrees_fill_the_world(judge: Judge) -> Faults:
     degree = {name: getattr(parallelism, key) for name, key in _DEGREES.items()}
     shard, fixed = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     asked = judge.loaded.config.parallelism
-    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole else 1
+    float8 = judge.loaded.config.quantize.linear.float8
+    gathers_float8 = float8.enable and float8.enable_fsdp_float8_all_gather
+    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole or gathers_float8 else 1
     world = judge.world or fixed * (fewest if shard == -1 else shard)
     if world % fixed == 0 and shard in (-1, world // fixed):
         judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
@@ -409,11 +412,22 @@ def _keep_sharded_over_a_divisor(judge: Judge) -> Faults:
         )
 
 
+@_rule
+def _converters_exist(judge: Judge) -> Faults:
+    assert judge.spec  # so whatever model.package registers is known
+    for name in judge.config.model.converters:
+        try:
+            find_converter("float8" if name in FLOAT8_CONVERTERS else name)
+        except UserError as error:
+            yield "model.converters", str(error)
+
+
+RULES.extend(check_float8.RULES)
+
 NOT_BUILT = {
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
-    "quantize.linear.float8.enable": "float8",
 }
 """Keys that switch on a technique which is still to be built; everything behind them only tunes it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,9 @@ from titanlite.config.load import Fault, Loaded
 from titanlite.config.schema import Section
 from titanlite.layout import Layout
 from titanlite.registry import ModelSpec, Shape
+
+Faults = Iterator[tuple[str, str]]
+"""Keys, and what is wrong with each."""
 
 
 class Unreadable(Exception):

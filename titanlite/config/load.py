@@ -207,10 +207,6 @@ def _translate(tree: dict[str, Entry], faults: list[Fault]) -> set[str]:
                 tree.setdefault(
                     "quantize.linear.float8.enable", Entry(True, f"{converters.origin}, by model.converters")
                 )
-            else:
-                why = f'there is no converter "{name}"; known: {", ".join(FLOAT8_CONVERTERS)}'
-                faults.append(Fault("model.converters", why, converters.value, converters.origin))
-                invalid.add("model.converters")
     return invalid
 
 

@@ -55,7 +55,8 @@ class Model(Section):
     hf_assets_path: str = ""
     """Folder with tokenizer.json; empty means the byte tokenizer, whose vocabulary is 256."""
     converters: list[str] = []
-    """Old spelling: "float8" or "quantize.linear.float8" here switches [quantize.linear.float8] on."""
+    """What changes the model's layers first of all, in this order: converters that `package` registers. "float8" or
+    "quantize.linear.float8" switches [quantize.linear.float8] on."""
     package: str = ""
     """Dotted name of a package that registers models when imported."""
     freeze: list[str] = []
@@ -242,20 +243,20 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """Float8 matrix products."""
+    """Float8 matrix products, through the package torchao: docs/float8.md."""
 
     enable: bool = False
     """Compute the linear layers in float8."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Granularity of the scales."""
+    """Granularity of the scales: one a tensor, one a row, one a row with weight gradients in high precision."""
     enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in float8."""
+    """All-gather weights in float8; needs recipe tensorwise."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute all scales in one go after the optimizer step."""
+    """Compute the scales of all weights that are gathered in float8 in one go, after the optimizer step."""
     filter_fqns: list[str] = []
-    """Modules left in high precision."""
+    """Linear layers left in high precision: those whose name has one of these in it, such as "output"."""
     emulate: bool = False
-    """Compute in high precision with float8's rounding."""
+    """Compute in high precision with float8's rounding, for devices that can't multiply float8."""
 
 
 class QuantizeLinear(Section):

@@ -8,8 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+# What set_custom_all_gather, which is public, replaces is private in torch 2.11 to 2.13 (tried on both).
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from titanlite.config.job import Job
 from titanlite.parallel import prefetch
@@ -43,10 +47,27 @@ def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied
         apply(modules, reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard)
     if not prefetch.head_in_root(job):
         apply(model, reshard_after_forward=False)
+    in_float8 = job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    as_bytes = in_float8 and mesh.world.device_type == "cpu"
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the valid tokens of all ranks, so gradients are summed; gloo can't scale
             # while it reduces, hence the plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if as_bytes:
+                module.set_custom_all_gather(_AsBytes())
     prefetch.apply([modules[0] for modules in groups], prefetch.schedule(job, tied))
+
+
+class _AsBytes(DefaultAllGather):
+    """gloo can't carry float8, which a group of nothing else is gathered in."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return super().__call__(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op)

@@ -41,8 +41,20 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor, as plain values in the same memory."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # torchao's class around a weight that is gathered in float8 keeps it there (private; tried on torchao 0.18).
+    return getattr(local, "_tensor", local)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, in the same memory; a DTensor's local part has no class of its own."""
+    local = local_part(tensor)
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:

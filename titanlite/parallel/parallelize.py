@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from titanlite.config.check import sharding_does_something
 from titanlite.config.job import Job
+from titanlite.converters import Converter, convert
 from titanlite.errors import UserError
 from titanlite.parallel import agree, compile, fsdp, keep_whole, recompute, tensor
 from titanlite.parallel.init import materialise, skeleton
@@ -40,23 +42,38 @@ def _matching(model: nn.Module, key: str, patterns: list[str]) -> list[str]:
 
 
 def parallelize(
-    model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule], seed: int, device: torch.device
+    model: nn.Module,
+    job: Job,
+    mesh: Mesh,
+    table: dict[str, Rule],
+    converters: Sequence[Converter],
+    seed: int,
+    device: torch.device,
+    say: Callable[[str], object],
 ) -> list[nn.Parameter]:
     """Apply everything the job asks for to a model on the meta device, then give it values on `device`.
 
     Returns the parameters that were kept whole, whose gradients are still to be summed after each step.
     """
-    kept = apply_in_order(model, job, mesh, table)
+    kept = apply_in_order(model, job, mesh, table, converters, say)
     # Nothing has memory until every rank knows its shard.
     materialise(model, table, seed, device, in_host_memory=job.config.training.enable_cpu_offload)
     agree.check_replicas(model, "after initialisation", device)
     return [model.get_parameter(name) for name in kept]
 
 
-def apply_in_order(model: nn.Module, job: Job, mesh: Mesh, table: dict[str, Rule]) -> list[str]:
+def apply_in_order(
+    model: nn.Module,
+    job: Job,
+    mesh: Mesh,
+    table: dict[str, Rule],
+    converters: Sequence[Converter],
+    say: Callable[[str], object],
+) -> list[str]:
     """THE order. The model stays without memory; returns the names of parameters that were kept whole."""
     config, blocks = job.config, job.spec.blocks
-    # Float8 will swap layers here, before anything takes their parameters; until then it is refused by name.
+    # Layers are swapped, for float8 ones say, before anything takes their parameters or looks at their class.
+    convert(model, converters, say)
     # Splitting layers comes before everything that looks at their parameters or wraps their forward pass.
     if job.layout.tp > 1:
         tensor.apply(model, blocks, table, mesh.tp, shard_loss=not config.parallelism.disable_loss_parallel)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config.job import Job
+from titanlite.converters import build_converters
 from titanlite.layout import DIMENSIONS
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import apply_in_order, build_model
@@ -29,8 +30,9 @@ def describe(job: Job, per_node: int) -> str:
     try:
         mesh = build_mesh(job.layout, "cpu")
         model, table = build_model(job)
-        apply_in_order(model, job, mesh, table)
-        return "\n".join([*_groups(job, per_node), "", *_parameters(model, job)])
+        said: list[str] = []
+        apply_in_order(model, job, mesh, table, build_converters(job), said.append)
+        return "\n".join([*_groups(job, per_node), *said, "", *_parameters(model, job)])
     finally:
         dist.destroy_process_group()
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite import float8
 from titanlite.errors import UserError
 from titanlite.layout import divisors
 from titanlite.parallel.init import shared_names, tie
@@ -51,17 +52,17 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
     logits = Shard(-1) if shard_loss else Replicate()
     styles: dict[Role, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
-        "column": ColwiseParallel(input_layouts=SEQUENCE),
+        "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(input_layouts=Replicate(), output_layouts=logits, use_local_output=False),
+        "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
         "whole": _Whole(),
     }
     for name, role in roles.items():
         try:
             style = styles[role]
-            if role == "column" and any(name.startswith(f"{larger}.") for larger in gathering):
-                style = ColwiseParallel(input_layouts=Replicate())  # anything else would sum gradients once more
+            if role == "row" and float8.scaled_as_a_whole(model.get_submodule(name)):
+                style = float8.row_style(output_layouts=SEQUENCE)
             parallelize_module(model.get_submodule(name), mesh, style)
         except NotImplementedError:
             kind = type(model.get_submodule(name)).__name__
@@ -71,10 +72,9 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         if role == "embedding":
             # Its collective may be pending still, which a compiled block could not take.
             model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
-        if role == "head":
-            model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh), prepend=True)
-    for name in gathering:
-        model.get_submodule(name).register_forward_pre_hook(partial(_gather, mesh))
+    for path, readers in gathering.items():
+        cast = float8.shared_cast([model.get_submodule(name) for name in readers])
+        model.get_submodule(path).register_forward_pre_hook(partial(_gather, mesh, cast), prepend=True)
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -105,11 +105,13 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | None = None) -> DTensor:
     """Hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
     if isinstance(hidden, DTensor):
         return hidden
-    return DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False).redistribute(placements=(Replicate(),))
+    sequence = DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False)
+    sequence = cast(sequence) if cast else sequence
+    return sequence.redistribute(placements=(Replicate(),))
 
 
 def overlap(mesh: DeviceMesh) -> None:
@@ -148,21 +150,26 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
     return found
 
 
-def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> list[str]:
-    """The largest modules inside of blocks that hold column and row layers only: they gather their input once."""
-    found: list[str] = []
+def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
+    """Modules that gather their input once, and the layers that read it: the largest inside of blocks that hold
+    column and row layers only, and what stands alone."""
+    found: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
-        inside = [role for name, role in roles.items() if name.startswith(f"{path}.")]
+        if any(path.startswith(f"{larger}.") for larger in found):
+            continue
+        inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.")}
         deep = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
-        within_another = any(path.startswith(f"{larger}.") for larger in found)
-        if deep and not within_another and "column" in inside and {*inside} <= {"column", "row"}:
-            found.append(path)
+        readers = [name for name, role in inside.items() if role == "column"]
+        if deep and readers and {*inside.values()} <= {"column", "row"}:
+            found[path] = readers
+        elif roles.get(path) in ("column", "head"):
+            found[path] = [path]
     return found
 
 
-def _gather(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
-    return (whole_sequence(args[0], mesh), *args[1:])
+    return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
 class _Whole(ParallelStyle):

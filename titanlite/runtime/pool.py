@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take once one has failed."""
@@ -152,6 +153,9 @@ def _run(number: int, rank: int, world: int, port: int, timeout: float, work: by
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore(f"run-{number}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    # DTensor remembers how operations are split, with the mesh of an earlier run, whose groups are gone (private in
+    # torch 2.11 to 2.13, tried on both).
+    _clear_sharding_prop_cache()
     try:
         function, args = pickle.loads(work)
         return pickle.dumps(function(*args))

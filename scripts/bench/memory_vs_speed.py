@@ -1,0 +1,152 @@
+"""What each way to save memory costs in time: recomputing x resharding x offloading x prefetching, one table.
+
+    python scripts/bench/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json] [--section.key VALUE …]
+
+Every row is relative to the plainest (nothing recomputed, parameters kept after the forward pass, nothing offloaded,
+FSDP2's own prefetching). Where there are GPUs, all of them train as `titanlite train` does, and the peak is the
+allocator's. On a CPU two ranks train a small model, the bytes that a step allocates and frees are counted (on top of
+parameters and optimizer state; what is offloaded stays where it was), and steps take turns with the plainest row's in
+the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from itertools import accumulate, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from scripts.bench.ratios import keep  # noqa: E402
+from scripts.bench.train import measure  # noqa: E402
+from tests.jobs import QUIET, trainer  # noqa: E402
+from titanlite.data.loader import MicroBatch  # noqa: E402
+from titanlite.observe.clock import StepClock  # noqa: E402
+from titanlite.runtime.pool import Pool  # noqa: E402
+from titanlite.trainer import Trainer  # noqa: E402
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
+
+AC, FSDP = "--activation_checkpoint.", "--parallelism.fsdp_"
+CHOICES: dict[str, dict[str, list[str]]] = {
+    "recompute": {
+        "none": [AC + "mode=none"],
+        "op": [AC + "mode=selective", AC + "selective_ac_option=op"],
+        "2nd": [AC + "mode=selective", AC + "selective_ac_option=2"],
+        "full": [AC + "mode=full"],
+    },
+    "reshard": {"never": [FSDP + "reshard_after_forward=never"], "always": [FSDP + "reshard_after_forward=always"]},
+    "offload": {"no": [], "yes": ["--training.enable_cpu_offload"]},
+    "prefetch": {
+        depth: [f"{FSDP}forward_prefetch={depth}", f"{FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
+    },
+}
+SMALL = "dim=256 n_layers=6 n_heads=8 n_kv_heads=4 hidden_dim=1024".split()
+SEQ, BATCH, RANKS = 256, 2, 2
+Row = tuple[str, ...]
+
+
+class Stepped(Trainer):
+    """Takes steps on one batch when told to."""
+
+    def ready(self) -> Stepped:
+        tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.place.rank))
+        self.given = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
+        self.clock = StepClock()
+        return self
+
+    def next_micro_batches(self) -> list[MicroBatch]:
+        return self.given
+
+    def take(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        self.step += 1
+        self.train_step()
+        return time.perf_counter() - began
+
+
+def words(row: Row) -> list[str]:
+    return [word for choices, choice in zip(CHOICES.values(), row, strict=True) for word in choices[choice]]
+
+
+def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
+    """Seconds of a step and bytes at its peak, for a row and for the plainest one."""
+    small = [*QUIET, *(f"--model.overrides.{size}" for size in SMALL), f"--training.seq_len={SEQ}"]
+    small += [f"--training.local_batch_size={BATCH}", "--training.steps=1000", "--metrics.log_freq=1000"]
+    both = [trainer([*small, *words(one)], f"{folder}/{n}", kind=Stepped) for n, one in enumerate((row, PLAINEST))]
+    seconds: list[list[float]] = [[], []]
+    peaks = []
+    for run in both:
+        assert isinstance(run, Stepped)
+        run.ready().take()
+        peaks.append(counted_peak(run, f"{folder}/trace-{dist.get_rank()}.json"))
+    for _ in range(steps):
+        for run, taken in zip(both, seconds, strict=True):
+            assert isinstance(run, Stepped)
+            taken.append(run.take())
+    return median(seconds[0]), median(seconds[1]), peaks[0], peaks[1]
+
+
+def counted_peak(run: Stepped, trace: str) -> int:
+    """The most that a step had allocated at a time, by what the profiler saw of the allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run.take()
+    profiled.export_chrome_trace(trace)
+    events = [event for event in json.loads(Path(trace).read_text())["traceEvents"] if event["name"] == "[memory]"]
+    ordered = sorted(events, key=lambda event: event["ts"])
+    return max(accumulate(event["args"]["Bytes"] for event in ordered))
+
+
+PLAINEST = tuple(next(iter(choices)) for choices in CHOICES.values())
+
+
+def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
+    mine, plainest, peak, most = pool.run(in_turn, row, steps, folder, world=RANKS, timeout=600)[0]
+    return {"time": mine / plainest, "memory": peak / most}
+
+
+def on_gpus(row: Row, steps: int, asked: list[str], plainest: dict[str, Any]) -> dict[str, float]:
+    found = measure([*asked, *words(row)], steps)
+    plainest = plainest or found
+    return {
+        "time": found["step_seconds"] / plainest["step_seconds"],
+        "memory": found["peak_gib"] / plainest["peak_gib"],
+        "step_seconds": found["step_seconds"],
+        "peak_gib": found["peak_gib"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    asked, job = parser.parse_known_args()
+    gpu, found = torch.cuda.is_available(), dict[str, dict[str, float]]()
+    print(" ".join(f"{column:>9}" for column in (*CHOICES, "memory", "time")))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        pool = Pool(RANKS, ["titanlite.trainer", "torch._dynamo"])
+        for row in product(*CHOICES.values()):
+            name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
+            first = next(iter(found.values()), {})
+            found[name] = on_gpus(row, asked.steps, job, first) if gpu else on_cpu(row, asked.steps, folder, pool)
+            shown = f"{found[name]['memory']:>9.2f} {found[name]['time']:>9.2f}"
+            print(" ".join(f"{choice:>9}" for choice in row), shown, flush=True)
+        pool.close()
+    if asked.json:
+        keep(asked.json, "memory and speed", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The benchmarks of one GPU, in one call that ends within 9 minutes; a second call goes on with what is left.
+#   scripts/bench/run_gpu.sh [FOLDER OF WHEELS]
+# Needs a torch of 2.11 to 2.13 that sees the GPU. What else titanlite needs and this Python lacks is taken from a
+# folder of wheels, which a machine with a network makes:
+#   pip download -d wheels --no-deps pydantic pydantic-core annotated-types typing-inspection typing-extensions \
+#       torchdata torchao tokenizers safetensors rich markdown-it-py mdurl pygments tensorboard tomli numpy
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+cd "$here"
+python=${PYTHON:-python3}
+if [ $# -gt 0 ]; then
+    packages=$(mktemp -d)
+    trap 'rm -rf "$packages"' EXIT
+    # torch stays the machine's own.
+    "$python" -m pip install --quiet --no-index --no-deps --target "$packages" "$1"/*.whl
+    export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
+fi
+"$python" scripts/bench/gpu.py --json benchmarks/gpu.json

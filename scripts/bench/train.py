@@ -1,0 +1,90 @@
+"""How fast a config trains: one JSON record of a run of `titanlite train`, as its users run it.
+
+    NGPU=8 python scripts/bench/train.py --config llama_8b.toml [--section.key value …]
+                                         [--steps 20] [--json benchmarks/mine.json] [--name row]
+
+The first `--steps` steps warm up (and compile), the next as many are measured, and two more are traced, for where
+their time goes. Nothing is validated, sampled or saved meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.bench.ratios import keep  # noqa: E402
+from titanlite.observe.breakdown import COMMUNICATION, KINDS, Breakdown, read  # noqa: E402
+
+TRACE_WARM_UP, TRACED = 3, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--name")
+    asked, words = parser.parse_known_args()
+    record = measure(words, asked.steps)
+    print(json.dumps(record, indent=1))
+    if asked.json:
+        keep(asked.json, asked.name or " ".join(words), record)
+
+
+def measure(words: list[str], steps: int, timeout: float | None = None) -> dict[str, Any]:
+    """Run it and read what it left; an error has the last words of a run that failed."""
+    last = 2 * steps + TRACE_WARM_UP + TRACED
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        ours = [
+            *("--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end"),
+            *("--metrics.no_enable_tensorboard", f"--job.dump_folder={folder}", f"--metrics.log_freq={steps}"),
+            *(f"--training.steps={last}", f"--lr_scheduler.total_steps={10 * last}"),
+            *("--profiling.enable_profiling", f"--profiling.profile_freq={last}"),
+            *(f"--profiling.profiler_warmup={TRACE_WARM_UP}", f"--profiling.profiler_active={TRACED}"),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "titanlite", "train", *words, *ours],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError("\n".join(done.stdout.strip().splitlines()[-6:]))
+        return _record(Path(folder), words, steps, last)
+
+
+def _record(folder: Path, words: list[str], steps: int, last: int) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (seen,) = [line for line in lines if line["step"] == 2 * steps and "loss" in line]
+    environment = json.loads((folder / "environment.json").read_text())
+    traces = sorted((folder / "profile_traces" / f"step-{last}").iterdir())
+    ranks: list[Breakdown] = [read(path) for path in traces]
+    return {
+        "words": words,
+        "steps": steps,
+        "tokens_per_second_per_device": seen["tps"],
+        "tflops": seen["tflops"],
+        "mfu_percent": seen["mfu"],
+        "peak_gib": seen["memory_gib"],
+        "step_seconds": seen["step_seconds"],
+        "step_seconds_p95": seen["step_seconds_p95"],
+        "data_seconds": seen["data_seconds"],
+        "recompiles": seen["recompiles"],
+        "loss": seen["loss"],
+        "exposed_communication_share": mean(rank.kinds[COMMUNICATION] / rank.step for rank in ranks),
+        "shares_of_a_traced_step": {k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS},
+        "versions": environment["versions"],
+        "device": environment["device"],
+        "world_size": environment["world_size"],
+        "mesh": environment["mesh"],
+    }
+
+
+if __name__ == "__main__":
+    main()
