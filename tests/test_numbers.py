@@ -15,7 +15,7 @@ from titanlite.lr_schedule import learning_rate
 from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, duration
 from titanlite.observe.throughput import peak_tflops
-from titanlite.optim import build_optimizer, split_by_decay
+from titanlite.optim import Trained, build_optimizer, trained_parameters
 from titanlite.parallel.parallelize import build_model
 from titanlite.words import readable
 
@@ -59,8 +59,9 @@ def test_total_steps_beyond_or_before_the_run():
 def groups(*argv: str) -> tuple[set[str], set[str]]:
     found = job([*PARROT, *argv], 1)
     model, table = build_model(found)
-    decayed, exempt = split_by_decay(model.named_parameters(), table, found.config.optimizer.no_decay)
-    return {name for name, _ in decayed}, {name for name, _ in exempt}
+    trained = trained_parameters(model.named_parameters(), table, "layers", found.config.optimizer.no_decay)
+    decayed, exempt = ({item.name for item in trained if item.decays == decays} for decays in (True, False))
+    return decayed, exempt
 
 
 def test_norms_and_biases_are_not_decayed():
@@ -81,19 +82,18 @@ def test_norms_and_biases_are_not_decayed():
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_every_implementation_takes_the_same_step(name, implementation):
-    config = job(
-        [*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1
-    ).config.optimizer
+    config = job([*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1).config
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    optimizer = build_optimizer([("a", parameters[0])], [("b", parameters[1])], config)
+    trained = [Trained("a", parameters[0], "column", True, True), Trained("b", parameters[1], "norm", False, False)]
+    optimizer = build_optimizer(trained, config)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     kinds: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8} if name in kinds else {}
     plain = kinds.get(name, torch.optim.SGD)(
         [{"params": twins[:1], "weight_decay": 0.1}, {"params": twins[1:], "weight_decay": 0.0}],
-        lr=config.lr,
+        lr=config.optimizer.lr,
         **options,
     )
     for parameter, twin in zip(parameters, twins, strict=True):

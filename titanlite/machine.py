@@ -51,7 +51,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     from titanlite.observe.memory import machine_bytes, state_bytes
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
-    from titanlite.optim import split_by_decay, state_per_element
+    from titanlite.optim import optimizer_bytes, trained_parameters
     from titanlite.parallel import tensor
     from titanlite.parallel.parallelize import build_model
 
@@ -90,8 +90,10 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     if not built:
         return
     model, table = built[0]
+    optimizer = 0
     try:
-        split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
+        found = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
+        optimizer = optimizer_bytes(found, config)
     except UserError as error:
         yield str(error)
     try:
@@ -103,7 +105,7 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     elements = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = next(model.parameters()).element_size()
-    total = sum(state_bytes(elements, trained, size, state_per_element(config.optimizer)))
+    total = sum(state_bytes(elements, trained, size, optimizer))
     each = total // job.layout.splits
     has = cluster.gpu_bytes() if device == "cuda" else machine_bytes() // processes
     if has is not None and each > has:
@@ -119,15 +121,14 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
 
 def _state_of(job: Job, flavor: str, element_size: int) -> int:
     """Bytes that training another flavour of the model keeps."""
-    import torch
-
     from titanlite.observe.memory import state_bytes
-    from titanlite.optim import state_per_element
+    from titanlite.optim import optimizer_bytes, trained_parameters
+    from titanlite.parallel.init import skeleton
 
-    with torch.device("meta"):
-        model = job.spec.module(job.spec.configure(flavor, {}), positions=1)
+    model, table = skeleton(job.spec, job.spec.configure(flavor, {}))
     elements = sum(p.numel() for p in model.parameters())
-    return sum(state_bytes(elements, elements, element_size, state_per_element(job.config.optimizer)))
+    trained = trained_parameters(model.named_parameters(), table, job.spec.blocks, no_decay=())
+    return sum(state_bytes(elements, elements, element_size, optimizer_bytes(trained, job.config)))
 
 
 def _folder_fault(folder: Path) -> str:

@@ -1,24 +1,45 @@
-"""The optimizer, with weight decay only where the config wants it."""
+"""The optimizer: which parameters are trained, with weight decay only where the config wants it, by which algorithm.
+
+An algorithm is a registered function from the trained parameters and the config to a torch optimizer; `groups` makes
+what most of them need. What the loop does to any optimizer is to set `lr` and `training_step` in its groups before
+every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
+from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
-from titanlite.registry import Rule
+from titanlite.narrow_state import NarrowState
+from titanlite.parallel.mesh import local_part
+from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer, imported
 
-NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that is trained, and what an optimizer may want to know of it."""
+
+    name: str
+    parameter: nn.Parameter
+    role: Role
+    decays: bool
+    hidden: bool
+    """A matrix inside of a block, from hidden values to hidden values; no embedding, head or norm."""
 
 
-def split_by_decay(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], table: dict[str, Rule], no_decay: list[str]
-) -> tuple[NamedParameters, NamedParameters]:
-    """The trained parameters with weight decay, and those without; every pattern must match something."""
+def trained_parameters(
+    parameters: Iterable[tuple[str, nn.Parameter]], table: dict[str, Rule], blocks: str, no_decay: Sequence[str]
+) -> list[Trained]:
+    """Every parameter that is not frozen; each pattern of `no_decay` must match something."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not named:
         raise UserError("model.freeze leaves nothing to train")
@@ -33,32 +54,75 @@ def split_by_decay(
             or any(fnmatchcase(name, pattern) for pattern in no_decay)
         )
 
-    return [n for n in named if not exempt(n[0])], [n for n in named if exempt(n[0])]
+    found = []
+    for name, parameter in named:
+        role = table[name].tensor
+        inside = name.startswith(f"{blocks}.") and role in ("column", "row", "whole")
+        found.append(Trained(name, parameter, role, not exempt(name), hidden=inside and parameter.dim() == 2))
+    return found
 
 
-def build_optimizer(
-    decayed: NamedParameters, exempt: NamedParameters, config: schema.Optimizer
-) -> torch.optim.Optimizer:
-    """The optimizer over both groups; its learning rate is set before every step."""
-    groups = [
-        {"params": alike, "weight_decay": decay}
-        for named, decay in ((decayed, config.weight_decay), (exempt, 0.0))
+def build_optimizer(trained: Sequence[Trained], config: JobConfig, seed: int = 0) -> torch.optim.Optimizer:
+    """The optimizer that the config names, its state as narrow as asked for."""
+    optimizer: torch.optim.Optimizer = imported(_spec(config).build)(trained, config)
+    return NarrowState(optimizer, seed) if config.optimizer.state_dtype == "bfloat16" else optimizer
+
+
+def groups(trained: Sequence[Trained], settings: schema.Optimizer, **more: Any) -> list[dict[str, Any]]:
+    """Parameter groups, with their parameters' names, for what decays and what does not."""
+    return [
+        {"params": alike, "weight_decay": settings.weight_decay if decays else 0.0, **more}
+        for decays in (True, False)
         # One kernel can't take sharded tensors together with whole ones.
         for sharded in (True, False)
-        if (alike := [item for item in named if isinstance(item[1], DTensor) == sharded])
+        if (
+            alike := [
+                (item.name, item.parameter)
+                for item in trained
+                if item.decays == decays and isinstance(item.parameter, DTensor) == sharded
+            ]
+        )
     ]
-    flags = {name: name == implementation(config) for name in ("fused", "foreach")}
-    if config.name == "SGD":
-        return torch.optim.SGD(groups, lr=config.lr, **flags)
-    algorithm = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
-    return algorithm(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, **flags)
 
 
-def implementation(config: schema.Optimizer) -> str:
+def adam(trained: Sequence[Trained], config: JobConfig) -> torch.optim.Optimizer:
+    algorithm = torch.optim.AdamW if config.optimizer.name == "AdamW" else torch.optim.Adam
+    return algorithm(groups(trained, config.optimizer), **adam_options(config.optimizer))
+
+
+def sgd(trained: Sequence[Trained], config: JobConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups(trained, config.optimizer), lr=config.optimizer.lr, **_flags(config.optimizer))
+
+
+def adam_options(settings: schema.Optimizer) -> dict[str, Any]:
+    """What torch's Adam and AdamW are told."""
+    return {
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        **_flags(settings),
+    }
+
+
+def _flags(settings: schema.Optimizer) -> dict[str, bool]:
+    return {name: name == implementation(settings) for name in ("fused", "foreach")}
+
+
+def implementation(settings: schema.Optimizer) -> str:
     """How the step is really computed: torch 2.11 to 2.13 have no fused SGD for sharded parameters."""
-    return "foreach" if (config.name, config.implementation) == ("SGD", "fused") else config.implementation
+    return "foreach" if (settings.name, settings.implementation) == ("SGD", "fused") else settings.implementation
 
 
-def state_per_element(config: schema.Optimizer) -> int:
-    """Running means that the optimizer keeps for every element of a parameter."""
-    return 0 if config.name == "SGD" else 2
+def optimizer_bytes(trained: Sequence[Trained], config: JobConfig) -> int:
+    """What the optimizer will keep of this rank's parts of the parameters."""
+    spec, total = _spec(config), 0
+    for item in trained:
+        tensors = spec.matrix_states if item.hidden and spec.matrix_states is not None else spec.states
+        size = item.parameter.element_size()
+        size = min(2, size) if config.optimizer.state_dtype == "bfloat16" else size
+        total += tensors * size * local_part(item.parameter).numel()
+    return total
+
+
+def _spec(config: JobConfig) -> OptimizerSpec:
+    return get_optimizer(config.optimizer.name, config.model.package)

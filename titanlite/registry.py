@@ -1,4 +1,4 @@
-"""What a model tells the framework: a ModelSpec, and one table with a Rule per parameter pattern.
+"""What a model tells the framework: a ModelSpec, and one table with a Rule per parameter pattern. And optimizers.
 
 A model is plain single-device code. Everything else that is known of its parameters (initial value, role under
 tensor parallel, name in a Hugging Face folder) stands in its table, and every parameter matches exactly one row:
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from titanlite.errors import UserError, nearest
 
@@ -254,27 +254,78 @@ def register_model(spec: ModelSpec) -> ModelSpec:
 
 def get_model(name: str, package: str = "") -> ModelSpec:
     """The spec of a model, importing only what must be: `package`, the folder in models/, or an entry point."""
-    if package:
-        try:
-            importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{package}.".startswith(f"{error.name}."):
-                raise
-            raise UserError(f"there is no package {package} (from {error.name}); is it installed?") from None
-    if name in _specs:
-        return _specs[name]
-    folders = _folders()
-    outside = {point.name: point for point in entry_points(group="titanlite.models")}
-    if name in folders:
+    _import_package(package)
+    if name not in _specs and name in _folders():
         importlib.import_module(f"titanlite.models.{name}")
-    elif name in outside:
+    return _find("model", name, _specs, others=_folders())
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A registered optimizer."""
+
+    name: str
+    build: str
+    """"package.module:function", imported late; called with (trained parameters, config), see optim.py."""
+    states: int
+    """Tensors of a parameter's size that it keeps for each."""
+    matrix_states: int | None = None
+    """The same for matrices inside of blocks, where these are treated otherwise."""
+    unused: tuple[str, ...] = ()
+    """Keys of [optimizer] that mean nothing to it."""
+
+
+_optimizers: dict[str, OptimizerSpec] = {}
+
+
+def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
+    """Make an optimizer known by its name, as `register_model` does a model."""
+    _optimizers[spec.name] = spec
+    return spec
+
+
+def get_optimizer(name: str, package: str = "") -> OptimizerSpec:
+    """The spec of an optimizer: one of ours, of `package`, or of an entry point."""
+    _import_package(package)
+    return _find("optimizer", name, _optimizers)
+
+
+_NO_MOMENTS = ("beta1", "beta2", "eps", "state_dtype")
+for _spec in (
+    OptimizerSpec("AdamW", "titanlite.optim:adam", states=2),
+    OptimizerSpec("Adam", "titanlite.optim:adam", states=2),
+    OptimizerSpec("SGD", "titanlite.optim:sgd", states=0, unused=_NO_MOMENTS),
+    OptimizerSpec("Muon", "titanlite.muon:muon", states=2, matrix_states=1),
+):
+    register_optimizer(_spec)
+
+
+def _import_package(package: str) -> None:
+    """Import what registers, or say that it is not there."""
+    if not package:
+        return
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"there is no package {package} (from {error.name}); is it installed?") from None
+
+
+_Spec = TypeVar("_Spec")
+
+
+def _find(kind: str, name: str, registered: Mapping[str, _Spec], others: Iterable[str] = ()) -> _Spec:
+    """What is registered under a name, by an entry point if need be."""
+    outside = {point.name: point for point in entry_points(group=f"titanlite.{kind}s")}
+    if name not in registered and name in outside:
         outside[name].load()
-    if name in _specs:
-        return _specs[name]
-    known = sorted({*folders, *outside, *_specs})
+    if name in registered:
+        return registered[name]
+    known = sorted({*others, *outside, *registered})
     close = nearest(name, known)
     hint = f"; did you mean {close}?" if close else ";"
-    raise UserError(f'no model is registered as "{name}"{hint} Known: {", ".join(known)}')
+    raise UserError(f'no {kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
 
 
 _converters: dict[str, str] = {"float8": "titanlite.float8:Float8"}
@@ -288,15 +339,7 @@ def register_converter(name: str, build: str) -> None:
 
 def find_converter(name: str) -> str:
     """Where a converter is built: one that model.package registered, or an entry point did."""
-    outside = {point.name: point for point in entry_points(group="titanlite.converters")}
-    if name not in _converters and name in outside:
-        outside[name].load()
-    if name in _converters:
-        return _converters[name]
-    known = sorted({*_converters, *outside})
-    close = nearest(name, known)
-    hint = f"; did you mean {close}?" if close else ";"
-    raise UserError(f'no converter is registered as "{name}"{hint} Known: {", ".join(known)}')
+    return _find("converter", name, _converters)
 
 
 def _folders() -> list[str]:

@@ -34,15 +34,16 @@ from titanlite.finite import FiniteWatch
 from titanlite.generate import generate
 from titanlite.grad_norm import clip_grad_norm
 from titanlite.loss import count_valid, token_loss_sum
+from titanlite.loss_chunks import model_loss
 from titanlite.lr_schedule import learning_rate
 from titanlite.observe.clock import StepClock
-from titanlite.observe.memory import allocator_tags, used
+from titanlite.observe.memory import Retries, allocator_tags, used
 from titanlite.observe.metrics import Sink, StepRecord, open_sinks
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.summary import describe_start
 from titanlite.observe.throughput import flops_per_token, peak_tflops
-from titanlite.optim import build_optimizer, implementation, split_by_decay, state_per_element
+from titanlite.optim import build_optimizer, implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel import keep_whole, tensor
 from titanlite.parallel.agree import check_replicas
 from titanlite.parallel.mesh import build_mesh
@@ -125,11 +126,11 @@ class Trainer:
         self.loss = torch.compile(token_loss_sum, backend=settings.backend) if compiles_loss else token_loss_sum
 
     def _build_optimizer(self) -> None:
-        config = self.job.config.optimizer
+        config, blocks = self.job.config, self.job.spec.blocks
         named = [item for part in self.parts for item in part.named_parameters()]
-        self.decayed, self.exempt = split_by_decay(named, self.table, config.no_decay)
-        self.trained = [parameter for _, parameter in (*self.decayed, *self.exempt)]
-        self.optimizer = build_optimizer(self.decayed, self.exempt, config)
+        self.optimized = trained_parameters(named, self.table, blocks, config.optimizer.no_decay)
+        self.trained = [item.parameter for item in self.optimized]
+        self.optimizer = build_optimizer(self.optimized, config, self.seed)
 
     def _restore(self) -> None:
         """Take the state, and the place in the run and in the data, from where the run begins."""
@@ -147,7 +148,7 @@ class Trainer:
                 self.log.info(line)
 
     def _open_metrics(self) -> None:
-        self.peak = peak_tflops(self.device)
+        self.peak, self.retries = peak_tflops(self.device), Retries()
         self.sinks: list[Sink] = []
         if self.place.rank == 0:
             describe_run(self.folder, self.job, self.seed, self.device.type)
@@ -167,9 +168,9 @@ class Trainer:
             samples=self.data.samples,
             fingerprint=self.data.fingerprint,
             flops=self.flops,
-            decayed=len(self.decayed),
-            exempt=len(self.exempt),
-            states=state_per_element(self.job.config.optimizer),
+            decayed=sum(item.decays for item in self.optimized),
+            exempt=sum(not item.decays for item in self.optimized),
+            optimizer_bytes=optimizer_bytes(self.optimized, self.job.config),
             implementation=implementation(self.job.config.optimizer),
         )
 
@@ -238,7 +239,7 @@ class Trainer:
         self.finite.record(self.step, loss, norm.to(self.device))  # offloaded gradients have theirs on the CPU
         with record_function("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(config, self.step)
+                group["lr"], group["training_step"] = learning_rate(config, self.step), self.step
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self._tell_converters()
@@ -273,7 +274,7 @@ class Trainer:
 
         The only place that knows how a step is run: a pipeline schedule replaces it and nothing else.
         """
-        (model,) = self.parts
+        (model,), chunks = self.parts, self.job.config.training.loss_chunks
         coordinates = self.job.layout.coordinates(self.place.rank)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
@@ -281,8 +282,7 @@ class Trainer:
                 model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
             with record_function("forward"):
-                logits = model(batch.tokens, batch.positions, batch.documents)
-                loss = self.loss(logits, batch.labels) / valid_tokens.clamp(min=1)
+                loss = model_loss(model, batch, chunks, self.loss) / valid_tokens.clamp(min=1)
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
@@ -295,7 +295,8 @@ class Trainer:
     def validate(self) -> None:
         """Log the loss on held-out data."""
         with self.clock.paused("validation"):
-            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss)
+            chunks = self.job.config.training.loss_chunks
+            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss, chunks)
             self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
             for sink in self.sinks:
                 sink.validation(self.step, loss)
@@ -370,8 +371,11 @@ class Trainer:
             recompiles=self.clock.recompiles,
         )
         self.log.info(record.line(job.config.training.steps, memory.percent))
+        tags = allocator_tags(self.device)
+        if news := self.retries.news(tags):
+            self.log.warning(news)
         for sink in self.sinks:
-            sink.step(record, allocator_tags(self.device))
+            sink.step(record, tags)
         self.clock.restart()
 
     def _loss_over_ranks(self, loss: torch.Tensor, valid_tokens: torch.Tensor) -> tuple[float, float]:

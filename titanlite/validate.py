@@ -9,10 +9,13 @@ from torch import nn
 from titanlite.data.loader import Ahead, Loader
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import UserError
-from titanlite.loss import count_valid, token_loss_sum
+from titanlite.loss import count_valid
+from titanlite.loss_chunks import model_loss
 
 
-def validation_loss(model: nn.Module, loader: Loader, device: torch.device, group: dist.ProcessGroup) -> float:
+def validation_loss(
+    model: nn.Module, loader: Loader, device: torch.device, group: dist.ProcessGroup, chunks: int = 1
+) -> float:
     """Mean token loss over a loader's batches, the same batches every time.
 
     The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another. Of a
@@ -30,8 +33,7 @@ def validation_loss(model: nn.Module, loader: Loader, device: torch.device, grou
                 dist.all_reduce(anywhere, group=group)
                 if not anywhere.item():
                     break
-            logits = model(batch.tokens, batch.positions, batch.documents)
-            totals[0] += token_loss_sum(logits, batch.labels)
+            totals[0] += model_loss(model, batch, chunks)
             totals[1] += valid
     model.train()
     batches.close()

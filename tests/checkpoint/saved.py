@@ -33,7 +33,8 @@ def digests(run: Trainer) -> dict[str, Any]:
     """Every tensor and number of the whole state, in few bytes."""
     found: dict[str, Any] = dict(run.state.numbers())
     for name, tensor in run.state.tensors().items():
-        found[name] = hashlib.sha256(full(tensor).cpu().contiguous().numpy().tobytes()).hexdigest()
+        content = full(tensor).cpu().reshape(-1).view(torch.uint8)  # numpy has no bfloat16
+        found[name] = hashlib.sha256(content.numpy().tobytes()).hexdigest()
     return found
 
 

@@ -25,6 +25,7 @@ NAMES = {  # what the finding says, for each fault in llama3
     "accumulation-in-bf16": "gradient of ",
     "accumulation-forgotten": "gradient of ",
     "clip-by-local-norm": "norm of all gradients (p = 2)",
+    "parts-orthogonalised": "after 1 Muon step: layers.",
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
     "names-wrapped": "layers.0.wrapped.",

@@ -180,8 +180,15 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], names: set
             yield f"{name}: not in the checkpoint"
         elif name not in wanted:
             yield f"{name}: in the checkpoint alone"
-        elif saved[name] != wanted[name]:
+        elif saved[name] != wanted[name] and not _converts(name, saved[name], wanted[name]):
             yield f"{name}: {_words(saved[name])} in the checkpoint, {_words(wanted[name])} here"
+
+
+def _converts(name: str, saved: Any, wanted: Any) -> bool:
+    """Whether only optimizer.state_dtype differs, which the log says: reading rounds, or widens, what was saved."""
+    if not name.startswith("optimizer.") or isinstance(saved, str) or isinstance(wanted, str):
+        return False
+    return saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "bfloat16"}
 
 
 def _words(what: Any) -> str:

@@ -107,7 +107,8 @@ def _state_after_a_step(
     shape = (2,) * parameter.dim()
     probe = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     probe.grad = torch.zeros_like(probe)
-    trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
+    nameless = {key: value for key, value in group.items() if key != "param_names"}  # it is none of the model's
+    trial.state, trial.param_groups = defaultdict(dict), [{**nameless, "params": [probe]}]
     trial.step()
     for key, value in trial.state[probe].items():
         _check(f"{type(optimizer).__name__}: {key}", value, probe.shape)

@@ -18,7 +18,7 @@ from titanlite.config.schema import keys
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.layout import Layout, divisors
-from titanlite.registry import find_converter, get_model
+from titanlite.registry import find_converter, get_model, get_optimizer
 
 BYTE_VOCABULARY = 256
 STREAMS = ("c4", "c4_test", "c4_validation")
@@ -173,6 +173,14 @@ def _sequences_fit_the_model(judge: Judge) -> Faults:
 
 
 @_rule
+def _chunks_have_tokens(judge: Judge) -> Faults:
+    chunks, training, validation = judge.config.training.loss_chunks, judge.config.training, judge.config.validation
+    shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
+    if chunks > shortest:
+        yield "training.loss_chunks", f"there are {shortest} tokens in a sequence; at most {shortest}"
+
+
+@_rule
 def _byte_tokenizer_fits_the_vocabulary(judge: Judge) -> Faults:
     if judge.config.training.dataset == "tokens":
         return  # shards bring a tokenizer, or do without
@@ -199,10 +207,16 @@ def _schedule_fits_the_steps(judge: Judge) -> Faults:
 @_rule
 def _optimizer_has_the_keys(judge: Judge) -> Faults:
     optimizer = judge.config.optimizer
-    if optimizer.name == "SGD":
-        for key in ("beta1", "beta2", "eps"):
-            if getattr(optimizer, key) != keys()[f"optimizer.{key}"].default:
-                yield f"optimizer.{key}", "SGD has no such value; leave it out, or use AdamW"
+    if judge.found_spec is None:
+        return  # the package may be what registers it
+    try:
+        spec = get_optimizer(optimizer.name, judge.config.model.package)
+    except UserError as error:
+        yield "optimizer.name", str(error)
+        return
+    for key in spec.unused:
+        if getattr(optimizer, key) != keys()[f"optimizer.{key}"].default:
+            yield f"optimizer.{key}", f"{spec.name} has no such value; leave it out, or use AdamW"
 
 
 @_rule
@@ -414,29 +428,20 @@ NOT_BUILT = {
     "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
-    "training.loss_chunks": "the chunked loss",
-    "optimizer.state_dtype": "low-precision optimizer state",
 }
 """Keys that switch on a technique which is still to be built; everything behind them only tunes it."""
-
-NOT_BUILT_VALUES = {
-    "optimizer.name": ("Muon",),
-}
-"""Keys of which only some values are still to be built."""
 
 
 def not_built(loaded: Loaded) -> Faults:
     """Techniques that were asked for and are still to be built."""
     for key, value in _values(loaded):
         default = keys()[key].default
-        if key in NOT_BUILT and value != default:
+        if value != default:
             yield key, f"{NOT_BUILT[key]} is not built yet; leave it out"
-        if value in NOT_BUILT_VALUES.get(key, ()):
-            yield key, f'"{value}" is not built yet; the default is "{default}"'
 
 
 def _values(loaded: Loaded) -> Iterator[tuple[str, Any]]:
-    for key in [*NOT_BUILT, *NOT_BUILT_VALUES]:
+    for key in NOT_BUILT:
         value: Any = loaded.config
         for part in key.split("."):
             value = getattr(value, part)

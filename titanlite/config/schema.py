@@ -128,7 +128,7 @@ class Training(Section):
     repeat: bool = True
     """Begin the next epoch when the data ends; otherwise the run stops there."""
     loss_chunks: Positive = 1
-    """Pieces of the sequence for which logits exist at a time."""
+    """Cut each sequence into so many pieces, and hold the logits of one at a time; 1 holds all of them at once."""
     mixture: list[Mixture] = []
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()
@@ -137,8 +137,10 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and its step size."""
 
-    name: Literal["AdamW", "Adam", "SGD", "Muon"] = "AdamW"
-    """Algorithm. SGD is plain: no momentum."""
+    name: str = "AdamW"
+    """AdamW, Adam, SGD (plain: no momentum), Muon, or one that model.package registers. Muon orthogonalises the
+    momentum of matrices inside of blocks (Nesterov 0.95, five Newton-Schulz steps), its step as long as AdamW's of
+    the same lr would be (0.2 sqrt(the longer side)); AdamW takes the rest."""
     lr: Rate = 8e-4
     """Learning rate after warm-up."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -154,7 +156,8 @@ class Optimizer(Section):
     no_decay: list[str] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the optimizer's running means."""
+    """Type of the optimizer's running means. float32 keeps them like the parameters (training.dtype); bfloat16 takes
+    half the memory, computes in float32, and rounds up or down at random, so that small changes add up."""
 
 
 class LRScheduler(Section):

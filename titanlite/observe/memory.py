@@ -21,9 +21,9 @@ class Used:
     percent: float
 
 
-def state_bytes(elements: int, trained: int, element_size: int, states: int) -> tuple[int, int, int]:
+def state_bytes(elements: int, trained: int, element_size: int, optimizer: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state."""
-    return elements * element_size, trained * element_size, trained * element_size * states
+    return elements * element_size, trained * element_size, optimizer
 
 
 def machine_bytes() -> int:
@@ -62,3 +62,22 @@ def allocator_tags(device: torch.device) -> dict[str, float]:
             "memory/num_ooms": stats["num_ooms"],
         }
     return tags
+
+
+class Retries:
+    """Tells when the device's allocator had to give its cache back to find memory, which waits for the device."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def news(self, tags: dict[str, float]) -> str:
+        """What happened since this was asked last, by the allocator's tags; empty if nothing did."""
+        retries = tags.get("memory/num_alloc_retries", 0.0)
+        more, self._told = retries - self._told, retries
+        if more <= 0:
+            return ""
+        return (
+            f"memory is nearly full: since the last logged step the allocator gave its cache back {more:.0f} "
+            f"time{'s' * (more > 1)} to find some, which waits for the device; activation_checkpoint, "
+            "training.loss_chunks or a smaller training.local_batch_size take less"
+        )

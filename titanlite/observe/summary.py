@@ -31,7 +31,7 @@ def describe_start(
     flops: int,
     decayed: int,
     exempt: int,
-    states: int,
+    optimizer_bytes: int,
     implementation: str,
 ) -> list[str]:
     """Lines for the console."""
@@ -48,7 +48,7 @@ def describe_start(
         _elements(parameters, local=True),
         _elements([p for p in parameters if p.requires_grad], local=True),
     )
-    bytes_each = state_bytes(*held, parameters[0].element_size(), states)
+    bytes_each = state_bytes(*held, parameters[0].element_size(), optimizer_bytes)
     rows = {
         "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "model": f"{config.model.name} {config.model.flavor}, {total:,} parameters{frozen}: "

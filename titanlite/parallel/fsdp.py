@@ -38,12 +38,15 @@ def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied
         fully_shard, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload, ignored_params=set(kept)
     )
     groups = [[model.get_submodule(name) for name in names] for names in prefetch.group_names(job, tied)]
-    for number, modules in enumerate(groups):
+    output = prefetch.group_with_output(job, tied)
+    if prefetch.head_in_root(job):
+        groups[output] = [model]
+    for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The group with the output is needed again at once in the backward pass, so the default keeps it.
-        has_output = number == (0 if tied else len(groups) - 1)
-        reshard = not has_output if policy == "default" else policy
+        reshard = number != output if policy == "default" else policy
         apply(modules, reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard)
-    apply(model, reshard_after_forward=False)
+    if not prefetch.head_in_root(job):
+        apply(model, reshard_after_forward=False)
     in_float8 = job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
     as_bytes = in_float8 and mesh.world.device_type == "cpu"
     for module in model.modules():

@@ -41,14 +41,27 @@ class Schedule:
 def group_names(job: Job, tied: bool) -> tuple[tuple[str, ...], ...]:
     """Modules that are gathered together, in the order in which the forward pass first needs them.
 
-    A tied embedding and output are one group, needed first: two would each hold a shard of the same weight.
+    A tied embedding and output are one group, needed first: two would each hold a shard of the same weight. A loss in
+    chunks calls the output more than once a pass, which only the root's group, gathered first, outlives.
     """
     size = job.config.parallelism.fsdp_blocks_per_group
     blocks = [f"{job.spec.blocks}.{number}" for number in range(job.shape.layers)]
     grouped = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
     if tied:
         return (*[(*job.spec.before, *job.spec.after)], *grouped)
+    if head_in_root(job):
+        return (job.spec.after, job.spec.before, *grouped)
     return (job.spec.before, *grouped, job.spec.after)
+
+
+def head_in_root(job: Job) -> bool:
+    """Whether the group with the output is the root's own."""
+    return job.config.training.loss_chunks > 1
+
+
+def group_with_output(job: Job, tied: bool) -> int:
+    """The number of the group that is in use when the forward pass ends."""
+    return 0 if tied or head_in_root(job) else len(group_names(job, tied)) - 1
 
 
 def schedule(job: Job, tied: bool) -> Schedule:

@@ -105,6 +105,14 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
+def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | None = None) -> DTensor:
+    """Hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
+    if isinstance(hidden, DTensor):
+        return hidden
+    sequence = DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False)
+    return (cast(sequence) if cast else sequence).redistribute(placements=(Replicate(),))
+
+
 def overlap(mesh: DeviceMesh) -> None:
     """Let inductor cut matrix products into pieces that overlap with the mesh's communication ("async TP").
 
@@ -160,11 +168,7 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
 
 def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
-    if isinstance(args[0], DTensor):  # it is whole already
-        return args
-    sequence = DTensor.from_local(args[0], mesh, (SEQUENCE,), run_check=False)
-    sequence = cast(sequence) if cast else sequence
-    return (sequence.redistribute(placements=(Replicate(),)), *args[1:])
+    return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
 class _Whole(ParallelStyle):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import titanlite.trainer as trainer
 from titanlite.finite import FiniteWatch
+from titanlite.muon import Muon, orthogonalised
 from titanlite.parallel import fsdp, init, parallelize, prefetch, recompute, tensor
 from titanlite.trainer import Trainer
 from titanlite.verify.table import Row
@@ -209,6 +210,15 @@ def _clip_by_local_norm() -> Iterator[None]:
         return norm
 
     with _replaced(trainer, clip_grad_norm=local):
+        yield
+
+
+@_fault("Muon orthogonalises each rank's own part of a matrix", Row("dp2"), Row("tp2"))
+def _parts_orthogonalised() -> Iterator[None]:
+    def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [orthogonalised(part) for part in parts]
+
+    with _replaced(Muon, _orthogonalised=apart):
         yield
 
 

@@ -29,7 +29,7 @@ from titanlite.runtime.cluster import Place
 from titanlite.trainer import Trainer
 from titanlite.verify import observed, order
 from titanlite.verify.faults import FAULTS
-from titanlite.verify.observed import Finding, Observed
+from titanlite.verify.observed import Finding, Observed, named
 from titanlite.verify.subject import build_job
 
 
@@ -79,10 +79,10 @@ class Watched(Trainer):
 
     def observe(self) -> Observed:
         """Take the steps; what was seen in them."""
-        model, settings = self.parts[0], self.job.config.optimizer
+        model, config = self.parts[0], self.job.config
         self.seen[observed.INITIAL] = observed.values(model)
         for name, steps in observed.STEPS.items():
-            self.optimizer = build_optimizer(self.decayed, self.exempt, settings.model_copy(update={"name": name}))
+            self.optimizer = build_optimizer(self.optimized, named(config, name))
             for _ in range(steps):
                 self.step += 1
                 self.train_step()

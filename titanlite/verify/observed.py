@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
 from titanlite.loss import IGNORED
 from titanlite.verify.table import SAMPLES
@@ -23,7 +24,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1}
 """Largest error of a row. bfloat16 mixed precision is compared with float32: by trial its 8 bits err by up to 5e-2 in
 the models here, on one rank as on many, where a sum that is dropped or doubled errs by 5e-1 and more."""
 FLOOR = 1e-3
-STEPS = {"SGD": 1, "AdamW": 3}
+STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
 """Steps of each optimizer, one after the other."""
 INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
 
@@ -41,6 +42,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.what} {self.name}".rstrip()
+
+
+def named(config: JobConfig, optimizer: str) -> JobConfig:
+    """The same config with another optimizer."""
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": optimizer})})
 
 
 def after(optimizer: str) -> str:

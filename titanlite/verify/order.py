@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.job import Job
-from titanlite.parallel.prefetch import schedule
+from titanlite.parallel.prefetch import group_with_output, head_in_root, schedule
 
 Group = frozenset[str]
+ROOT = frozenset(("the root",))
+"""FSDP2's word for it is nothing."""
 
 
 @contextmanager
@@ -29,8 +31,8 @@ def gathers_recorded(into: list[Group]) -> Iterator[None]:
         event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::all_gather")
     ]
     for event in sorted(gathers, key=lambda event: event.start_ns()):
-        if found := re.fullmatch(r"FSDP::all_gather \((.+)\)", event.name()):
-            into.append(frozenset(found[1].split(", ")))
+        if found := re.fullmatch(r"FSDP::all_gather(?: \((.+)\))?", event.name()):
+            into.append(frozenset(found[1].split(", ")) if found[1] else ROOT)
 
 
 def declared(job: Job, tied: bool) -> list[Group]:
@@ -38,7 +40,7 @@ def declared(job: Job, tied: bool) -> list[Group]:
     plan = schedule(job, tied)
     count = len(plan.groups)
     policy = job.config.parallelism.fsdp_reshard_after_forward
-    last = 0 if tied else count - 1  # in use when the forward pass ends
+    last = group_with_output(job, tied)
     kept = {"default": {last}, "always": set(), "never": set(range(count))}[str(policy)]
     turns = [last, *(group for group in reversed(range(count)) if group != last)]
     following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
@@ -55,7 +57,10 @@ def declared(job: Job, tied: bool) -> list[Group]:
 
     walk(list(range(count)), set(), dict(enumerate(plan.forward or ())))
     walk(turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
-    return [frozenset(plan.groups[group].split("+")) for group in order]
+    groups = [frozenset(group.split("+")) for group in plan.groups]
+    if head_in_root(job):
+        groups[last] = ROOT
+    return [groups[group] for group in order]
 
 
 def first_difference(found: list[Group], expected: list[Group]) -> str:

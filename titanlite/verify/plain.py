@@ -10,11 +10,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from titanlite.loss import IGNORED
 from titanlite.lr_schedule import learning_rate
-from titanlite.optim import build_optimizer, split_by_decay
+from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.parallel.init import materialise
 from titanlite.parallel.parallelize import build_model
 from titanlite.verify import observed
-from titanlite.verify.observed import Observed
+from titanlite.verify.observed import Observed, named
 from titanlite.verify.subject import build_job
 
 
@@ -25,12 +25,12 @@ def reference(words: list[str], path: str) -> float:
     batch = observed.ragged_batch(job.shape.vocab_size, config.training.seq_len)
     model, table = build_model(job)
     materialise(model, table, config.debug.seed or 0, torch.device("cpu"))
-    groups = split_by_decay(model.named_parameters(), table, config.optimizer.no_decay)
-    trained = [parameter for group in groups for _, parameter in group]
+    optimized = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
+    trained = [item.parameter for item in optimized]
     seen: Observed = {observed.INITIAL: observed.values(model)}
     step, max_norm = 0, 0.0
     for name, steps in observed.STEPS.items():
-        optimizer = build_optimizer(*groups, config.optimizer.model_copy(update={"name": name}))
+        optimizer = build_optimizer(optimized, named(config, name))
         for _ in range(steps):
             step += 1
             optimizer.zero_grad()

@@ -13,7 +13,16 @@ from rich.text import Text
 from titanlite.verify.proof import Result
 from titanlite.verify.table import COLUMNS, Row
 
-_WIDTHS = {"layout": 14, "recompute": 9, "compile": 9, "accumulation": 5, "prefetch": 8, "reshard": 7, "variant": 7}
+_WIDTHS = {
+    "layout": 14,
+    "recompute": 9,
+    "compile": 9,
+    "accumulation": 5,
+    "chunks": 6,
+    "prefetch": 8,
+    "reshard": 7,
+    "variant": 7,
+}
 _TITLES = {"accumulation": "accum"}
 
 
@@ -66,8 +75,8 @@ def page(subject: str, command: str, results: Sequence[Result]) -> str:
         "Every layout with every recomputation, accumulation and variant; in the other columns every two choices",
         "that can meet do meet, which is less than their product. Each row is compared with the plain module in one",
         "process on the whole batch, at least one data-parallel rank holding no valid token: initial values bit for",
-        "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one SGD and three AdamW",
-        "steps. bfloat16 is mixed precision, compared with float32.",
+        "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of",
+        "AdamW and one of Muon. bfloat16 is mixed precision, compared with float32.",
         "",
         "| column | choice | rows | failed | largest error in float64 | float32 | bfloat16 |",
         "|---|---|---|---|---|---|---|",

@@ -45,6 +45,7 @@ WORDS: dict[str, dict[str, list[str]]] = {
         "inductor": ["--compile.enable", "--compile.backend=inductor"],
     },
     "accumulation": {"1": [], "3": []},
+    "chunks": {"1": [], "3": [_TRAINING + "loss_chunks=3"]},
     "prefetch": {
         depth: [f"{_FSDP}forward_prefetch={depth}", f"{_FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
     },
@@ -66,6 +67,7 @@ class Row:
     recompute: str = "none"
     compile: str = "off"
     accumulation: str = "1"
+    chunks: str = "1"
     prefetch: str = "0"
     reshard: str = "default"
     variant: str = "plain"
