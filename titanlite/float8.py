@@ -29,6 +29,7 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.init import shared_names
 from titanlite.registry import Rule, assign
+from titanlite.runtime import cluster
 
 MULTIPLE = 16
 """Widths that GPUs multiply float8 in."""
@@ -79,9 +80,9 @@ def check_device(job: Job, device: str) -> None:
     if settings.emulate:
         return
     instead = f"{KEY}.emulate computes in high precision with float8's rounding"
-    if device == "cuda" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
-        major, minor = torch.cuda.get_device_capability()
-        what = f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and float8 needs 8.9"
+    capability = cluster.gpu_capability() if device == "cuda" else None
+    if capability and capability < (8, 9):
+        what = "there is a GPU of compute capability {}.{}, and float8 needs 8.9".format(*capability)
         raise UserError(f"{KEY}.enable = true: {what} or newer; {instead}")
     if device == "cpu" and settings.recipe_name != "tensorwise" and not _scales_rows_on_a_cpu():
         what = f"torch {torch.__version__} has no scales of rows on a CPU (2.13 has); use tensorwise"

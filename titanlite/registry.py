@@ -300,20 +300,6 @@ for _spec in (
     register_optimizer(_spec)
 
 
-_converters: dict[str, str] = {"float8": "titanlite.float8:Float8"}
-
-
-def register_converter(name: str, build: str) -> None:
-    """Make a converter known to model.converters. `build` is "package.module:Class", imported late and called with
-    the Job; what a converter does says titanlite/converters.py."""
-    _converters[name] = build
-
-
-def find_converter(name: str) -> str:
-    """Where a converter is built: one that model.package registered, or an entry point did."""
-    return _find("converter", name, _converters)
-
-
 def _import_package(package: str) -> None:
     """Import what registers, or say that it is not there."""
     if not package:
@@ -340,6 +326,20 @@ def _find(kind: str, name: str, registered: Mapping[str, _Spec], others: Iterabl
     close = nearest(name, known)
     hint = f"; did you mean {close}?" if close else ";"
     raise UserError(f'no {kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
+
+
+_converters: dict[str, str] = {"float8": "titanlite.float8:Float8"}
+
+
+def register_converter(name: str, build: str) -> None:
+    """Make a converter known to model.converters. `build` is "package.module:Class", imported late and called with
+    the Job; what a converter does says titanlite/converters.py."""
+    _converters[name] = build
+
+
+def find_converter(name: str) -> str:
+    """Where a converter is built: one that model.package registered, or an entry point did."""
+    return _find("converter", name, _converters)
 
 
 def _folders() -> list[str]:

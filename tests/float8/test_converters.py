@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from titanlite.config.load import ConfigError
 from titanlite.converters import build_converters
 from titanlite.errors import UserError
-from titanlite.float8 import Float8, plan
+from titanlite.float8 import Float8, check_device, plan
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.placements import describe
 from titanlite.runtime.pool import RankFailed
@@ -186,3 +187,15 @@ def test_this_machine_s_cpu_multiplies_float8():
     scale = torch.ones(())
     product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
     assert torch.equal(product, torch.eye(16))
+
+
+def test_a_gpu_that_cannot_multiply_float8_is_refused_unless_it_is_emulated(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # of two GPUs the older decides
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
+        check_device(job([*WIDE, FLOAT8], 1), "cuda")
+    check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda")
+    driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
+    check_device(job([*WIDE, FLOAT8], 1), "cuda")

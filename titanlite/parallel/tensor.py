@@ -110,8 +110,7 @@ def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | N
     if isinstance(hidden, DTensor):
         return hidden
     sequence = DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False)
-    sequence = cast(sequence) if cast else sequence
-    return sequence.redistribute(placements=(Replicate(),))
+    return (cast(sequence) if cast else sequence).redistribute(placements=(Replicate(),))
 
 
 def overlap(mesh: DeviceMesh) -> None:

@@ -151,12 +151,22 @@ def gpus(environ: Mapping[str, str]) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU, asked of the driver (torch would take some of it to answer); None if unknown."""
+    """Memory of the smallest GPU; None if unknown."""
+    return min((int(mebibytes) << 20 for mebibytes in _of_gpus("memory.total") if mebibytes.isdigit()), default=None)
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the oldest GPU; None if unknown."""
+    found = [word.split(".") for word in _of_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
+    return min(((int(major), int(minor)) for major, minor in found), default=None)
+
+
+def _of_gpus(field: str) -> list[str]:
+    """Asked of the driver: torch would take some of their memory to answer."""
     if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return min((int(mebibytes) << 20 for mebibytes in listing if mebibytes.isdigit()), default=None)
+        return []
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
 
 
 def shown_ranks(environ: Mapping[str, str]) -> set[int]:
