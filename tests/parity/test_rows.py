@@ -12,7 +12,8 @@ LAYOUTS_OF = {  # every layout is somewhere, and tensor parallel in both models 
     "gpt2": ["dp2", "dp4", "replicate4", "dp2 x tp2"],
     "parrot": ["dp2", "hsdp2x2"],
 }
-EIGHT = "hsdp2x2 x tp2"
+FOR_THE_COMMAND = {"hsdp2x2 x tp2"}
+"""Eight processes take half a minute on two cores."""
 
 
 def sampled(name):
@@ -27,7 +28,7 @@ def sampled(name):
 
 
 def test_every_layout_is_sampled():
-    assert {layout for these in LAYOUTS_OF.values() for layout in these} | {EIGHT} == LAYOUTS.keys()
+    assert {layout for these in LAYOUTS_OF.values() for layout in these} | FOR_THE_COMMAND == LAYOUTS.keys()
 
 
 @pytest.mark.parametrize("name", LAYOUTS_OF)
@@ -38,14 +39,3 @@ def test_training_on_every_layout_equals_the_plain_module_in_one_process(monkeyp
         for row in rows:
             result = run(row)
             assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
-
-
-def test_eight_processes_equal_one():
-    model = read_subject([], {})
-    row = next(
-        row for row in pairwise(choices(model.layouts, ["plain"])) if row.layout == EIGHT and row.compile == "off"
-    )
-    assert LAYOUTS[EIGHT].world == 8
-    with proof(model) as run:
-        result = run(row)
-    assert result.passed, result
