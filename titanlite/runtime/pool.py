@@ -153,8 +153,8 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
 
 
 def _forget() -> None:
-    """Free what a run left in cycles: the threads of its process groups poll, and those of hundreds of runs would take
-    a third of a small machine."""
+    """Free what runs left in cycles: the threads of their process groups poll, and those of hundreds of runs would
+    take a third of a small machine."""
     gc.enable()  # where a trainer was cut off
     gc.unfreeze()
     gc.collect()
