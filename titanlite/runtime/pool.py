@@ -8,7 +8,6 @@ it was doing, and the pool is made anew.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -30,6 +29,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take once one has failed."""
+
+
+RUNS_OF_A_RANK = 16
+"""A rank is then replaced: torch's caches keep the process groups of earlier runs, whose threads poll, and those of
+hundreds of runs take half of a small machine. A new rank costs about as much as a run."""
 
 
 class RankFailed(Exception):
@@ -55,6 +59,8 @@ class Pool:
         """
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
+        if self._runs % RUNS_OF_A_RANK == 0:
+            self.close()
         if not self._processes:
             self._start()
         self._runs += 1
@@ -148,16 +154,6 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
             except BaseException:
                 error = traceback.format_exc()
             connection.send((error, answer))
-            if number % 4 == 0:  # it takes a tenth of a second
-                _forget()
-
-
-def _forget() -> None:
-    """Free what runs left in cycles: the threads of their process groups poll, and those of hundreds of runs would
-    take a third of a small machine."""
-    gc.enable()  # where a trainer was cut off
-    gc.unfreeze()
-    gc.collect()
 
 
 def _run(number: int, rank: int, world: int, port: int, timeout: float, work: bytes) -> bytes:
