@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch.run import environment
+from titanlite.verify.command import verify
+from titanlite.verify.proof import proof
+from titanlite.verify.subject import read_subject
+from titanlite.verify.table import Row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
@@ -26,40 +30,22 @@ def package(tmp_path_factory) -> Path:
     return root
 
 
-def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = environment()
-    environ["PYTHONPATH"] = os.pathsep.join([str(package), environ.get("PYTHONPATH", "")])
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environ)
-
-
-def test_the_pages_model_equals_one_process_in_rows_of_the_table(package):
-    """A few of the rows; the page's command runs all pairs."""
-    code = """
-if __name__ == "__main__":
-    from titanlite.verify.proof import proof
-    from titanlite.verify.subject import read_subject
-    from titanlite.verify.table import Row
-
-    rows = [
-        Row("dp2 x tp2", "op", prefetch="2", variant="frozen"),
-        Row("hsdp2x2", "2nd", "aot_eager", reshard="never"),
-    ]
+def test_the_pages_model_equals_one_process_in_rows_of_the_table(package, monkeypatch):
+    """Two of the rows; the page's command runs all pairs."""
+    monkeypatch.syspath_prepend(package)
+    rows = [Row("dp2 x tp2", "op", prefetch="2", variant="frozen"), Row("hsdp2x2", "2nd", reshard="never")]
     with proof(read_subject(["--model.package=tiny", "--model.name=tiny"], {}), ranks=4) as prove:
         for row in rows:
             result = prove(row)
-            print(result.passed, result.what, result.error, row)
-"""
-    (package / "prove.py").write_text(code)
-    done = run(package, str(package / "prove.py"))
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall("^True", done.stdout, re.MULTILINE)) == 2, done.stdout
+            assert result.passed, f"{row}: {result.what} {result.error:.1e}"
 
 
-def test_the_pages_commands_are_understood(package):
+def test_the_pages_commands_are_understood(package, monkeypatch):
     """The training command is judged sound; the proof's is taken as far as its list of faults."""
+    monkeypatch.syspath_prepend(package)
     (train,) = re.findall(r"`\./run_train\.sh (--model\.package tiny .*?)`", PAGE, re.DOTALL)
-    done = run(package, "-m", "titanlite", "config", *train.split())
-    assert done.returncode == 0, done.stderr
-    (verify,) = re.findall(r"^titanlite (verify .*)$", PAGE, re.MULTILINE)
-    done = run(package, "-m", "titanlite", *verify.split(), "--fault", "list")
-    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(package), environment()["PYTHONPATH"]])
+    command = [sys.executable, "-m", "titanlite", "config", *train.split()]
+    subprocess.run(command, check=True, env=environment(PYTHONPATH=path))
+    (words,) = re.findall(r"^titanlite verify (.*)$", PAGE, re.MULTILINE)
+    assert verify([*words.split(), "--fault", "list"]) == 0

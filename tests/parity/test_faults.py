@@ -1,12 +1,8 @@
 """Known faults are noticed, and named."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.launch.run import ROOT, environment
-from titanlite.verify.command import fault_rows
+from titanlite.verify.command import fault_rows, verify
 from titanlite.verify.faults import FAULTS
 from titanlite.verify.proof import proof
 from titanlite.verify.subject import read_subject
@@ -51,20 +47,10 @@ def test_a_fault_is_noticed_and_named(llama, name):
         assert not result.passed and NAMES[name] in result.what, result
 
 
-def verify(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "titanlite", "verify", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-        cwd=ROOT,
-    )
-
-
-def test_the_command_says_what_failed_and_exits_1():
-    done = verify("--fault", "divided-twice", "--model", "gpt2")
-    assert done.returncode == 1 and "FAIL  gradient of " in done.stdout and not done.stderr
+def test_the_command_says_what_failed_and_exits_1(capfd):
+    code = verify(["--fault", "divided-twice", "--model", "gpt2"])
+    out, err = capfd.readouterr()
+    assert code == 1 and "FAIL  gradient of " in out and not err
 
 
 @pytest.mark.parametrize(
@@ -77,10 +63,11 @@ def test_the_command_says_what_failed_and_exits_1():
         ("--out x.md", "add --full"),
     ],
 )
-def test_what_cannot_be_asked_exits_2_in_a_line(words, says):
-    done = verify(*words.split())
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_be_asked_exits_2_in_a_line(capfd, words, says):
+    code = verify(words.split())
+    err = capfd.readouterr().err
+    assert code == 2 and says in err and err.count("\n") == 1
 
 
-def test_faults_are_listed_one_a_line():
-    assert verify("--fault", "list").stdout.split() == list(FAULTS)
+def test_faults_are_listed_one_a_line(capfd):
+    assert verify(["--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(FAULTS)
