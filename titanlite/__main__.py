@@ -1,7 +1,5 @@
 """`python -m titanlite` is the `titanlite` command."""
 
-import sys
+from titanlite.cli import run
 
-from titanlite.cli import main
-
-sys.exit(main())
+run()

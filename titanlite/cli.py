@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from titanlite import __version__
 
@@ -34,12 +37,24 @@ NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are u
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a verb; the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    verb, rest = (words[0], words[1:]) if words else ("--help", [])
-    if verb != "train" or {"--help", "-h"} & set(rest):
+def run() -> NoReturn:
+    """The command as a process."""
+    words = sys.argv[1:]
+    trains = words[:1] == ["train"] and not {"--help", "-h"} & set(words)
+    if not trains:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `titanlite … | head` ends without a traceback
+    code = main(words)
+    if trains:  # the workers are gone, and the interpreter's own end, with torch in it, takes most of a second
+        with suppress(OSError):  # the console may be gone too
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(words: list[str]) -> int:
+    """Run a verb; the exit code."""
+    verb, rest = (words[0], words[1:]) if words else ("--help", [])
     if verb in ("--version", "version"):
         print(f"titanlite {__version__}")
         return 0
@@ -121,8 +136,6 @@ def _help() -> int:
 
 def _config(words: list[str]) -> int:
     """Print the resolved config, or what describes all configs."""
-    import os
-
     from titanlite.config.document import json_schema, markdown
     from titanlite.config.job import job_from
     from titanlite.config.load import ConfigError, parse_command_line, to_toml

@@ -47,8 +47,8 @@ class Finding:
 def named(config: JobConfig, optimizer: str) -> JobConfig:
     """The same config with another optimizer.
 
-    SGD goes tensor by tensor: for a list of tensors on a mesh of two dimensions DTensor searches for a second how it is
-    split, more than half of a row's time. AdamW's step is on lists.
+    SGD goes tensor by tensor: for a list of tensors on a mesh of two dimensions DTensor searches for a second how it
+    is split, more than half of a row's time. AdamW's step is on lists.
     """
     changed = {"name": optimizer} | ({"implementation": "for-loop"} if optimizer == "SGD" else {})
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changed)})
