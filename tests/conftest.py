@@ -11,9 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from titanlite.runtime.pool import Pool  # noqa: E402
 
+PRELOAD = ["titanlite.trainer", "torch._dynamo"]  # an optimizer imports the latter, in every new rank
+
 
 @pytest.fixture(scope="session")
 def pool():
-    ranks = Pool(4, preload=["titanlite.trainer", "torch._dynamo"])  # an optimizer imports it, in every new rank
+    ranks = Pool(4, PRELOAD)
     yield ranks
     ranks.close()

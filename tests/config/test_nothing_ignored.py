@@ -7,7 +7,10 @@ import hashlib
 import json
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 import titanlite
+from tests.conftest import PRELOAD
 from tests.jobs import TINY, job, trainer, weights
 from titanlite.config.check import _DEGREES, NOT_BUILT
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import keys
+from titanlite.runtime.pool import Pool
 
 COSTS = ("blocked", "staging", "write")
 SOURCE = Path(titanlite.__file__).parent
@@ -83,7 +88,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
         ),
         "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
-        "collections": len(collections),
+        "collections": collections.count(2),
         "timeouts": timeouts,
         "groups": [group["weight_decay"] for group in run.optimizer.param_groups],
         "optimizer": {k: str(run.optimizer.defaults.get(k)) for k in ("fused", "foreach")},
@@ -207,7 +212,7 @@ ELSEWHERE = {
     "compile.components": ACTIVE + "test_compiling_compiles_what_was_named_and_never_again",
     "compile.backend": ACTIVE + "test_compiling_compiles_what_was_named_and_never_again",
     "job.dump_folder": "tests/launch/test_launch.py: the files of every run",
-    "job.print_config": "tests/launch/test_launch.py::test_print_config_prints_the_resolved_config",
+    "job.print_config": "tests/launch/test_launch.py::test_a_run_leaves_its_files_and_says_where",
     "job.device": "tests/launch/test_launch.py::test_a_gpu_that_is_not_there_is_refused",
     "model.converters": CONVERTED + "test_a_package_registers_its_converter_…",
     "model.package": "tests/config/test_torchtitan.py, tests/models/test_outside.py",
@@ -245,36 +250,46 @@ def test_the_table_of_flips_is_complete():
     assert keys().keys() - FLIPS.keys() - REFUSED.keys() - ELSEWHERE.keys() - waiting == set()
 
 
+def asked(key: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Options and number of ranks with a key flipped, and without."""
+    value, others = FLIPS[key]
+    world = 2 if key == "training.mixed_precision_reduce" else 1  # one rank has nothing to reduce
+    return (f"{others} --{key}={value}", world), (others, world)
+
+
 @pytest.fixture(scope="module")
 def seen(pool, tmp_path_factory):
-    """Observations by command line, each run once."""
-    text = tmp_path_factory.mktemp("text") / "short.txt"
-    text.write_text("abcdefg " * 5)
-    (text.parent / "second.txt").write_text("hij" * 10)
-    text = text.parent
-    cache: dict[tuple[str, int], Any] = {}
+    """What is seen of each run, as futures: two run at a time, since most have one rank."""
+    text = tmp_path_factory.mktemp("text")
+    (text / "short.txt").write_text("abcdefg " * 5)
+    (text / "second.txt").write_text("hij" * 10)
+    pools: Queue[Pool] = Queue()
 
-    def look(words: str, world: int = 1) -> Any:
-        if (words, world) not in cache:
-            argv = [*TINY, "--lr_scheduler.warmup_steps=0", *words.format(text=text).split()]
-            cache[words, world] = pool.run(observe, argv, str(tmp_path_factory.mktemp("run")), world=world)[0]
-        return cache[words, world]
+    def run(words: str, world: int, folder: Path) -> Any:
+        argv = [*TINY, "--lr_scheduler.warmup_steps=0", *words.format(text=text).split()]
+        mine = pools.get()
+        try:
+            return mine.run(observe, argv, str(folder), world=world)[0]
+        finally:
+            pools.put(mine)
 
-    return look
+    with closing(Pool(2, PRELOAD)) as second, ThreadPoolExecutor(2) as threads:
+        pools.put(pool)
+        pools.put(second)
+        wanted = dict.fromkeys([way for key in FLIPS for way in asked(key)] + [("--training.seq_len=16", 1)])
+        yield {way: threads.submit(run, *way, tmp_path_factory.mktemp("run")) for way in wanted}
 
 
 @pytest.mark.parametrize("key", FLIPS)
 def test_a_flipped_key_changes_what_can_be_seen(seen, key):
-    value, others = FLIPS[key]
-    world = 2 if key == "training.mixed_precision_reduce" else 1  # one rank has nothing to reduce
-    changed, plain = dict(seen(f"{others} --{key}={value}", world)), dict(seen(others, world))
+    changed, plain = (dict(seen[way].result()) for way in asked(key))
     if key != "job.description":  # what the start prints only repeats the config
         del changed["start"], plain["start"]
     assert changed != plain
 
 
 def test_two_runs_of_one_config_look_the_same(seen):
-    assert seen("") == seen("--training.seq_len=16")
+    assert seen["", 1].result() == seen["--training.seq_len=16", 1].result()
 
 
 @pytest.mark.parametrize("key", REFUSED)

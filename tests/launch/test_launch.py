@@ -43,8 +43,9 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
     again = job_from(parse_command_line(["--config", str(tmp_path / "config.toml")], {}), world=2, training=True)
     assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(tmp_path)
 
-    code, out = train(TINY, tmp_path, NGPU="1")
+    code, out = train([*TINY, "--job.print_config"], tmp_path, NGPU="1")
     assert code == 0 and "an earlier run's files are now in" in out
+    assert "[lr_scheduler]\nwarmup_steps = 20\n" in out, "the resolved config, as it was asked for"
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
     (previous,) = (tmp_path / "previous").iterdir()
     assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
@@ -76,11 +77,6 @@ def test_a_dump_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     code, out = train(TINY, tmp_path / "file" / "folder")
     assert code == 2 and "is not a folder that can be written to" in out
-
-
-def test_print_config_prints_the_resolved_config(tmp_path):
-    code, out = train([*TINY, "--job.print_config"], tmp_path, NGPU="1")
-    assert code == 0 and "[lr_scheduler]\nwarmup_steps = 20\n" in out
 
 
 def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):

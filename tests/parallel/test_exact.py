@@ -127,19 +127,19 @@ def test_a_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model,
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("world", "words"),
     [
-        f"--parallelism.fsdp_keep_whole={SMALL}",
-        "--training.enable_cpu_offload",
-        "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager",
+        (4, f"--parallelism.fsdp_keep_whole={SMALL}"),
+        (4, "--training.enable_cpu_offload"),
+        (2, "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager"),
     ],
     ids=["kept whole", "cpu offload", "memory budget"],
 )
-def test_a_technique_changes_no_number_beside_tensor_parallel(pool, tmp_path, words):
+def test_a_technique_changes_no_number_beside_tensor_parallel(pool, tmp_path, world, words):
     argv = [*TINY, "--model.overrides.n_kv_heads=2"]
     expected = pool.run(one_step, [*argv, f"--training.local_batch_size={SAMPLES}"], str(tmp_path), world=1)[0]
-    argv += [f"--training.local_batch_size={SAMPLES // 2}", "--parallelism.tensor_parallel_degree=2", *words.split()]
-    for found in pool.run(one_step, argv, str(tmp_path), world=4):
+    argv += [f"--training.local_batch_size={2 * SAMPLES // world}", "--parallelism.tensor_parallel_degree=2"]
+    for found in pool.run(one_step, [*argv, *words.split()], str(tmp_path), world=world):
         same_as_alone(found, expected)
 
 
