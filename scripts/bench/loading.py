@@ -3,7 +3,9 @@
     python scripts/bench/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
 
 Rounds take turns: the bare gather (one copy of each window, in the same order, in this thread), then the trainer's
-loader with 0, 1 and 2 workers, read ahead as training reads it. Ratios of medians; a worker's start is not counted.
+loader, alone in this thread, and with 0, 1 and 2 workers read ahead by another thread, as training reads it. There
+nothing else happens meanwhile, so that handing over a batch counts in full. Ratios of medians; a worker's start is not
+counted.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from titanlite.data.shards import ShardSource  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
-WORKERS = (0, 1, 2)
+WAYS = {"alone": 0, "read ahead, 0 workers": 0, "read ahead, 1 worker": 1, "read ahead, 2 workers": 2}
 WARM_UP, MEASURED = 40, 200
 """Batches: a worker's start and its first ones, and those that count."""
 
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    bare, loaded = list[float](), {workers: list[float]() for workers in WORKERS}
+    bare, loaded = list[float](), {way: list[float]() for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS, dtype=np.uint16)
         np.save(f"{folder}/0.npy", tokens)
@@ -49,15 +51,15 @@ def main() -> None:
         data = Windows([Concatenated(source, asked.seq, False, "bench")], asked.seq, 0, repeat=True)
         for _ in range(asked.rounds):
             bare.append(_bare(Path(folder) / "0.npy", asked.seq))
-            for workers in WORKERS:
-                loaded[workers].append(_loaded(data, workers))
+            for way, workers in WAYS.items():
+                loaded[way].append(_loaded(data, workers, way != "alone"))
     rate = MEASURED * BATCH * asked.seq / np.median(bare) / 1e6
     print(f"bare gather: {rate:.0f} million tokens per second, {BATCH} windows of {asked.seq} at a time; of that")
     found = {}
-    for workers, seconds in loaded.items():
+    for way, seconds in loaded.items():
         speed = ratio(bare, seconds)
-        print(f"  the loader with {workers} workers         {speed}")
-        found[f"workers {workers}"] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
+        print(f"  the loader, {way:<22} {speed}")
+        found[way] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
     if asked.json:
         keep(asked.json, "loading", found)
 
@@ -77,9 +79,9 @@ def _bare(path: Path, seq: int) -> float:
     return time.perf_counter() - began
 
 
-def _loaded(data: Windows, workers: int) -> float:
+def _loaded(data: Windows, workers: int, ahead: bool) -> float:
     loader = build_loader(data, Share(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers))
-    with closing(Ahead(loader, torch.device("cpu"))) as batches:
+    with closing(Ahead(loader, torch.device("cpu"))) if ahead else nullcontext(iter(loader)) as batches:
         for _ in islice(batches, WARM_UP):
             pass
         began = time.perf_counter()

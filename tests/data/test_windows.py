@@ -31,18 +31,24 @@ def source(folder):
     return open_source("training", "text", str(folder), ByteTokenizer(), 256)
 
 
+def window(cut, number: int, rows: int = 4):
+    out = np.full((rows, cut._seq_len), 99, dtype=np.int64)  # whatever the memory held before
+    cut.fill(out, number)
+    return out
+
+
 def text_of(row) -> str:
     return bytes(int(i) for i in row).decode()
 
 
 def test_concatenated_windows_number_documents_and_restart_positions(folder):
     cut = Concatenated(source(folder), 8, masked=True, key="training")
-    tokens, labels, documents, positions = cut.window(1)
+    tokens, labels, documents, positions = window(cut, 1)
     assert text_of(tokens) == "ijklm\0no"
     assert documents.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], "nothing is predicted across the edge of a document"
-    plain = Concatenated(source(folder), 8, masked=False, key="training").window(1)
+    plain = window(Concatenated(source(folder), 8, masked=False, key="training"), 1, rows=2)
     assert text_of(plain[1]) == "jklm\0no\0"
 
 
@@ -50,7 +56,8 @@ def test_packed_windows_hold_whole_documents_and_predict_every_token_once(folder
     cut = Packed(source(folder), 16, "training")
     seen = []
     for number in range(cut.samples):
-        tokens, labels, documents, positions = cut.window(number)
+        tokens, labels, documents, positions = window(cut, number)
+        assert (window(cut, number, rows=2) == [tokens, labels]).all()
         for document in range(documents.max() + 1):
             here = documents == document
             assert positions[here].tolist() == list(range(here.sum()))

@@ -76,7 +76,7 @@ def build_loader(
 
     A stream knows no sample numbers: it begins at its beginning, or from a state that its loader is given.
     """
-    options: dict[str, Any] = {"collate_fn": np.stack}
+    options: dict[str, Any] = {"collate_fn": np.asarray}  # a batch as it is, or windows put together
     if settings.num_workers:
         # Not fork: a child forked after a backward pass hangs in torch.
         context = get_context("forkserver")

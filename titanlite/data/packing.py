@@ -25,23 +25,23 @@ class Cut(Protocol):
 
     samples: int
 
-    def window(self, number: int) -> np.ndarray: ...
+    def fill(self, out: np.ndarray, number: int) -> None:
+        """Write window `number` into `out`: two rows, or four where documents are kept apart."""
 
 
 class Concatenated:
     """The stream cut every seq_len tokens; nothing is padded, and documents run over the edges."""
 
     def __init__(self, source: Source, seq_len: int, masked: bool, key: str) -> None:
-        self._source, self._seq_len, self._masked = source, seq_len, masked
+        self._source, self._seq_len = source, seq_len
         self.samples = (source.tokens - 1) // seq_len
         if self.samples < 1:
             raise UserError(f"{key}: {source.tokens} tokens do not fill one window of {seq_len} and a next one")
         if masked:
             require_ends(source, key)
 
-    def window(self, number: int) -> np.ndarray:
-        ids = self._source.read(number * self._seq_len, self._seq_len + 1)
-        return window_of(ids, self._seq_len, self._source.end, self._masked)
+    def fill(self, out: np.ndarray, number: int) -> None:
+        fill(out, self._source.read(number * self._seq_len, self._seq_len + 1), self._source.end)
 
 
 class Packed:
@@ -61,40 +61,38 @@ class Packed:
         if not self.samples:
             raise UserError(f"{key}: no document with two tokens or more")
 
-    def window(self, number: int) -> np.ndarray:
-        out = blank(self._seq_len)
+    def fill(self, out: np.ndarray, number: int) -> None:
+        blank(out)
         at = 0
         first = int(self._stops[number - 1]) if number else 0
         for document, piece in enumerate(range(first, int(self._stops[number]))):
             length = int(self._lengths[piece])
             ids = self._source.read(int(self._starts[piece]), length + 1)
             here = slice(at, at + length)
-            out[0, here], out[1, here], out[2, here] = ids[:-1], ids[1:], document
+            out[0, here], out[1, here], out[2:3, here] = ids[:-1], ids[1:], document
             at += length
-        out[3] = _positions(out[2])
-        return out
+        if len(out) == 4:
+            out[3] = _positions(out[2])
 
 
-def blank(seq_len: int) -> np.ndarray:
-    """A window of padding."""
-    out = np.zeros((4, seq_len), dtype=np.int64)
-    out[1], out[2] = IGNORED, -1
-    return out
+def blank(out: np.ndarray) -> None:
+    """Fill a window with padding."""
+    out[:] = 0
+    out[1], out[2:3] = IGNORED, -1
 
 
-def window_of(ids: np.ndarray, seq_len: int, end: int, masked: bool) -> np.ndarray:
-    """The window of a piece of a stream: seq_len tokens and the one after them, or fewer, and then padding."""
-    out = blank(seq_len) if masked or len(ids) <= seq_len else np.empty((2, seq_len), dtype=np.int64)
+def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
+    """Write a piece of a stream: the tokens of a window and the one after them, or fewer, and then padding."""
     tokens, labels = ids[:-1], ids[1:]
-    if not masked:  # most windows are such, and take a fifth of the time
+    if len(tokens) < out.shape[1]:
+        blank(out)
+    if len(out) == 2:  # most windows are such, and take a fifth of the time
         out[0, : len(tokens)], out[1, : len(tokens)] = tokens, labels
-        return out
+        return
     ended = tokens == end
     documents = np.cumsum(ended) - ended
-    if masked:  # what follows an end is another document's, which it can't see
-        labels = np.where(ended, IGNORED, labels.astype(np.int64))
+    labels = np.where(ended, IGNORED, labels.astype(np.int64))  # what follows an end is a document that it can't see
     out[:, : len(tokens)] = tokens, labels, documents, _positions(documents)
-    return out
 
 
 def require_ends(source: Source, key: str) -> None:

@@ -30,7 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.check import RETRIES
 from titanlite.data.ahead import ReadAhead
 from titanlite.data.order import Share
-from titanlite.data.packing import blank, window_of
+from titanlite.data.packing import blank, fill
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, first_line
 from titanlite.runtime.determinism import derive_seed
@@ -73,7 +73,9 @@ class Stream:
 
     def empty(self) -> np.ndarray:
         """A window that does not count."""
-        return blank(self.seq_len)[: self.rows]
+        out = np.empty((self.rows, self.seq_len), dtype=np.int64)
+        blank(out)
+        return out
 
 
 class Reader:
@@ -114,10 +116,11 @@ class Reader:
         if len(self._rest) < 2 and self._given % self._batch == 0:
             raise StopIteration
         self._given += 1
-        if len(self._rest) < 2:
-            return stream.empty()
-        ids, self._rest = self._rest[: stream.seq_len + 1], self._rest[stream.seq_len :]
-        return window_of(ids, stream.seq_len, stream.tokenizer.end, stream.masked)[: stream.rows]
+        out = stream.empty()
+        if len(self._rest) >= 2:
+            ids, self._rest = self._rest[: stream.seq_len + 1], self._rest[stream.seq_len :]
+            fill(out, ids, stream.tokenizer.end)
+        return out
 
     def _take_document(self) -> None:
         """Put a document and the end after it behind the rest; at the epoch's end begin the next, if any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -44,10 +45,18 @@ class Windows(Dataset[np.ndarray]):
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens, labels, and under a document mask documents and positions."""
-        if not self.repeat and index >= self.samples:
-            return blank(self._seq_len)[: self._rows]
-        source, number = self._mixture(index) if self._mixture else (0, index)
-        return self._cuts[source].window(self._orders[source](number))[: self._rows]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
+        """A batch in one piece; by this name torch's loader asks for it."""
+        batch = np.empty((len(indices), self._rows, self._seq_len), dtype=np.int64)
+        for out, index in zip(batch, indices, strict=True):
+            if not self.repeat and index >= self.samples:
+                blank(out)
+                continue
+            source, number = self._mixture(index) if self._mixture else (0, index)
+            self._cuts[source].fill(out, self._orders[source](number))
+        return batch
 
     def steps_left(self, consumed: int, per_step: int) -> int | None:
         """Steps that still have a sample; None for never-ending data."""
