@@ -4,8 +4,8 @@
 
 Rounds take turns: the bare gather (one copy of each window, in the same order, in this thread), then the trainer's
 loader, alone in this thread, and with 0, 1 and 2 workers read ahead by another thread, as training reads it. There
-nothing else happens meanwhile, so that handing over a batch counts in full. Ratios of medians; a worker's start is not
-counted.
+nothing else happens meanwhile, so that handing over a batch counts in full. Ratios of medians; a worker's start is
+not counted.
 """
 
 from __future__ import annotations
