@@ -59,8 +59,14 @@ class Plain:
                 block.compile(fullgraph=True)
         if device == "cuda" or self.world > 1:
             wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in (*blocks, self.model):
-                fully_shard(module, mp_policy=wide if device == "cuda" else MixedPrecisionPolicy())
+            policy = wide if device == "cuda" else MixedPrecisionPolicy()
+            embedding, *head = (self.model.get_submodule(name) for name in ("tok_embeddings", "norm", "output"))
+            if not flavor.tied:
+                fully_shard(embedding, mp_policy=policy)
+            for block in blocks:
+                fully_shard(block, mp_policy=policy)
+            fully_shard([embedding, *head] if flavor.tied else head, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(self.model, mp_policy=policy)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         exempt = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
