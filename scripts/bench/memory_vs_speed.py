@@ -37,6 +37,7 @@ from titanlite.runtime.pool import Pool  # noqa: E402
 from titanlite.trainer import Trainer  # noqa: E402
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and what it has not seen allocated
 
 AC, FSDP = "--activation_checkpoint.", "--parallelism.fsdp_"
 CHOICES: dict[str, dict[str, list[str]]] = {
