@@ -6,24 +6,27 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
+
+from titanlite.parallel.mesh import local_part
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float = 2.0) -> torch.Tensor:
     """Scale gradients down to a global norm of at most `max_norm`; return the norm they had, equal on all ranks.
 
-    Tensors on different meshes can't be stacked, so each mesh has its own norm, and those are combined; nor can one
-    kernel scale them.
+    Tensors on different meshes can't be stacked, so each mesh has its own norm, and those are combined. Every rank
+    scales its own parts: for a list of DTensors on a mesh of three dimensions torch searches many seconds for how the
+    result is split.
     """
     by_mesh: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [_norm([q.grad for q in group if q.grad is not None], p) for group in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms), p)
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    total = torch.linalg.vector_norm(torch.stack([_norm(gradients, p) for gradients in by_mesh.values()]), p)
     if max_norm != float("inf"):
-        for group in by_mesh.values():
-            clip_grads_with_norm_(group, max_norm, total)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        parts = [local_part(gradient) for gradients in by_mesh.values() for gradient in gradients]
+        torch._foreach_mul_(parts, scale)  # all in one kernel, as torch's own clipping does (tried on 2.11 to 2.13)
     return total
 
 
