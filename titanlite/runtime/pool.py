@@ -8,7 +8,6 @@ it was doing, and the pool is made anew.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -140,7 +139,6 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
     """A rank's life: run what is sent, answer, until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
     sys.path[:] = path
-    gc.freeze()  # what the fork server had loaded is not looked at again, and stays shared
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with open(stack_file, "w") as stack:
