@@ -26,7 +26,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float
     if max_norm != float("inf"):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         parts = [local_part(gradient) for gradients in by_mesh.values() for gradient in gradients]
-        torch._foreach_mul_(parts, scale)  # all in one kernel, as torch's own clipping does (tried on 2.11 to 2.13)
+        torch._foreach_mul_(parts, scale)  # all in one kernel, as torch's own clipping does (tried on 2.11 and 2.13)
     return total
 
 

@@ -88,7 +88,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
         ),
         "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
-        "collections": collections.count(2),
+        "collections": collections.count(2),  # whole ones; Python begins small ones by itself
         "timeouts": timeouts,
         "groups": [group["weight_decay"] for group in run.optimizer.param_groups],
         "optimizer": {k: str(run.optimizer.defaults.get(k)) for k in ("fused", "foreach")},

@@ -73,9 +73,13 @@ class Stream:
 
     def empty(self) -> np.ndarray:
         """A window that does not count."""
-        out = np.empty((self.rows, self.seq_len), dtype=np.int64)
+        out = self.room()
         blank(out)
         return out
+
+    def room(self) -> np.ndarray:
+        """Memory for a window, not filled yet."""
+        return np.empty((self.rows, self.seq_len), dtype=np.int64)
 
 
 class Reader:
@@ -116,10 +120,11 @@ class Reader:
         if len(self._rest) < 2 and self._given % self._batch == 0:
             raise StopIteration
         self._given += 1
-        out = stream.empty()
-        if len(self._rest) >= 2:
-            ids, self._rest = self._rest[: stream.seq_len + 1], self._rest[stream.seq_len :]
-            fill(out, ids, stream.tokenizer.end)
+        if len(self._rest) < 2:
+            return stream.empty()
+        ids, self._rest = self._rest[: stream.seq_len + 1], self._rest[stream.seq_len :]
+        out = stream.room()
+        fill(out, ids, stream.tokenizer.end)
         return out
 
     def _take_document(self) -> None:

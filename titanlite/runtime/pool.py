@@ -29,8 +29,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take once one has failed."""
-
-
 RUNS_OF_A_RANK = 32
 """A rank is then replaced: torch's caches keep the process groups of earlier runs, whose threads poll, and those of
 hundreds of runs take half of a small machine. A new rank costs about as much as a run."""
