@@ -23,7 +23,7 @@ ROOT = frozenset(("the root",))
 @contextmanager
 def gathers_recorded(into: list[Group]) -> Iterator[None]:
     """Add the modules of each all-gather, in the order in which they were issued."""
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         yield
     assert trace.profiler and trace.profiler.kineto_results
     # Not trace.events(): a Python object for each of many thousand events takes longer than the row's steps.

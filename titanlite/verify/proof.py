@@ -20,7 +20,7 @@ from titanlite.verify.plain import reference
 from titanlite.verify.subject import SEQ_LEN, TOKENS, Subject, build_job
 from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 
-PRELOAD = ["titanlite.verify.harness", "torch._dynamo"]
+PRELOAD = ["titanlite.verify.harness", "torch._inductor.compile_fx"]
 TIMEOUT = 300.0
 """Seconds that a row may take; compiling is the slowest."""
 
@@ -48,8 +48,7 @@ class Result:
 def proof(subject: Subject, ranks: int = 0) -> Iterator[Callable[..., Result]]:
     """A function that runs a row, with a fault's name or none, on up to `ranks` processes (0: as many as any needs).
 
-    One compile backend a process: a second one fails there, and so does a second compiled row with tensor parallel,
-    since the first one's process group is remembered (tried on torch 2.13). Such rows get processes of their own.
+    One compile backend a process, since a second one fails there: the rows of inductor get processes of their own.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # what ends, the system frees
@@ -59,7 +58,7 @@ def proof(subject: Subject, ranks: int = 0) -> Iterator[Callable[..., Result]]:
         rows = Rows(subject, Path(folder))
 
         def run(row: Row, fault: str = "") -> Result:
-            if row.compile == "inductor" or (row.compile != "off" and row.mesh.tp > 1):
+            if row.compile == "inductor":
                 with closing(Pool(row.mesh.world, PRELOAD)) as own:
                     return rows.run(own, row, fault)
             return rows.run(pool, row, fault)
