@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.jobs import PARROT, TINY, job
+from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
 from titanlite.grad_norm import clip_grad_norm
 from titanlite.layout import Batch, Layout, divisors
-from titanlite.loss import IGNORED, token_loss_sum
+from titanlite.loss import token_loss_sum
 from titanlite.lr_schedule import learning_rate
 from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, duration

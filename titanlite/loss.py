@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
-IGNORED = -100
-"""The label of a token that does not count."""
+from titanlite.data.packing import IGNORED
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,11 @@ import torch
 from titanlite.config.schema import Dataloader
 from titanlite.data.loader import Ahead, build_loader
 from titanlite.data.order import Share
-from titanlite.data.packing import Concatenated
+from titanlite.data.packing import IGNORED, Concatenated
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
-from titanlite.loss import IGNORED
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,13 @@ from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
 from titanlite.data.loader import Ahead, build_loader
 from titanlite.data.order import Share
+from titanlite.data.packing import IGNORED
 from titanlite.data.sources import open_stream
 from titanlite.data.stream import Reader, Stream
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.windows import training_data
 from titanlite.errors import UserError
-from titanlite.loss import IGNORED, count_valid, token_loss_sum
+from titanlite.loss import count_valid, token_loss_sum
 
 datasets = pytest.importorskip("datasets", reason="streaming needs the extra hf")
 

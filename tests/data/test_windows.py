@@ -8,12 +8,12 @@ from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
-from titanlite.data.packing import Concatenated, Packed, cut_documents, first_fit
+from titanlite.data.packing import IGNORED, Concatenated, Packed, cut_documents, first_fit
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
-from titanlite.loss import IGNORED, count_valid, token_loss_sum
+from titanlite.loss import count_valid, token_loss_sum
 from titanlite.validate import validation_loss
 
 TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]

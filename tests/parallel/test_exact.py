@@ -16,8 +16,9 @@ from tests.jobs import (
     trainer,
     weights,
 )
+from titanlite.data.packing import IGNORED
 from titanlite.grad_norm import clip_grad_norm
-from titanlite.loss import IGNORED, count_valid
+from titanlite.loss import count_valid
 
 SAMPLES = 12
 GPT2 = "name=gpt2 overrides.dim=16 overrides.n_layers=2 overrides.n_heads=2 overrides.dropout=0.0".split()

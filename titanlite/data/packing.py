@@ -14,8 +14,9 @@ import numpy as np
 
 from titanlite.data.sources import Source, cache_folder, locked
 from titanlite.errors import UserError
-from titanlite.loss import IGNORED
 
+IGNORED = -100
+"""The label of a token that does not count."""
 OPEN_WINDOWS = 1024
 """First-fit looks at this many windows; beyond that the oldest is closed, so time and memory stay in bounds."""
 

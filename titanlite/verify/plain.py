@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from titanlite.loss import IGNORED
+from titanlite.data.packing import IGNORED
 from titanlite.lr_schedule import learning_rate
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.parallel.init import materialise

@@ -1,0 +1,82 @@
+"""A worker's life: read its job, train, and leave word of what went wrong. `titanlite.train` is its entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.start import already_there, make_way
+from titanlite.config.job import Job, job_from
+from titanlite.config.load import ConfigError, parse_command_line, to_toml
+from titanlite.errors import UserError
+from titanlite.finite import NotFinite
+from titanlite.machine import check_torch
+from titanlite.observe.console import LAUNCHED, open_log
+from titanlite.runtime.cluster import Place, place, shown_ranks
+from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.trainer import Trainer
+
+
+def main(argv: list[str]) -> int:
+    """Train; the exit code. Whatever goes wrong is written where the launcher finds it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even inside a collective
+    environ = dict(os.environ)
+    if LAUNCHED in environ:
+        os.dup2(2, 1)  # one log file for both streams
+    try:
+        check_torch()
+        where = place(environ)
+        job = job_from(parse_command_line(argv, environ), world=where.world, training=True)
+        run(job, where, environ)
+        return 0
+    except BaseException as error:
+        leave_word(error, environ)
+        if isinstance(error, ConfigError | UserError | NotFinite):
+            print(error if isinstance(error, ConfigError) else f"titanlite: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def leave_word(error: BaseException, environ: Mapping[str, str]) -> None:
+    """Write what went wrong where an elastic agent looks for it, in its format, with the time to the microsecond:
+    its own handler writes seconds, and the ranks that only lost a peer follow within milliseconds."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now)), "time": now}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+
+
+def run(job: Job, where: Place, environ: dict[str, str]) -> None:
+    """Train a sound job on this rank."""
+    folder = Path(job.config.job.dump_folder)
+    device = pick_device(job.config.job.device, where.local_rank)
+    with process_group(where, device, job.config.comm, folder, environ):
+        news = ["", ""]
+        if LAUNCHED not in environ:
+            if where.rank == 0:
+                done = already_there(job.config)
+                news = [done, "" if done else make_way(job.config)]
+            dist.broadcast_object_list(news)
+        log = open_log(folder, where.rank, LAUNCHED in environ, where.rank in shown_ranks(environ))
+        for line in filter(None, news):
+            log.info(line)
+        if news[0]:
+            return
+        if job.config.job.print_config:
+            log.info(to_toml(job.config))
+        trainer = Trainer(job, where, device, log)
+        for line in trainer.describe():
+            log.info(line)
+        trainer.train()
