@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from titanlite.runtime.pool import Pool  # noqa: E402
 
-PRELOAD = ["titanlite.trainer", "torch._dynamo"]  # an optimizer imports the latter, in every new rank
+PRELOAD = ["titanlite.trainer", "torch._inductor.compile_fx"]  # the latter for what compiles, in every new rank
 
 
 @pytest.fixture(scope="session")

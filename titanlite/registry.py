@@ -317,11 +317,13 @@ _Spec = TypeVar("_Spec")
 
 def _find(kind: str, name: str, registered: Mapping[str, _Spec], others: Iterable[str] = ()) -> _Spec:
     """What is registered under a name, by an entry point if need be."""
-    outside = {point.name: point for point in entry_points(group=f"titanlite.{kind}s")}
-    if name not in registered and name in outside:
-        outside[name].load()
     if name in registered:
         return registered[name]
+    outside = {point.name: point for point in entry_points(group=f"titanlite.{kind}s")}
+    if name in outside:
+        outside[name].load()
+        if name in registered:
+            return registered[name]
     known = sorted({*others, *outside, *registered})
     close = nearest(name, known)
     hint = f"; did you mean {close}?" if close else ";"

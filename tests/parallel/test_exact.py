@@ -21,6 +21,8 @@ from titanlite.grad_norm import clip_grad_norm
 from titanlite.loss import count_valid
 
 SAMPLES = 12
+SGD = [f"--optimizer.{word}" for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()]
+"""At its cheapest: DTensor searches for seconds how other operations are split on three dimensions."""
 GPT2 = "name=gpt2 overrides.dim=16 overrides.n_layers=2 overrides.n_heads=2 overrides.dropout=0.0".split()
 MODELS = {
     "llama3": TINY,
@@ -43,7 +45,7 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def one_step(argv: list[str], folder: str) -> dict:
     """What one optimizer step finds and leaves."""
-    run = trainer([*argv, *FLOAT64, "--optimizer.name=SGD", "--optimizer.lr=0.1"], folder)
+    run = trainer([*argv, *FLOAT64, *SGD], folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
     valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
@@ -149,8 +151,7 @@ def test_clipping_scales_by_the_global_norm(alone):
     assert found["norm"] > 0.5, "the batch must need clipping"
     for name, gradient in found["gradients"].items():
         step = (found["before"][name] - found["after"][name]) / 0.1
-        decayed = 0.1 * found["before"][name] if found["before"][name].dim() > 1 else 0.0
-        assert relative_error(step - decayed, gradient * (0.5 / found["norm"])) <= 1e-5, name
+        assert relative_error(step, gradient * (0.5 / found["norm"])) <= 1e-5, name
 
 
 def initial_weights(argv: list[str], folder: str) -> tuple[dict, dict]:

@@ -12,6 +12,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Documents:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+@cache
 def standard_library(held_out: bool) -> Documents:
     """The running interpreter's own modules, without tests and installed packages; every 25th is held out."""
     root = Path(sysconfig.get_path("stdlib"))
