@@ -81,7 +81,7 @@ class Watched(Trainer):
         """Take the steps; what was seen in them."""
         model, config = self.parts[0], self.job.config
         self.seen[observed.INITIAL] = observed.values(model)
-        for name, steps in observed.STEPS.items():
+        for name, steps in observed.steps_of(config).items():
             self.optimizer = build_optimizer(self.optimized, named(config, name))
             for _ in range(steps):
                 self.step += 1

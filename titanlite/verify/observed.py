@@ -25,7 +25,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1}
 the models here, on one rank as on many, where a sum that is dropped or doubled errs by 5e-1 and more."""
 FLOOR = 1e-3
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
-"""Steps of each optimizer, one after the other."""
+"""Steps of each optimizer, one after the other; of Muon in float64 alone, where its error says most."""
 INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
 
 Observed = dict[str, dict[str, torch.Tensor]]
@@ -53,6 +53,11 @@ def named(config: JobConfig, optimizer: str) -> JobConfig:
     plainly = {"implementation": "for-loop", "weight_decay": 0.0} if optimizer == "SGD" else {}
     changed = {"name": optimizer, **plainly}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changed)})
+
+
+def steps_of(config: JobConfig) -> dict[str, int]:
+    """Those of STEPS that a row takes."""
+    return {name: steps for name, steps in STEPS.items() if name != "Muon" or config.training.dtype == "float64"}
 
 
 def after(optimizer: str) -> str:

@@ -29,7 +29,7 @@ def reference(words: list[str], path: str) -> float:
     trained = [item.parameter for item in optimized]
     seen: Observed = {observed.INITIAL: observed.values(model)}
     step, max_norm = 0, 0.0
-    for name, steps in observed.STEPS.items():
+    for name, steps in observed.steps_of(config).items():
         optimizer = build_optimizer(optimized, named(config, name))
         for _ in range(steps):
             step += 1

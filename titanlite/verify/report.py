@@ -76,7 +76,7 @@ def page(subject: str, command: str, results: Sequence[Result]) -> str:
         "that can meet do meet, which is less than their product. Each row is compared with the plain module in one",
         "process on the whole batch, at least one data-parallel rank holding no valid token: initial values bit for",
         "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of",
-        "AdamW and one of Muon. bfloat16 is mixed precision, compared with float32.",
+        "AdamW and, in float64, one of Muon. bfloat16 is mixed precision, compared with float32.",
         "",
         "| column | choice | rows | failed | largest error in float64 | float32 | bfloat16 |",
         "|---|---|---|---|---|---|---|",
