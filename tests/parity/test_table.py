@@ -31,7 +31,7 @@ EVERYTHING = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
 
 def test_every_two_choices_that_can_meet_meet_in_about_forty_rows():
     rows = pairwise(EVERYTHING)
-    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING, SPARED) == pairs(EVERYTHING) - {SPARED}
+    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING) - {SPARED}
     assert len(rows) <= 40 and len(set(rows)) == len(rows)
     assert rows == pairwise(EVERYTHING), "the same ones every time"
 

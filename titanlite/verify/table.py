@@ -112,18 +112,16 @@ def choices(layouts: Sequence[str], variants: Sequence[str]) -> Choices:
     return {column: found[column] for column in COLUMNS}
 
 
-def meets(row: Mapping[str, str], spared: _Pair = frozenset()) -> bool:
+def meets(row: Mapping[str, str]) -> bool:
     """Whether these choices can stand in one row: where nothing is sharded there is nothing to gather."""
-    if spared and spared <= row.items():
-        return False
     shards = "layout" not in row or LAYOUTS[row["layout"]].batch > 1
     return shards or (row.get("prefetch", "0"), row.get("reshard", "default")) == ("0", "default")
 
 
-def pairs(of: Choices, spared: _Pair = frozenset()) -> set[_Pair]:
+def pairs(of: Choices) -> set[_Pair]:
     """Every two choices that can meet."""
     every = ({a: left, b: right} for a, b in combinations(COLUMNS, 2) for left, right in product(of[a], of[b]))
-    return {frozenset(pair.items()) for pair in every if meets(pair, spared)}
+    return {frozenset(pair.items()) for pair in every if meets(pair)}
 
 
 def pairs_in(row: Row) -> set[_Pair]:
@@ -133,7 +131,7 @@ def pairs_in(row: Row) -> set[_Pair]:
 
 def pairwise(of: Choices) -> list[Row]:
     """A small set of rows in which all pairs meet; the same one every time, in the order of the layouts."""
-    covers = (_cover(of, pairs(of, SPARED), random.Random(seed), SPARED, thrifty=True) for seed in range(30))
+    covers = (_cover(of, pairs(of) - {SPARED}, random.Random(seed), thrifty=True) for seed in range(30))
     return sorted(min(covers, key=len), key=lambda row: (list(LAYOUTS).index(row.layout), astuple(row)))
 
 
@@ -143,39 +141,31 @@ def full(of: Choices) -> list[Row]:
     varied = ("layout", "recompute", "accumulation", "variant")
     rows = []
     for values in product(*(of[column] for column in varied)):
-        rows.append(_completed(dict(zip(varied, values, strict=True)), of, left, dice, SPARED))
+        rows.append(_completed(dict(zip(varied, values, strict=True)), of, left, dice))
         left -= pairs_in(rows[-1])
     return rows + _cover(of, left, dice)
 
 
-def _cover(
-    of: Choices, left: set[_Pair], dice: random.Random, spared: _Pair = frozenset(), *, thrifty: bool = False
-) -> list[Row]:
+def _cover(of: Choices, left: set[_Pair], dice: random.Random, *, thrifty: bool = False) -> list[Row]:
     """One row after another: two choices that have not met yet, then whatever meets most."""
     rows = []
     while left:
-        rows.append(_completed(dict(min(left, key=sorted)), of, left, dice, spared, thrifty=thrifty))
+        rows.append(_completed(dict(min(left, key=sorted)), of, left, dice, thrifty=thrifty))
         left -= pairs_in(rows[-1])
     return rows
 
 
 def _completed(
-    begun: dict[str, str],
-    of: Choices,
-    left: set[_Pair],
-    dice: random.Random,
-    spared: _Pair = frozenset(),
-    *,
-    thrifty: bool = False,
+    begun: dict[str, str], of: Choices, left: set[_Pair], dice: random.Random, *, thrifty: bool = False
 ) -> Row:
-    """Every other column gets what meets most; of equals a random one or, if thrifty, what takes no time."""
+    """Every other column gets what meets most, but makes no spared pair; of equals a random one or, if thrifty, what
+    takes no time."""
     for column in sorted(COLUMNS, key=lambda _: dice.random()):
         if column in begun:
             continue
-        fits = [choice for choice in of[column] if meets({**begun, column: choice}, spared)]
-        new = {
-            choice: sum(frozenset(((column, choice), other)) in left for other in begun.items()) for choice in fits
-        }
-        best = [choice for choice in fits if new[choice] == max(new.values())]
+        made = {c: {frozenset(((column, c), other)) for other in begun.items()} for c in of[column]}
+        fits = [c for c in of[column] if meets({**begun, column: c}) and SPARED not in made[c]]
+        most = max(len(made[c] & left) for c in fits)
+        best = [c for c in fits if len(made[c] & left) == most]
         begun[column] = best[0] if thrifty and column in ("compile", "accumulation") else dice.choice(best)
     return Row(**begun)
