@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch.distributed as dist  # noqa: E402
 
 from scripts.bench.plain import LOG, Plain, write_tokens  # noqa: E402
-from scripts.bench.ratios import keep, ratio, spread  # noqa: E402
+from scripts.bench.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
 from titanlite.runtime.pool import Pool  # noqa: E402
 from titanlite.trainer import Trainer  # noqa: E402
@@ -101,49 +102,61 @@ def steps_in_turn(ranks: int, steps: int, folder: Path) -> dict[str, Any]:
     pairs = list(zip((record["loss"] for record in records), losses, strict=True))
     worst = max(abs(mine / other - 1) for mine, other in pairs)
     assert worst < SAME, f"these are not the same training: {pairs}"
-    found = ratio(ours, theirs)
+    found, unsteady = ratio(ours, theirs), more_jitter(ours, theirs)
     data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
     print(f"{ranks} rank{'s' * (ranks > 1)}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
     print(f"  step, titanlite / plain         {found}")
-    print(f"  jitter (p95 above the median)   {spread(ours):.3f}, plain {spread(theirs):.3f}")
+    print(f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: larger by {unsteady}")
     print(f"  losses                          within {worst:.1e} of each other")
     print(f"  wait for data                   {100 * data:.2f} % of the step", flush=True)
     return {
-        "ratio": found.middle, "low": found.low, "high": found.high, "jitter": spread(ours),
-        "plain_jitter": spread(theirs), "losses_within": worst, "data_share": data,
+        "ratio": found.middle, "low": found.low, "high": found.high, "jitter": float(jitter(ours)),
+        "plain_jitter": float(jitter(theirs)), "more_jitter_low": unsteady.low, "more_jitter_high": unsteady.high,
+        "losses_within": worst, "data_share": data,
     }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------ alone
 
 
-def alone(which: str, steps: int, folder: str) -> float:
-    """MiB at the peak, above what this process held before it built anything."""
-    before = resident("VmRSS")
+def alone(which: str, steps: int, folder: str) -> tuple[float, float]:
+    """MiB at the peak, above what this process held before it built anything: its own, and with pages of files."""
+    own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            highest[0] = max(highest[0], resident("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     if which == "plain":
         plain = Plain(job(words(steps, folder), dist.get_world_size()).model, data(folder), SEQ, BATCH)
         for _ in range(steps):
             plain.step()
     else:
         trainer(words(steps, folder), f"{folder}/{which}").train()
-    return resident("VmHWM") - before
+    ended.set()
+    watcher.join()
+    return highest[0] - own, resident("VmHWM") - every
 
 
 def resident(field: str) -> float:
-    """MiB of this process, now (VmRSS) or at most so far (VmHWM)."""
+    """MiB of this process: now (VmRSS), of that its own and no file's (RssAnon), or at most so far (VmHWM)."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) / 1024
 
 
 def peaks(ranks: int, folder: Path) -> dict[str, float]:
-    found = {}
+    found = dict[str, list[float]]()
     for which in ("plain", "titanlite"):
         pool = Pool(ranks, PRELOAD)
-        found[which] = max(pool.run(alone, which, 20, str(folder), world=ranks, timeout=600))
+        of_ranks = pool.run(alone, which, 20, str(folder), world=ranks, timeout=600)
+        found[which] = [max(kind) for kind in zip(*of_ranks, strict=True)]
         pool.close()
-    share = found["titanlite"] / found["plain"]
-    print(f"  peak of memory, each alone      {share:.3f} of plain ({found['plain']:.0f} MiB)", flush=True)
-    return {"memory_ratio": share}
+    (own, every), (plain_own, plain_every) = found["titanlite"], found["plain"]
+    print(f"  peak of memory, each alone      {own / plain_own:.3f} of plain ({plain_own:.0f} MiB)")
+    print(f"  that with pages of libraries    {every / plain_every:.3f} of plain ({plain_every:.0f} MiB)", flush=True)
+    return {"memory_ratio": own / plain_own, "memory_ratio_with_files": every / plain_every}
 
 
 def seconds(*command: str, until: str = "") -> float:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Of two medians, with the interval in which it lies in 95 of 100 resamplings of the pairs."""
+class Range:
+    """A value, and the interval in which it lies in 95 of 100 resamplings of the pairs."""
 
     middle: float
     low: float
@@ -29,18 +30,28 @@ class Ratio:
         return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def ratio(ours: list[float], theirs: list[float]) -> Ratio:
+def ratio(ours: list[float], theirs: list[float]) -> Range:
+    """Of the medians."""
+    return _resampled(lambda a, b: np.median(a, axis=-1) / np.median(b, axis=-1), ours, theirs)
+
+
+def jitter(seconds: Any) -> Any:
+    """The 95th percentile above the median, as a share of the median."""
+    middle, high = np.quantile(seconds, (0.5, 0.95), axis=-1)
+    return high / middle - 1
+
+
+def more_jitter(ours: list[float], theirs: list[float]) -> Range:
+    """How much larger it is."""
+    return _resampled(lambda a, b: jitter(a) - jitter(b), ours, theirs)
+
+
+def _resampled(compare: Callable[[Any, Any], Any], ours: list[float], theirs: list[float]) -> Range:
     """Of what was taken in turn: a drift of the machine is in both of a pair."""
     a, b = np.array(ours), np.array(theirs)
     picks = np.random.default_rng(0).integers(len(a), size=(RESAMPLES, len(a)))
-    low, high = np.quantile(np.median(a[picks], axis=1) / np.median(b[picks], axis=1), (0.025, 0.975))
-    return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
-
-
-def spread(seconds: list[float]) -> float:
-    """Jitter: the 95th percentile above the median, as a share of the median."""
-    middle, high = np.quantile(seconds, (0.5, 0.95))
-    return float(high / middle - 1)
+    low, high = np.quantile(compare(a[picks], b[picks]), (0.025, 0.975))
+    return Range(float(compare(a, b)), float(low), float(high))
 
 
 def keep(path: Path, name: str, found: dict[str, Any]) -> None:
