@@ -142,7 +142,7 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
         "OMP_NUM_THREADS": str(max(1, cluster.cores() // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
-        LAUNCHED: "1",
+        LAUNCHED: str(os.getpid()),
     }
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

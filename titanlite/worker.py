@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
     environ = dict(os.environ)
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
+        _leave_with(int(environ[LAUNCHED]))
     try:
         check_torch()
         where = place(environ)
@@ -44,6 +46,19 @@ def main(argv: list[str]) -> int:
         else:
             traceback.print_exc()
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _leave_with(launcher: int) -> None:
+    """End this rank when its launcher is gone: killed, it ends nobody, and the next start would find the GPUs taken
+    and a stranger writing into its folder."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        print("titanlite: the launcher is gone, and this rank leaves with it", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def leave_word(error: BaseException, environ: Mapping[str, str]) -> None:

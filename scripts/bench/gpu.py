@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -92,10 +94,8 @@ def main() -> None:
             if _is_due(asked.json, name, until):
                 data = ["--training.dataset=tokens", f"--training.dataset_path={write}", "--model.hf_assets_path="]
                 words = [*model.words, *data, *TECHNIQUES[technique], *RECOMPUTE[recompute]]
-                try:
+                with _failure_kept(asked.json, name):
                     keep(asked.json, name, measure(words, asked.steps, timeout=LONGEST))
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    keep(asked.json, name, {"failed": str(error)})
     print(table(asked.json))
 
 
@@ -107,6 +107,15 @@ def _is_due(path: Path, name: str, until: float) -> bool:
     return not known and not late
 
 
+@contextmanager
+def _failure_kept(path: Path, name: str) -> Iterator[None]:
+    """A row that fails, or that a time limit ends, is a record as well: the table goes on."""
+    try:
+        yield
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        keep(path, name, {"failed": str(error)})
+
+
 def _floor(model: Model, asked: argparse.Namespace, until: float) -> None:
     """The plain loop, which recomputes nothing."""
     for flags in (["--compile"], []):
@@ -115,9 +124,12 @@ def _floor(model: Model, asked: argparse.Namespace, until: float) -> None:
             shape = [f"--layers={model.layers}", f"--seq={model.seq}", f"--batch={model.batch}"]
             steps = [f"--steps={asked.steps}", f"--warmup={asked.steps}", f"--json={asked.json}", f"--name={name}"]
             command = [str(Path(__file__).with_name("plain.py")), f"--flavor={model.flavor}", *shape, *steps, *flags]
-            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-            if done.returncode:
-                keep(asked.json, name, {"failed": done.stderr.strip()[-400:]})
+            with _failure_kept(asked.json, name):
+                done = subprocess.run(
+                    [sys.executable, *command], capture_output=True, text=True, check=False, timeout=LONGEST
+                )
+                if done.returncode:
+                    raise RuntimeError(done.stderr.strip()[-400:])
 
 
 def table(path: Path) -> str:

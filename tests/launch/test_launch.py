@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -132,6 +133,26 @@ def alive(pid: int) -> bool:
         return False
 
 
+def left_over(family: set[int], until: float | None = None) -> list[int]:
+    """Who of them is there still after 5 seconds."""
+    until = until or time.monotonic() + 5
+    while any(map(alive, family)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return [pid for pid in family if alive(pid)]
+
+
+def started(argv: list[str], folder: Path) -> tuple[subprocess.Popen, set[int]]:
+    """A launcher of two ranks, well on their way, and all that it started."""
+    process = start(argv, folder, NGPU="2")
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    family = set(descendants(process.pid))
+    assert len(family) >= 2
+    return process, family
+
+
 def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
     argv = [*FAULTY, "--training.dataloader.num_workers=1", "--metrics.log_freq=1"]
     process = start(argv, tmp_path, NGPU="2", FAULT="1:3:kill")
@@ -142,10 +163,7 @@ def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
     code, out = finish(process)
     assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
     assert len(family) > 4, "two ranks, and what reads for them"
-    deadline = time.monotonic() + 5
-    while any(map(alive, family)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [pid for pid in family if alive(pid)] == []
+    assert left_over(family) == []
 
 
 def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
@@ -159,14 +177,7 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
 @pytest.mark.parametrize("settings", [[], ["--training.dataloader.num_workers=1"]], ids=["threads", "workers"])
 def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings):
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", *settings]
-    process = start(argv, tmp_path, NGPU="2")
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    family = descendants(process.pid)
-    assert len(family) >= 2
+    process, family = started(argv, tmp_path)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
@@ -175,8 +186,16 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings
     last = others[-1]
     assert "seed " in others[-3] and others[-2] == "", "one line after what the start printed"
     assert re.fullmatch(r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last)
-    time.sleep(max(0.0, 5 - (time.monotonic() - began)) if any(map(alive, family)) else 0)
-    assert [pid for pid in family if alive(pid)] == []
+    assert left_over(family, until=began + 5) == []
+
+
+def test_a_killed_launcher_takes_its_ranks_and_their_loaders_with_it(tmp_path):
+    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
+    process, family = started(argv, tmp_path)
+    process.kill()
+    assert left_over(family) == []
+    assert (tmp_path / "logs/rank-1.log").read_text().endswith("the launcher is gone, and this rank leaves with it\n")
+    finish(process)
 
 
 def test_torchrun_and_srun_start_workers_as_well(tmp_path):

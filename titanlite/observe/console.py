@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
-"""Set by titanlite's launcher, which keeps each rank's output in its log file and shows the chosen ranks'."""
+"""The launcher's process id. It keeps each rank's output in its log file, and shows the chosen ranks'."""
 
 _COLOURS = {
     "step": 31,
