@@ -113,6 +113,13 @@ def test_owners_have_about_equal_work():
         assert max(work) <= sum(work) / ranks + largest and owners == owners_of(shapes, ranks)
 
 
+def test_a_batch_has_work_for_every_rank_however_large_its_matrices_are():
+    large = [torch.empty(4, 4)] * 10
+    assert [*some_at_a_time(large, most=16)] == [slice(n, n + 1) for n in range(10)]
+    assert [*some_at_a_time(large, most=16, least=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert [*some_at_a_time(large, most=96, least=4)] == [slice(0, 6), slice(6, 10)]
+
+
 def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
     """Two replicas of two shards: nothing crosses from one to the other on the way to an owner."""
     upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
@@ -152,7 +159,7 @@ def test_many_batches_of_matrices_are_worked_off_like_one(pool, tmp_path):
 
 def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "some_at_a_time", lambda these: some_at_a_time(these, 200))
+        patch.setattr(muon, "some_at_a_time", lambda these, least: some_at_a_time(these, 200))
         return three_steps(argv, folder)
 
 

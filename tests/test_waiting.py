@@ -22,6 +22,7 @@ TECHNIQUES = {
     "SGD": "--optimizer.name=SGD",
     "chunks, recomputed": "--training.loss_chunks=4 --activation_checkpoint.mode=selective",
     "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 --training.global_batch_size=8",
+    "mixed precision": "--training.mixed_precision_param=bfloat16",  # on one GPU too FSDP2 casts for it
 }
 READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}
 """Operations whose result, or its size, the host must wait for."""

@@ -29,7 +29,6 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.init import shared_names
 from titanlite.registry import Rule, assign
-from titanlite.runtime import cluster
 
 MULTIPLE = 16
 """Widths that GPUs multiply float8 in."""
@@ -74,13 +73,12 @@ class Float8:
                 precompute_float8_dynamic_scale_for_fsdp(part)
 
 
-def check_device(job: Job, device: str) -> None:
-    """A UserError where this kind of device can't multiply float8 as the job asks."""
+def check_device(job: Job, device: str, capability: tuple[int, int] | None) -> None:
+    """A UserError where this kind of device, a GPU of this compute capability, can't multiply float8 as asked."""
     settings = job.config.quantize.linear.float8
     if settings.emulate:
         return
     instead = f"{KEY}.emulate computes in high precision with float8's rounding"
-    capability = cluster.gpu_capability() if device == "cuda" else None
     if capability and capability < (8, 9):
         what = "there is a GPU of compute capability {}.{}, and float8 needs 8.9".format(*capability)
         raise UserError(f"{KEY}.enable = true: {what} or newer; {instead}")
@@ -155,6 +153,8 @@ def _judge(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
     split_rows, split_columns = _ranks(rule, tp)
     if not left and (rows % (MULTIPLE * split_rows) or columns % (MULTIPLE * split_columns)):
         left = f"{rows // split_rows} x {columns // split_columns} on a rank, and {MULTIPLE} must divide both"
+    elif not left and rule and rule.tensor == "head" and (odd := _odd_chunk(job)):
+        left = f"training.loss_chunks has one of {odd} tokens, and {MULTIPLE} must divide all"
     whole = ""
     if any(fnmatchcase(f"{name}.weight", pattern) for pattern in job.config.parallelism.fsdp_keep_whole):
         whole = "it is kept whole"
@@ -162,6 +162,16 @@ def _judge(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
         whole = f"{rows // split_rows} rows do not split evenly over {job.layout.fsdp} ranks"
     asked = settings.enable_fsdp_float8_all_gather and not left
     return Layer(name, rows, columns, left, whole if asked else "", asked and not whole)
+
+
+def _odd_chunk(job: Job) -> int:
+    """Tokens of a chunk of the loss that a weight's gradient can't be summed over in float8; 0 if there is none."""
+    training, float8 = job.config.training, job.config.quantize.linear.float8
+    if training.loss_chunks == 1 or float8.emulate or float8.recipe_name == "rowwise_with_gw_hp":
+        return 0
+    shorter, longer = training.seq_len // training.loss_chunks, -(-training.seq_len // training.loss_chunks)
+    sizes = (training.local_batch_size * length for length in (longer, shorter))
+    return next((size for size in sizes if size % MULTIPLE), 0)
 
 
 def _ranks(rule: Rule | None, tp: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -31,7 +32,20 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float
 
 
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
+    if p == float("inf"):
+        return _largest(gradients)
     if gradients[0].dtype == torch.bfloat16:  # its own sums would have three digits
         gradients = [torch.linalg.vector_norm(gradient, p, dtype=torch.float32) for gradient in gradients]
     norm = get_total_norm(gradients, p)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _largest(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value. torch has none of a shard without elements, and a rank may hold only such."""
+    first, parts = gradients[0], [local_part(gradient) for gradient in gradients]
+    held = [part.abs().max() for part in parts if part.numel()]
+    largest = torch.stack(held).max() if held else parts[0].new_zeros(())
+    if isinstance(first, DTensor):
+        for dimension in range(first.device_mesh.ndim):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, first.device_mesh.get_group(dimension))
+    return largest

@@ -2,7 +2,8 @@
 
 The algorithm is torch.optim.Muon's. There each operation on a sharded matrix communicates; here a matrix is gathered
 once, by one rank that owns it, orthogonalised there, and the parts of the result are sent to where they belong: two
-all-to-alls for a batch of matrices, whatever the mesh. Owners have about equal work.
+all-to-alls for a batch of matrices, whatever the mesh. A batch has a matrix for every rank, where there are as many,
+and its owners have about equal work.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Muon(torch.optim.AdamW):
             for name, matrix in zip(group.get("param_names", [""]), group["params"], strict=True)
             if matrix.grad is not None
         ]
-        for run in some_at_a_time([matrix for _, matrix, _ in matrices]):
+        for run in some_at_a_time([matrix for _, matrix, _ in matrices], least=self._ranks):  # work for every rank
             self._step_together(matrices[run])
 
     def _step_together(self, matrices: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:

@@ -23,15 +23,18 @@ from titanlite.runtime.determinism import derive_seed
 ELEMENTS_AT_A_TIME = 1 << 26
 
 
-def some_at_a_time(parameters: Sequence[torch.Tensor], most: int = ELEMENTS_AT_A_TIME) -> Iterator[slice]:
-    """Runs of parameters of which a rank holds no more than so many elements, or one; the same on every rank."""
+def some_at_a_time(
+    parameters: Sequence[torch.Tensor], most: int = ELEMENTS_AT_A_TIME, least: int = 1
+) -> Iterator[slice]:
+    """Runs of parameters of which a rank holds no more than so many elements, or of the least number; the same on
+    every rank."""
     first, held = 0, 0
     for number, parameter in enumerate(parameters):
         mine = parameter.numel()
         if isinstance(parameter, DTensor):
             for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
                 mine = mine if placement.is_replicate() else -(-mine // size)
-        if number > first and held + mine > most:
+        if number - first >= least and held + mine > most:
             yield slice(first, number)
             first, held = number, 0
         held += mine

@@ -137,7 +137,7 @@ class Trainer:
         self.state = TrainingState(self.parts, self.optimizer)
         self.checkpoints.restore(self.source, self.state)
         if self.source:
-            check_replicas(self.parts[0], "after loading", self.device)
+            check_replicas(self.parts[0], "after loading", self.device, self.optimizer)
         self._tell_converters()
         if self.resumed:
             saved = self.resumed.position

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.start import already_there, make_way
@@ -77,6 +78,10 @@ def run(job: Job, where: Place, environ: dict[str, str]) -> None:
     """Train a sound job on this rank."""
     folder = Path(job.config.job.dump_folder)
     device = pick_device(job.config.job.device, where.local_rank)
+    if device.type == "cuda" and job.config.quantize.linear.float8.enable:  # torchrun has no launcher that asked
+        from titanlite import float8
+
+        float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))
     with process_group(where, device, job.config.comm, folder, environ):
         news = ["", ""]
         if LAUNCHED not in environ:

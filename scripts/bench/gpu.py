@@ -2,21 +2,23 @@
 
     python scripts/bench/gpu.py [--json benchmarks/gpu.json] [--seconds 530] [--steps 6] [--small]
 
-Rows are in the order of their worth. One that is in the file already is not run again, and none is begun that might
-not end in time: call it again for what is left. `--small` has the same rows at the debug model's size, anywhere.
+Everything is in bfloat16 mixed precision. Rows are in the order of their worth, and none is begun that might not end
+in time: call it again for what is left, and then for what failed. `--small` has the same rows at the debug model's
+size, anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -62,6 +64,7 @@ class Model:
             f"--model.overrides.n_layers={self.layers}",
             f"--training.seq_len={self.seq}",
             f"--training.local_batch_size={self.batch}",
+            "--training.mixed_precision_param=bfloat16",
         ]
 
 
@@ -84,52 +87,53 @@ def main() -> None:
     asked = parser.parse_args()
     until = time.monotonic() + asked.seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for model, technique, recompute in product(models(asked.small), TECHNIQUES, RECOMPUTE):
-            write = Path(folder) / f"{model.flavor}.npy"
-            if not write.exists():
-                write_tokens(write, FLAVORS[model.flavor].vocab_size, 1 << 22)
-            if recompute == "op" and technique == "compile":
-                _floor(model, asked, until)
-            name = f"{model.name}, {technique}, recompute {recompute}"
-            if _is_due(asked.json, name, until):
-                data = ["--training.dataset=tokens", f"--training.dataset_path={write}", "--model.hf_assets_path="]
-                words = [*model.words, *data, *TECHNIQUES[technique], *RECOMPUTE[recompute]]
-                with _failure_kept(asked.json, name):
-                    keep(asked.json, name, measure(words, asked.steps, timeout=LONGEST))
+        rows = table_of(models(asked.small), asked.steps, asked.json, Path(folder))
+        known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+        failed = [name for name, record in known.items() if "failed" in record]
+        for name in [*(name for name in rows if name not in known), *(name for name in rows if name in failed)]:
+            if time.monotonic() + LONGEST > until:
+                print(f"left for another call: {name}", flush=True)
+                continue
+            try:
+                rows[name]()
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                keep(asked.json, name, {"failed": str(error)})
     print(table(asked.json))
 
 
-def _is_due(path: Path, name: str, until: float) -> bool:
-    known = path.exists() and name in json.loads(path.read_text())
-    late = not known and time.monotonic() + LONGEST > until
-    if late:
-        print(f"left for another call: {name}", flush=True)
-    return not known and not late
+def table_of(models: list[Model], steps: int, path: Path, folder: Path) -> dict[str, Callable[[], None]]:
+    """What measures each row and keeps its record; the floors, which recompute nothing, come first."""
+    rows: dict[str, Callable[[], None]] = {}
+    for model in models:
+        for flags in (["--compile"], []):
+            name = f"{model.name}, plain loop{', compiled' if flags else ''}"
+            rows[name] = partial(_floor, model, flags, steps, path, name)
+    for (technique, switches), (recompute, more), model in product(TECHNIQUES.items(), RECOMPUTE.items(), models):
+        name = f"{model.name}, {technique}, recompute {recompute}"
+        rows[name] = partial(_row, model, [*switches, *more], steps, path, name, folder)
+    return rows
 
 
-@contextmanager
-def _failure_kept(path: Path, name: str) -> Iterator[None]:
-    """A row that fails, or that a time limit ends, is a record as well: the table goes on."""
-    try:
-        yield
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        keep(path, name, {"failed": str(error)})
+def _row(model: Model, words: list[str], steps: int, path: Path, name: str, folder: Path) -> None:
+    tokens = folder / f"{model.flavor}.npy"
+    if not tokens.exists():
+        write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
+    data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
+    keep(path, name, measure([*model.words, *data, *words], steps, timeout=LONGEST))
 
 
-def _floor(model: Model, asked: argparse.Namespace, until: float) -> None:
-    """The plain loop, which recomputes nothing."""
-    for flags in (["--compile"], []):
-        name = f"{model.name}, plain loop{', compiled' if flags else ''}"
-        if _is_due(asked.json, name, until):
-            shape = [f"--layers={model.layers}", f"--seq={model.seq}", f"--batch={model.batch}"]
-            steps = [f"--steps={asked.steps}", f"--warmup={asked.steps}", f"--json={asked.json}", f"--name={name}"]
-            command = [str(Path(__file__).with_name("plain.py")), f"--flavor={model.flavor}", *shape, *steps, *flags]
-            with _failure_kept(asked.json, name):
-                done = subprocess.run(
-                    [sys.executable, *command], capture_output=True, text=True, check=False, timeout=LONGEST
-                )
-                if done.returncode:
-                    raise RuntimeError(done.stderr.strip()[-400:])
+def _floor(model: Model, flags: list[str], steps: int, path: Path, name: str) -> None:
+    """The plain loop, with the allocator set as titanlite's launcher sets it."""
+    shape = [f"--layers={model.layers}", f"--seq={model.seq}", f"--batch={model.batch}"]
+    kept = [f"--steps={steps}", f"--warmup={steps}", f"--json={path}", f"--name={name}"]
+    script = Path(__file__).with_name("plain.py")
+    done = subprocess.run(
+        [sys.executable, script, f"--flavor={model.flavor}", *shape, *kept, *flags],
+        capture_output=True, text=True, check=False, timeout=LONGEST,
+        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-400:])
 
 
 def table(path: Path) -> str:

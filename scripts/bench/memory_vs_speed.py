@@ -1,12 +1,13 @@
 """What each way to save memory costs in time: recomputing x resharding x offloading x prefetching, one table.
 
-    python scripts/bench/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json] [--section.key VALUE …]
+    python scripts/bench/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json]
+    python scripts/bench/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]    (on GPUs)
 
 Every row is relative to the plainest (nothing recomputed, parameters kept after the forward pass, nothing offloaded,
-FSDP2's own prefetching). Where there are GPUs, all of them train as `titanlite train` does, and the peak is the
-allocator's. On a CPU two ranks train a small model, the bytes that a step allocates and frees are counted (on top of
-parameters and optimizer state; what is offloaded stays where it was), and steps take turns with the plainest row's in
-the same processes.
+FSDP2's own prefetching). Where there are GPUs, all of them train in bfloat16 as `titanlite train` does, and the peak
+is the allocator's. On a CPU two ranks train a small model, the bytes that a step allocates and frees are counted (on
+top of parameters and optimizer state; what is offloaded stays where it was), and steps take turns with the plainest
+row's in the same processes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,16 @@ class Stepped(Trainer):
 
 
 def words(row: Row) -> list[str]:
-    return [word for choices, choice in zip(CHOICES.values(), row, strict=True) for word in choices[choice]]
+    return [word for choices, choice in zip(choices_here().values(), row, strict=True) for word in choices[choice]]
+
+
+def choices_here() -> dict[str, dict[str, list[str]]]:
+    """On one GPU nothing is gathered, so that there is no choice of when."""
+    if torch.cuda.device_count() != 1:
+        return CHOICES
+    return {
+        column: choices if column in ("recompute", "offload") else {"-": []} for column, choices in CHOICES.items()
+    }
 
 
 def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
@@ -110,7 +120,7 @@ def counted_peak(run: Stepped, trace: str) -> int:
     return max(accumulate(event["args"]["Bytes"] for event in ordered))
 
 
-PLAINEST = tuple(next(iter(choices)) for choices in CHOICES.values())
+PLAINEST = tuple(next(iter(choices)) for choices in choices_here().values())
 
 
 def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
@@ -119,7 +129,7 @@ def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
 
 
 def on_gpus(row: Row, steps: int, asked: list[str], plainest: dict[str, Any]) -> dict[str, float]:
-    found = measure([*asked, *words(row)], steps)
+    found = measure(["--training.mixed_precision_param=bfloat16", *asked, *words(row)], steps)
     plainest = plainest or found
     return {
         "time": found["step_seconds"] / plainest["step_seconds"],
@@ -135,18 +145,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked, job = parser.parse_known_args()
     gpu, found = torch.cuda.is_available(), dict[str, dict[str, float]]()
-    print(" ".join(f"{column:>9}" for column in (*CHOICES, "memory", "time")))
+    columns = choices_here()
+    print(" ".join(f"{column:>9}" for column in (*columns, "memory", "time")))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         pool = Pool(RANKS, ["titanlite.trainer", "torch._dynamo"])
-        for row in product(*CHOICES.values()):
-            name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
+        for row in product(*columns.values()):
+            name = ", ".join(f"{column} {choice}" for column, choice in zip(columns, row, strict=True))
             first = next(iter(found.values()), {})
-            found[name] = on_gpus(row, asked.steps, job, first) if gpu else on_cpu(row, asked.steps, folder, pool)
+            try:
+                found[name] = on_gpus(row, asked.steps, job, first) if gpu else on_cpu(row, asked.steps, folder, pool)
+            except RuntimeError as error:  # too large for this GPU, say
+                if row == PLAINEST:
+                    raise
+                print(" ".join(f"{choice:>9}" for choice in row), str(error).splitlines()[-1], flush=True)
+                continue
             shown = f"{found[name]['memory']:>9.2f} {found[name]['time']:>9.2f}"
             print(" ".join(f"{choice:>9}" for choice in row), shown, flush=True)
+            if asked.json:
+                keep(asked.json, "memory and speed", found)
         pool.close()
-    if asked.json:
-        keep(asked.json, "memory and speed", found)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def start_up(folder: Path) -> dict[str, float]:
     print(f"start-up of debug.toml, without the {torch_import:.1f} s of torch's import:")
     print(f"  a worker, to its first step     {of_worker:.1f} s")
     print(f"  the whole command, to that      {of_command:.1f} s (a second import of torch included)", flush=True)
-    return {"worker_seconds": of_worker, "command_seconds": of_command, "import_torch_seconds": torch_import}
+    return {"worker_of_torch_import": of_worker / torch_import, "command_of_torch_import": of_command / torch_import}
 
 
 def main() -> None:

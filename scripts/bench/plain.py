@@ -45,6 +45,7 @@ class Plain:
         weights: dict[str, torch.Tensor] | None = None,
         device: str = "cpu",
         compiled: bool = False,
+        mixed: bool = False,
     ) -> None:
         self.tokens, self.seq, self.batch, self.device = np.load(data, mmap_mode="r"), seq, batch, device
         self.order = Order((len(self.tokens) - 1) // seq, seed=0)
@@ -54,12 +55,14 @@ class Plain:
         if weights:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())
-        if compiled:
+        self.loss: Any = F.cross_entropy
+        if compiled:  # the method: FSDP2's hooks are no part of a graph
+            self.loss = torch.compile(self.loss)
             for block in blocks:
-                block.compile(fullgraph=True)
-        if device == "cuda" or self.world > 1:
+                block.forward = torch.compile(block.forward, fullgraph=True)
+        if mixed or self.world > 1:
             wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            policy = wide if device == "cuda" else MixedPrecisionPolicy()
+            policy = wide if mixed else MixedPrecisionPolicy()
             embedding, *head = (self.model.get_submodule(name) for name in ("tok_embeddings", "norm", "output"))
             if not flavor.tied:
                 fully_shard(embedding, mp_policy=policy)
@@ -77,13 +80,14 @@ class Plain:
         first = (self.done * self.world + self.rank) * self.batch
         starts = [self.order(number) * self.seq for number in range(first, first + self.batch)]
         rows = np.stack([self.tokens[s : s + self.seq + 1] for s in starts]).astype(np.int64)
-        return torch.from_numpy(rows).to(self.device)
+        batch = torch.from_numpy(rows)
+        return batch.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else batch
 
     def step(self) -> None:
         batch = self.next_batch()
         self.done += 1
         logits = self.model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss = self.loss(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -119,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         data = Path(folder) / "0.npy"
         write_tokens(data, flavor.vocab_size, 1 << 22)
-        plain = Plain(flavor, data, asked.seq, asked.batch, device=device, compiled=asked.compile)
+        plain = Plain(flavor, data, asked.seq, asked.batch, device=device, compiled=asked.compile, mixed=True)
         for _ in range(asked.warmup):
             plain.step()
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -21,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.bench.ratios import keep  # noqa: E402
-from titanlite.observe.breakdown import COMMUNICATION, KINDS, Breakdown, read  # noqa: E402
+from titanlite.errors import UserError  # noqa: E402
+from titanlite.observe.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
 
 TRACE_WARM_UP, TRACED = 3, 2
 
@@ -63,8 +64,17 @@ def _record(folder: Path, words: list[str], steps: int, last: int) -> dict[str, 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (seen,) = [line for line in lines if line["step"] == 2 * steps and "loss" in line]
     environment = json.loads((folder / "environment.json").read_text())
-    traces = sorted((folder / "profile_traces" / f"step-{last}").iterdir())
-    ranks: list[Breakdown] = [read(path) for path in traces]
+    try:
+        ranks = [read(path) for path in sorted((folder / "profile_traces" / f"step-{last}").iterdir())]
+        where: dict[str, Any] = {
+            "exposed_communication_share": mean(rank.kinds[COMMUNICATION] / rank.step for rank in ranks),
+            "shares_of_a_traced_step": {k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS},
+        }
+    except (
+        UserError,
+        OSError,
+    ) as error:  # a container may forbid tracing its GPU; the rest was measured all the same
+        where = {"no_trace": str(error)}
     return {
         "words": words,
         "steps": steps,
@@ -77,8 +87,7 @@ def _record(folder: Path, words: list[str], steps: int, last: int) -> dict[str, 
         "data_seconds": seen["data_seconds"],
         "recompiles": seen["recompiles"],
         "loss": seen["loss"],
-        "exposed_communication_share": mean(rank.kinds[COMMUNICATION] / rank.step for rank in ranks),
-        "shares_of_a_traced_step": {k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS},
+        **where,
         "versions": environment["versions"],
         "device": environment["device"],
         "world_size": environment["world_size"],

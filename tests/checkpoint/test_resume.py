@@ -16,7 +16,7 @@ def logged(folder: Path) -> list[tuple[int, float, float, int]]:
 
 
 def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
-    """GPT-2 with dropout, two loader workers, accumulation, 27 windows an epoch, and 8 of them in a step."""
+    """GPT-2 with dropout and a frozen block, two loader workers, accumulation, 27 windows an epoch, 8 in a step."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("".join(chr(97 + i * i % 26) for i in range(27 * 16 + 8)))
@@ -24,7 +24,7 @@ def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
     argv = [word for word in argv if not word.startswith("--model.overrides")]
     argv += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2 dropout=0.2".split()]
     argv += [f"--training.dataset_path={text}", "--training.global_batch_size=8", "--training.steps=12"]
-    argv += ["--training.dataloader.num_workers=2", "--checkpoint.keep_latest_k=2"]
+    argv += ["--training.dataloader.num_workers=2", "--checkpoint.keep_latest_k=2", "--model.freeze=['layers.0.*']"]
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
     epoch_edge, again_in_it, right_after = 3, 5, 6  # 27 windows: the 4th step holds the edge
     cuts = [1, epoch_edge, again_in_it, right_after, 10, None]

@@ -17,6 +17,7 @@ from titanlite.errors import UserError
 from titanlite.float8 import Float8, check_device, plan
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.placements import describe
+from titanlite.runtime.cluster import gpu_capability
 from titanlite.runtime.pool import RankFailed
 
 LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
@@ -97,6 +98,17 @@ def test_every_linear_layer_is_converted_or_it_is_said_why_not():
     assert fates("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
         "64 x 40 on a rank, and 16 must divide both"
     )
+
+
+def test_chunks_of_the_loss_that_16_does_not_divide_leave_the_head_alone():
+    """A GPU sums a weight's gradient over tokens in steps of 16."""
+    chunks = "--training.loss_chunks="
+    assert (
+        fates(chunks + "2")["output"] == "float8" == fates(chunks + "3", "--training.local_batch_size=16")["output"]
+    )
+    assert fates(chunks + "3")["output"] == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
+    assert fates(chunks + "3", "--quantize.linear.float8.emulate")["output"] == "float8"
+    assert set(fates(chunks + "3").values()) - {fates(chunks + "3")["output"]} == {"float8"}
 
 
 def test_under_tensor_parallel_a_layer_s_part_must_be_wide_enough():
@@ -195,7 +207,7 @@ def test_a_gpu_that_cannot_multiply_float8_is_refused_unless_it_is_emulated(tmp_
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
-        check_device(job([*WIDE, FLOAT8], 1), "cuda")
-    check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda")
+        check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
+    check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability())
     driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
-    check_device(job([*WIDE, FLOAT8], 1), "cuda")
+    check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
@@ -44,7 +45,13 @@ def record(argv: list[str], folder: str) -> dict:
     run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
     run.step = 1
     events: list[str] = []
-    kept = {}
+    kept, whole = {}, dict[str, list[str]]()
+
+    def turn(name: str) -> None:
+        """A block's; which ones have whole parameters then, besides those that were gathered ahead."""
+        events.append(name)
+        parameters = {n: next(b.parameters()) for n, b in run.parts[0].get_submodule("layers").named_children()}
+        whole[name] = [number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)]
 
     def wrap(name: str, label: str) -> None:
         kept[name] = original = getattr(dist, name)
@@ -56,8 +63,8 @@ def record(argv: list[str], folder: str) -> dict:
         setattr(dist, name, called)
 
     for number, block in run.parts[0].get_submodule("layers").named_children():
-        block.register_forward_pre_hook(lambda *_, number=number: events.append(f"forward {number}"))
-        block.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward {number}"))
+        block.register_forward_pre_hook(lambda *_, number=number: turn(f"forward {number}"))
+        block.register_full_backward_pre_hook(lambda *_, number=number: turn(f"backward {number}"))
     mine = micro_batches(*ragged_batch(), run.share)
     valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
@@ -71,7 +78,8 @@ def record(argv: list[str], folder: str) -> dict:
     finally:
         for name, original in kept.items():
             setattr(dist, name, original)
-    return {"events": events, "counts": Counter(e for e in events if "ward" not in e), "operations": operations.seen}
+    counts = Counter(event for event in events if "ward" not in event)
+    return {"events": events, "counts": counts, "operations": operations.seen, "whole": whole}
 
 
 def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dict:
@@ -140,9 +148,10 @@ def test_the_recorded_forward_order_is_the_declared_one(pool, tmp_path, depth, m
         issued |= {group, *(plan.forward[group] if plan.forward else ())}
         if 1 <= group <= 4:
             declared.append(len(issued))
-    assert gathered_before(seen(pool, tmp_path, *argv)["events"], "forward")[:4] == declared
-    for block, count in enumerate(declared):
-        assert count <= block + 2 + depth, "at most depth + 1 blocks at a time"
+    found = seen(pool, tmp_path, *argv)
+    assert gathered_before(found["events"], "forward")[:4] == declared
+    for block, count in enumerate(declared):  # at most depth + 1 at a time: this one, and what comes
+        assert count <= block + 2 + depth and found["whole"][f"forward {block}"] == [str(block)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -156,7 +165,14 @@ def test_the_recorded_backward_order_is_the_declared_one(pool, tmp_path, depth):
         if 1 <= group <= 4:  # its turn is recorded before it gathers others
             declared.append(GROUPS + len(issued) - 1)
         issued |= {group, *plan.backward[group]}
-    assert gathered_before(seen(pool, tmp_path, *argv)["events"], "backward") == declared
+    found = seen(pool, tmp_path, *argv)
+    assert gathered_before(found["events"], "backward") == declared
+    assert not any(found["whole"][f"backward {block}"] for block in range(4)), "those before are sharded again"
+
+
+def test_what_is_never_resharded_stays_whole(pool, tmp_path):
+    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["whole"]
+    assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
 
 
 def test_the_schedule_is_data_that_can_be_read():
@@ -168,6 +184,14 @@ def test_the_schedule_is_data_that_can_be_read():
     assert "  layers.0 gathers layers.1, layers.2" in str(plan) and "  layers.3 gathers layers.2" in str(plan)
     tied = schedule(job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2), tied=True)
     assert tied.groups == ("tok_embeddings+norm+output", "layers.0+layers.1+layers.2", "layers.3")
+    assert tied.turns == (0, 2, 1) and tied.backward == ((2,), (), (1,)), (
+        "the output is needed first, and kept till then"
+    )
+    assert str(tied).splitlines()[-3:] == [
+        "  tok_embeddings+norm+output gathers layers.3",
+        "  layers.3 gathers layers.0+layers.1+layers.2",
+        "  layers.0+layers.1+layers.2 gathers nothing",
+    ]
     assert "own order (none ahead)" in str(schedule(job(FOUR_LAYERS, 2), tied=False))
 
 
@@ -299,8 +323,15 @@ def test_without_compile_nothing_is_compiled(pool, tmp_path):
 
 @pytest.mark.parametrize("key", ["fsdp_forward_prefetch=1", "fsdp_blocks_per_group=2", "defer_gradient_sync=true"])
 def test_what_only_sharding_does_is_refused_on_one_rank(key):
-    with pytest.raises(ConfigError, match="nothing to gather on one rank"):
-        job([*TINY, f"--parallelism.{key}"], 1)
+    with pytest.raises(ConfigError, match="nothing (is gathered|to gather or reduce on one rank); leave it out"):
+        job([*TINY, "--training.mixed_precision_param=bfloat16", f"--parallelism.{key}"], 1)
+
+
+@pytest.mark.parametrize("layout", ["data_parallel_replicate_degree", "tensor_parallel_degree"])
+def test_where_nothing_is_sharded_nothing_is_gathered_ahead(layout):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2", f"--parallelism.{layout}=2"]
+    with pytest.raises(ConfigError, match="nothing is gathered; leave it out"):
+        job([*argv, "--parallelism.fsdp_backward_prefetch=1"], 2)
 
 
 KEPT = "--parallelism.fsdp_keep_whole"

@@ -99,7 +99,7 @@ def test_a_run_with_an_odd_rank_ends_before_its_first_step(tmp_path):
     assert "step:" not in out and "Traceback" not in out
 
 
-def load_amiss(argv: list[str], folder: str) -> None:
+def load_amiss(argv: list[str], folder: str, name: str) -> None:
     """Save; then build a trainer from it that loads something else on rank 1."""
     saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
     trainer(saving, folder).train()
@@ -109,7 +109,7 @@ def load_amiss(argv: list[str], folder: str) -> None:
         restore(self, *args)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
-                args[1].tensors()["model.norm.weight"].to_local().view(-1)[0] += 1
+                args[1].tensors()[name].to_local().view(-1)[0] += 1
 
     Checkpoints.restore = amiss  # type: ignore[method-assign]
     try:
@@ -118,7 +118,10 @@ def load_amiss(argv: list[str], folder: str) -> None:
         Checkpoints.restore = restore  # type: ignore[method-assign]
 
 
-def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path):
-    says = "replicas differ after loading: norm.weight on rank 1 is not what it is on rank 0"
-    with pytest.raises(RankFailed, match=says):
-        pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), world=2)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
+)
+def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path, name, told):
+    with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 is not what it is on rank 0"):
+        pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

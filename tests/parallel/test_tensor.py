@@ -63,6 +63,13 @@ def test_a_sequence_is_gathered_once_for_attention_and_once_for_the_feed_forward
     }
 
 
+def test_what_tensor_parallel_splits_is_not_kept_on_fewer_ranks():
+    with pytest.raises(
+        ConfigError, match='FSDP2 keeps what tensor parallel splits on all ranks or on one; use "always"'
+    ):
+        job([*EVEN, TP2, "--parallelism.fsdp_reshard_after_forward=2"], 8)
+
+
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validation_loss(run.parts[0], run.validation_loader, run.device, run.mesh.loss)

@@ -11,6 +11,7 @@ LAYOUTS_OF = {  # every layout is somewhere, and tensor parallel in both models 
     "llama3": ["1", "dp3", "hsdp2x2", "tp2"],
     "gpt2": ["dp2", "dp4", "replicate4", "dp2 x tp2"],
     "parrot": ["dp2", "hsdp2x2"],
+    "scaled": ["tp2", "dp2 x tp2"],  # parameters that stay whole by themselves, and norms inside of attention
 }
 FOR_THE_COMMAND = {"hsdp2x2 x tp2"}
 """Eight processes take half a minute on two cores."""
@@ -18,7 +19,8 @@ FOR_THE_COMMAND = {"hsdp2x2 x tp2"}
 
 def sampled(name):
     """One row a layout, with other recomputation each; compiled ones take seconds each, and are for the command."""
-    model = read_subject([f"--model.name={name}", f"--model.package={'parrot' if name == 'parrot' else ''}"], {})
+    package = name if name in ("parrot", "scaled") else ""
+    model = read_subject([f"--model.name={name}", f"--model.package={package}"], {})
     rows = [row for row in pairwise(choices(model.layouts, list(model.variants))) if row.compile == "off"]
     found = []
     for number, layout in enumerate(LAYOUTS_OF[name]):

@@ -62,10 +62,13 @@ def _model_exists(judge: Judge) -> Faults:
         yield ("model.flavor" if "no flavour" in str(error) else "model.overrides"), str(error)
 
 
-def _asked_of_fsdp(parallelism: Any) -> list[str]:
-    """Keys of what only FSDP2 does that were set."""
-    only = ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_blocks_per_group", "defer_gradient_sync")
-    return [key for key in only if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default]
+_GATHERED_AHEAD = ("fsdp_forward_prefetch", "fsdp_backward_prefetch")
+_COMMUNICATED = ("fsdp_blocks_per_group", "defer_gradient_sync")
+
+
+def _set(parallelism: Any, names: tuple[str, ...]) -> list[str]:
+    """Those of these keys of [parallelism] that are not at their defaults."""
+    return [key for key in names if getattr(parallelism, key) != keys()[f"parallelism.{key}"].default]
 
 
 _DEGREES = {
@@ -84,7 +87,7 @@ def _degrees_fill_the_world(judge: Judge) -> Faults:
     asked = judge.loaded.config.parallelism
     float8 = judge.loaded.config.quantize.linear.float8
     gathers_float8 = float8.enable and float8.enable_fsdp_float8_all_gather
-    fewest = 2 if _asked_of_fsdp(asked) or asked.fsdp_keep_whole or gathers_float8 else 1
+    fewest = 2 if _set(asked, _GATHERED_AHEAD + _COMMUNICATED) or asked.fsdp_keep_whole or gathers_float8 else 1
     world = judge.world or fixed * (fewest if shard == -1 else shard)
     if world % fixed == 0 and shard in (-1, world // fixed):
         judge.found_layout = Layout(dp_shard=world // fixed, ep=parallelism.expert_parallel_degree, **degree)
@@ -370,11 +373,16 @@ def _groups_of_blocks_exist(judge: Judge) -> Faults:
 
 @_rule
 def _what_only_fsdp_does_is_asked_with_it(judge: Judge) -> Faults:
-    parallelism, training, layout = judge.config.parallelism, judge.config.training, judge.layout
-    if sharding_does_something(layout, training):
-        return
-    for key in _asked_of_fsdp(parallelism):
-        yield f"parallelism.{key}", "there is nothing to gather on one rank; leave it out"
+    parallelism, layout = judge.config.parallelism, judge.layout
+    if layout.fsdp == 1:
+        for key in _set(parallelism, _GATHERED_AHEAD):
+            yield (
+                f"parallelism.{key}",
+                "every parameter is whole on every rank, and nothing is gathered; leave it out",
+            )
+    if layout.fsdp * layout.dp_replicate == 1:
+        for key in _set(parallelism, _COMMUNICATED):
+            yield f"parallelism.{key}", "there is nothing to gather or reduce on one rank; leave it out"
 
 
 @_rule
@@ -410,6 +418,9 @@ def _keep_sharded_over_a_divisor(judge: Judge) -> Faults:
             "parallelism.fsdp_reshard_after_forward",
             f"must split {judge.layout.fsdp} sharding ranks; {legal}",
         )
+    elif isinstance(reshard, int) and judge.layout.tp > 1:
+        why = "FSDP2 keeps what tensor parallel splits on all ranks or on one"
+        yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
 
 
 @_rule

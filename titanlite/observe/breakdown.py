@@ -25,7 +25,7 @@ _PHASES = {"data": DATA, "gradient norm": NORM, "optimizer": OPTIMIZER}
 """record_function names of the trainer."""
 _OPERATIONS = (
     (re.compile(r"c10d::|_c10d_functional::|gloo:|nccl"), COMMUNICATION),
-    (re.compile(r"fsdp::"), SHARDING),
+    (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
     (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), ATTENTION),
     (re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|nvjet|cutlass|xmma|_mm_"), MATMUL),
     (re.compile(r"aten::|triton|torch-compiled region", re.IGNORECASE), OTHER),

@@ -25,9 +25,11 @@ _BYTES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 27}
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as an int64
 
 
-def check_replicas(model: nn.Module, when: str, device: torch.device) -> None:
+def check_replicas(
+    model: nn.Module, when: str, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Compare what should be equal across ranks; `when` ends the message, such as "after initialisation"."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*model.named_parameters(), *model.named_buffers(), *(_state_of(optimizer) if optimizer else ())]
     mine = torch.stack([_shard_and_content(tensor, device) for _, tensor in tensors])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -37,6 +39,14 @@ def check_replicas(model: nn.Module, when: str, device: torch.device) -> None:
             held = contents[ranks, number]
             if (held != held[0]).any():
                 raise UserError(_describe(name, when, ranks.tolist(), held.tolist()))
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {name}", value
 
 
 def _shard_and_content(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,8 @@ class Schedule:
     """For each group, the groups that it gathers ahead; None leaves FSDP2's own order."""
 
     groups: tuple[str, ...]
+    turns: tuple[int, ...]
+    """The groups in the order in which the backward pass needs them."""
     forward: tuple[tuple[int, ...], ...] | None
     backward: tuple[tuple[int, ...], ...] | None
 
@@ -26,7 +28,7 @@ class Schedule:
         lines = []
         for name, ahead, order in (
             ("forward", self.forward, range(len(self.groups))),
-            ("backward", self.backward, reversed(range(len(self.groups)))),
+            ("backward", self.backward, self.turns),
         ):
             if ahead is None:
                 lines.append(f"{name}: FSDP2's own order ({'none' if name == 'forward' else 'one'} ahead)")
@@ -67,13 +69,14 @@ def group_with_output(job: Job, tied: bool) -> int:
 def schedule(job: Job, tied: bool) -> Schedule:
     """The schedule that a job asks for."""
     groups = group_names(job, tied)
-    count = len(groups)
+    count, first = len(groups), group_with_output(job, tied)
+    turns = (first, *(group for group in reversed(range(count)) if group != first))
     ahead, behind = job.config.parallelism.fsdp_forward_prefetch, job.config.parallelism.fsdp_backward_prefetch
     forward = tuple(tuple(range(i + 1, min(i + 1 + ahead, count))) for i in range(count))
-    backward = tuple(tuple(range(i - 1, max(i - 1 - behind, -1), -1)) for i in range(count))
-    return Schedule(
-        tuple("+".join(group) for group in groups), forward if ahead else None, backward if behind else None
-    )
+    after = {group: turns[place + 1 : place + 1 + behind] for place, group in enumerate(turns)}
+    backward = tuple(after[group] for group in range(count))
+    names = tuple("+".join(group) for group in groups)
+    return Schedule(names, turns, forward if ahead else None, backward if behind else None)
 
 
 def apply(groups: Sequence[Any], plan: Schedule) -> None:

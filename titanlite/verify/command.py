@@ -184,8 +184,13 @@ class Book:
 
 def _identity(subject: Subject) -> dict[str, object]:
     """What the rows hold for: the model as asked for, torch, and the code of titanlite and of the model."""
-    code, found = hashlib.sha256(), find_spec(subject.build.partition(":")[0])
+    code, ours = hashlib.sha256(), Path(__file__).parents[1]
+    module = subject.build.partition(":")[0]
+    found = find_spec(module.partition(".")[0])
     assert found is not None and found.origin is not None, "the model was imported"
-    for path in sorted({*Path(__file__).parents[1].rglob("*.py"), *Path(found.origin).parent.glob("*.py")}):
+    folders = [ours, (ours / "models").resolve()]  # in a checkout a link, which rglob does not follow
+    theirs = [Path(place) for place in found.submodule_search_locations or ()]
+    files = {path for folder in (*folders, *theirs) for path in folder.rglob("*.py")} | {Path(found.origin)}
+    for path in sorted(files):
         code.update(path.read_bytes())
     return {"model": [*subject.words], "torch": version("torch"), "code": code.hexdigest()[:16]}

@@ -7,7 +7,7 @@ arguments don't tell one block from another.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.profiler import ProfilerActivity, profile
@@ -42,21 +42,20 @@ def declared(job: Job, tied: bool) -> list[Group]:
     policy = job.config.parallelism.fsdp_reshard_after_forward
     last = group_with_output(job, tied)
     kept = {"default": {last}, "always": set(), "never": set(range(count))}[str(policy)]
-    turns = [last, *(group for group in reversed(range(count)) if group != last)]
     following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
-        group: (after,) for group, after in zip(turns, turns[1:], strict=False)
+        group: (after,) for group, after in zip(plan.turns, plan.turns[1:], strict=False)
     }
     order: list[int] = []
 
-    def walk(turns: list[int], whole: set[int], ahead: dict[int, tuple[int, ...]]) -> None:
+    def walk(turns: Sequence[int], whole: set[int], ahead: dict[int, tuple[int, ...]]) -> None:
         for group in turns:
             for wanted in (group, *ahead.get(group, ())):
                 if wanted not in whole:
                     whole.add(wanted)
                     order.append(wanted)
 
-    walk(list(range(count)), set(), dict(enumerate(plan.forward or ())))
-    walk(turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
+    walk(range(count), set(), dict(enumerate(plan.forward or ())))
+    walk(plan.turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
     groups = [frozenset(group.split("+")) for group in plan.groups]
     if head_in_root(job):
         groups[last] = ROOT

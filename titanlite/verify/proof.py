@@ -91,7 +91,8 @@ class Rows:
 
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """The file with what the plain module does, and the norm that it clips to."""
-        plain = Row("1", variant=row.variant, precision="float64" if row.precision == "float64" else "float32")
+        precision = "float32" if row.precision == "bfloat16" else row.precision
+        plain = Row("1", variant=row.variant, precision=precision)
         key = (plain.variant, plain.precision)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")

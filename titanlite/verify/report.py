@@ -10,6 +10,7 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.text import Text
 
+from titanlite.verify.observed import BOUNDS
 from titanlite.verify.proof import Result
 from titanlite.verify.table import COLUMNS, Row
 
@@ -76,15 +77,17 @@ def page(subject: str, command: str, results: Sequence[Result]) -> str:
         "that can meet do meet, which is less than their product. Each row is compared with the plain module in one",
         "process on the whole batch, at least one data-parallel rank holding no valid token: initial values bit for",
         "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of",
-        "AdamW and, in float64, one of Muon. bfloat16 is mixed precision, compared with float32.",
+        "AdamW and, in float64, one of Muon. bfloat16 is mixed precision, compared with float32; pure bf16 has",
+        "weights of bfloat16, as its reference has. Errors are of full tensors, ||x - ref|| / ||ref||; where ||ref||",
+        "is below a thousandth of that of all tensors of its kind, it counts as that.",
         "",
-        "| column | choice | rows | failed | largest error in float64 | float32 | bfloat16 |",
-        "|---|---|---|---|---|---|---|",
+        f"| column | choice | rows | failed | largest error in {' | '.join(BOUNDS)} |",
+        "|---|---|---|---|" + "---|" * len(BOUNDS),
     ]
     for column in COLUMNS:
         for choice in dict.fromkeys(getattr(result.row, column) for result in results):
             these = [result for result in results if getattr(result.row, column) == choice]
-            worst = " | ".join(_worst(these, precision) for precision in ("float64", "float32", "bfloat16"))
+            worst = " | ".join(_worst(these, precision) for precision in BOUNDS)
             lines.append(f"| {column} | {choice} | {len(these)} | {sum(not r.passed for r in these)} | {worst} |")
     lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
     most = sorted(results, key=lambda result: -result.error / result.bound)

@@ -18,6 +18,8 @@ from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
+ODD_VOCABULARY = 251
+"""Divisible by nothing, as real ones are. Of a flavour that was asked for by name, all sizes are its own."""
 TOKENS = "tokens.npy"
 """The shard that every job opens; what its steps read is made by the harness."""
 FIXED = [
@@ -77,10 +79,13 @@ def read_subject(words: list[str], environ: Mapping[str, str]) -> Subject:
     if loaded.faults:
         raise ConfigError(loaded.faults)
     model = loaded.config.model
-    if "model.flavor" not in loaded.entries:
+    usual = "model.flavor" not in loaded.entries
+    if usual:
         model = model.model_copy(update={"flavor": _usual_flavor(model)})
     spec = get_model(model.name, model.package)
     known = asdict(spec.configure(model.flavor, model.overrides))
+    if usual and "vocab_size" in known and "vocab_size" not in model.overrides:
+        model = model.model_copy(update={"overrides": {**model.overrides, "vocab_size": ODD_VOCABULARY}})
     still = {field: 0.0 for field in known if "dropout" in field}
     model = model.model_copy(update={"overrides": {**model.overrides, **still}, "hf_assets_path": ""})
     section = tuple(

@@ -54,6 +54,7 @@ WORDS: dict[str, dict[str, list[str]]] = {
         "float64": [_TRAINING + "dtype=float64", *(key + "float64" for key in _MIXED)],
         "float32": [key + "float32" for key in _MIXED],
         "bfloat16": [_MIXED[0] + "bfloat16", _MIXED[1] + "float32"],
+        "pure bf16": [_TRAINING + "dtype=bfloat16", _MIXED[0] + "bfloat16", _MIXED[1] + "float32"],
     },
 }
 """What each choice adds to the command line; those of layouts and variants depend on more."""
@@ -114,7 +115,7 @@ def choices(layouts: Sequence[str], variants: Sequence[str]) -> Choices:
 
 def meets(row: Mapping[str, str]) -> bool:
     """Whether these choices can stand in one row: where nothing is sharded there is nothing to gather."""
-    shards = "layout" not in row or LAYOUTS[row["layout"]].batch > 1
+    shards = "layout" not in row or LAYOUTS[row["layout"]].dp_shard > 1
     return shards or (row.get("prefetch", "0"), row.get("reshard", "default")) == ("0", "default")
 
 
