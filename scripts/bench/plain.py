@@ -44,7 +44,7 @@ class Plain:
         batch: int,
         weights: dict[str, torch.Tensor] | None = None,
         device: str = "cpu",
-        compiled: bool = False,
+        compiler: str = "",
         mixed: bool = False,
     ) -> None:
         self.tokens, self.seq, self.batch, self.device = np.load(data, mmap_mode="r"), seq, batch, device
@@ -56,10 +56,10 @@ class Plain:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())
         self.loss: Any = F.cross_entropy
-        if compiled:  # the method: FSDP2's hooks are no part of a graph
-            self.loss = torch.compile(self.loss)
+        if compiler:  # the method: FSDP2's hooks are no part of a graph
+            self.loss = torch.compile(self.loss, backend=compiler)
             for block in blocks:
-                block.forward = torch.compile(block.forward, fullgraph=True)
+                block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
         if mixed or self.world > 1:
             wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             policy = wide if mixed else MixedPrecisionPolicy()
@@ -123,7 +123,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         data = Path(folder) / "0.npy"
         write_tokens(data, flavor.vocab_size, 1 << 22)
-        plain = Plain(flavor, data, asked.seq, asked.batch, device=device, compiled=asked.compile, mixed=True)
+        plain = Plain(
+            flavor, data, asked.seq, asked.batch, device=device, compiler="inductor" * asked.compile, mixed=True
+        )
         for _ in range(asked.warmup):
             plain.step()
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
