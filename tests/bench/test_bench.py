@@ -1,0 +1,92 @@
+"""The benchmarks run, and measure what they say; how long things take is no matter here."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from scripts.bench import gpu, overhead, ratios
+from scripts.bench.plain import Plain, write_tokens
+from tests.launch.run import records
+from titanlite.models.llama3 import FLAVORS
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    kept = tmp_path / "gpu.json"
+
+    def run(name):
+        gpu.table_of(gpu.models(small=True), 1, kept, tmp_path)[name]()
+        return json.loads(kept.read_text())[name]
+
+    return run
+
+
+def test_a_row_of_the_gpu_table_trains_in_mixed_precision_and_is_kept_with_its_shares(rows, tmp_path):
+    found = rows("small, eager, recompute op")
+    assert "--training.mixed_precision_param=bfloat16" in found["words"] and found["steps"] == 1
+    assert found["tokens_per_second_per_device"] > 0 and found["mfu_percent"] is None and found["device"] == "cpu"
+    assert sum(found["shares_of_a_traced_step"].values()) == pytest.approx(1, abs=1e-2)
+    assert {"date", "command", "revision", "torch", "machine"} <= found.keys()
+    assert "| small, eager, recompute op | " in gpu.table(tmp_path / "gpu.json")
+
+
+def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:
+    """Whether FSDP2 has the model, and the losses of two steps."""
+    torch.compiler.reset()
+    plain = Plain(FLAVORS["debugmodel"], overhead.data(folder), 16, 2, compiler=compiler, mixed=True)
+    losses = []
+    for _ in range(2):
+        plain.done = 0  # each step's loss is read, and both have the same batch
+        plain.step()
+        losses.append(plain.losses[-1])
+    return isinstance(plain.model, FSDPModule), losses
+
+
+def test_the_floor_of_the_gpu_table_is_sharded_on_one_rank_too_and_compiles(pool, tmp_path):
+    write_tokens(overhead.data(str(tmp_path)), FLAVORS["debugmodel"].vocab_size, 1 << 10)
+    (sharded, losses), (_, compiled) = (
+        pool.run(plain_steps, str(tmp_path), compiler, world=1)[0] for compiler in ("", "aot_eager")
+    )
+    assert sharded and losses[1] < losses[0] and compiled == pytest.approx(losses, rel=1e-2)
+
+
+def test_a_failed_row_is_run_again_after_those_that_are_left(tmp_path, monkeypatch, capsys):
+    began, kept = [], tmp_path / "gpu.json"
+
+    def table_of(*_):
+        def fails(name):
+            began.append(name)
+            raise RuntimeError("no memory\nat all")
+
+        return {name: lambda name=name: fails(name) for name in ("first", "second")}
+
+    ratios.keep(kept, "first", {"failed": "before"})
+    monkeypatch.setattr(gpu, "table_of", table_of)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--small", f"--json={kept}"])
+    gpu.main()
+    assert began == ["second", "first"]
+    assert "| second | failed: at all |" in capsys.readouterr().out
+    began.clear()
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--small", f"--json={kept}", "--seconds=1"])
+    gpu.main()
+    assert not began and "left for another call: first" in capsys.readouterr().out
+
+
+def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path):
+    write_tokens(overhead.data(str(tmp_path)), overhead.VOCAB, 1 << 14)
+    _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), world=2)[0]
+    assert records(tmp_path / "run")[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_ratio_lies_in_its_interval_and_noise_is_no_jitter():
+    dice = np.random.default_rng(0)
+    ours, theirs = (dice.normal(1.0, 0.1, 300).tolist() for _ in range(2))
+    found = ratios.ratio(ours, theirs)
+    assert found.low <= found.middle <= found.high and found.low <= 1 <= found.high
+    more = ratios.more_jitter(ours, theirs)
+    assert more.low <= 0 <= more.high
+    assert ratios.more_jitter([2 * seconds - 1 for seconds in ours], theirs).low > 0
