@@ -37,6 +37,7 @@ def test_a_row_of_the_gpu_table_trains_in_mixed_precision_and_is_kept_with_its_s
 def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:
     """Whether FSDP2 has the model, and the losses of two steps."""
     torch.compiler.reset()
+    torch.manual_seed(0)
     plain = Plain(FLAVORS["debugmodel"], overhead.data(folder), 16, 2, compiler=compiler, mixed=True)
     losses = []
     for _ in range(2):

@@ -94,7 +94,7 @@ def on_two(pool, tmp_path_factory):
     cases["loss in chunks tp"] = [*WIDE, FLOAT8, TP2, "--training.loss_chunks=2"]
     cases["bfloat16 tp"] = [*WIDE, FLOAT8, TP2, BFLOAT16]
     cases["one of three filtered tp"] = [*WIDE, FLOAT8, TP2, "--quantize.linear.float8.filter_fqns=['wk']"]
-    return pool.run(steps, cases, str(tmp_path_factory.mktemp("two")), world=2)[0]
+    return pool.run(steps, cases, str(tmp_path_factory.mktemp("two")), world=2, timeout=180)[0]  # many jobs
 
 
 @pytest.fixture(scope="module")
