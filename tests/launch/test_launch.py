@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY
@@ -141,15 +140,16 @@ def left_over(family: set[int], until: float | None = None) -> list[int]:
     return [pid for pid in family if alive(pid)]
 
 
-def started(argv: list[str], folder: Path) -> tuple[subprocess.Popen, set[int]]:
-    """A launcher of two ranks, well on their way, and all that it started."""
+def started(folder: Path) -> tuple[subprocess.Popen, set[int]]:
+    """A launcher of two ranks with a loader each, well on their way, and all that it started."""
+    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
     process = start(argv, folder, NGPU="2")
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     family = set(descendants(process.pid))
-    assert len(family) >= 2
+    assert len(family) > 4
     return process, family
 
 
@@ -174,10 +174,8 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
     assert "the data ended after step 2 of 3: it has 6 windows" in out
 
 
-@pytest.mark.parametrize("settings", [[], ["--training.dataloader.num_workers=1"]], ids=["threads", "workers"])
-def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings):
-    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", *settings]
-    process, family = started(argv, tmp_path)
+def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
+    process, family = started(tmp_path)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
@@ -190,8 +188,7 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path, settings
 
 
 def test_a_killed_launcher_takes_its_ranks_and_their_loaders_with_it(tmp_path):
-    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
-    process, family = started(argv, tmp_path)
+    process, family = started(tmp_path)
     process.kill()
     assert left_over(family) == []
     assert (tmp_path / "logs/rank-1.log").read_text().endswith("the launcher is gone, and this rank leaves with it\n")

@@ -11,7 +11,7 @@ LAYOUTS_OF = {  # every layout is somewhere, and tensor parallel in both models 
     "llama3": ["1", "dp3", "hsdp2x2", "tp2"],
     "gpt2": ["dp2", "dp4", "replicate4", "dp2 x tp2"],
     "parrot": ["dp2", "hsdp2x2"],
-    "scaled": ["tp2", "dp2 x tp2"],  # parameters that stay whole by themselves, and norms inside of attention
+    "scaled": ["tp2"],  # parameters that stay whole by themselves, and norms inside of attention
 }
 FOR_THE_COMMAND = {"hsdp2x2 x tp2"}
 """Eight processes take half a minute on two cores."""
