@@ -137,18 +137,17 @@ def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[
 
 
 def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that workers get unless they are set."""
+    """Variables that workers get: who launched them, and others unless they are set."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cluster.cores() // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
-        LAUNCHED: str(os.getpid()),
     }
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if nodes.count == 1:  # a laptop's host name need not resolve
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {LAUNCHED: str(os.getpid())} | {name: value for name, value in wanted.items() if name not in environ}
 
 
 def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:

@@ -77,7 +77,8 @@ def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
     checks.append(lambda: built.append(build_model(job)))
     checks.append(lambda: build_converters(job))
     if config.quantize.linear.float8.enable:
-        checks.append(lambda: float8.check_device(job, device, cluster.gpu_capability()))
+        capability = cluster.gpu_capability() if device == "cuda" else None
+        checks.append(lambda: float8.check_device(job, device, capability))
     if config.metrics.enable_wandb:
         checks.append(require_wandb)
     if config.profiling.enable_memory_snapshot:

@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     """Train; the exit code. Whatever goes wrong is written where the launcher finds it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even inside a collective
     environ = dict(os.environ)
+    if environ.get(LAUNCHED) != str(os.getppid()):
+        environ.pop(LAUNCHED, None)  # inherited: this is torchrun inside of a launched run, say
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
         _leave_with(int(environ[LAUNCHED]))

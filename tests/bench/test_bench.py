@@ -16,6 +16,7 @@ from titanlite.models.llama3 import FLAVORS
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     kept = tmp_path / "gpu.json"
 
     def run(name):

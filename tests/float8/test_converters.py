@@ -15,6 +15,7 @@ from titanlite.config.load import ConfigError
 from titanlite.converters import build_converters
 from titanlite.errors import UserError
 from titanlite.float8 import Float8, check_device, plan
+from titanlite.machine import check_machine
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.placements import describe
 from titanlite.runtime.cluster import gpu_capability
@@ -209,5 +210,6 @@ def test_a_gpu_that_cannot_multiply_float8_is_refused_unless_it_is_emulated(tmp_
     with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
         check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
     check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability())
+    check_machine(job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1)  # the GPU stays out of it
     driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
     check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())

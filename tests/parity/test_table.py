@@ -1,11 +1,14 @@
 """The table of `titanlite verify` as data: what it covers, and what it asks of a model."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tests.jobs import OUTSIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.verify.command import Book, fault_rows
+from titanlite.verify.command import Book, fault_rows, sources
 from titanlite.verify.subject import build_job, read_subject
 from titanlite.verify.table import (
     INDUCTOR,
@@ -79,6 +82,20 @@ def test_only_the_model_is_asked_for():
     with pytest.raises(ConfigError, match="--training.seq_len"):
         subject("--training.seq_len=3")
     assert subject("--config", "llama_1b.toml").name == "llama3 1B"
+
+
+def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkeypatch, tmp_path):
+    names = {f"{path.parent.name}/{path.name}" for path in sources(subject())}
+    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "titanlite/grad_norm.py"} <= names
+    monkeypatch.syspath_prepend(OUTSIDE)
+    assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= sources(
+        subject("--model.package=parrot", "--model.name=parrot")
+    )
+    (tmp_path / "alone.py").write_text("")
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lone = sources(replace(subject(), modules=("alone",)))
+    assert {tmp_path / "alone.py", tmp_path / "beside.py"} <= lone
 
 
 def test_a_full_run_goes_on_where_it_stopped_unless_the_model_is_another(tmp_path):

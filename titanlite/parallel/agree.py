@@ -1,7 +1,7 @@
 """Replicas agree: ranks that hold the same shard of a tensor hold the same bytes, or the run stops.
 
-A wrong replica still trains, and nothing but the numbers is wrong. So every parameter and buffer is hashed where it
-lies, and the hashes are compared after initialisation and after every load: 16 bytes a tensor and rank in one
+A wrong replica still trains, and nothing but the numbers is wrong. So every parameter and buffer, and after a load
+the optimizer's state, is hashed where it lies, and the hashes are compared: 16 bytes a tensor and rank in one
 collective.
 """
 
@@ -29,7 +29,7 @@ def check_replicas(
     model: nn.Module, when: str, device: torch.device, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Compare what should be equal across ranks; `when` ends the message, such as "after initialisation"."""
-    tensors = [*model.named_parameters(), *model.named_buffers(), *(_state_of(optimizer) if optimizer else ())]
+    tensors = [*model.named_parameters(), *model.named_buffers(), *(_state_of(model, optimizer) if optimizer else ())]
     mine = torch.stack([_shard_and_content(tensor, device) for _, tensor in tensors])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -41,12 +41,11 @@ def check_replicas(
                 raise UserError(_describe(name, when, ranks.tolist(), held.tolist()))
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{key} of {name}", value
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {name}", value
 
 
 def _shard_and_content(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

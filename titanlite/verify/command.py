@@ -184,13 +184,21 @@ class Book:
 
 def _identity(subject: Subject) -> dict[str, object]:
     """What the rows hold for: the model as asked for, torch, and the code of titanlite and of the model."""
-    code, ours = hashlib.sha256(), Path(__file__).parents[1]
-    module = subject.build.partition(":")[0]
-    found = find_spec(module.partition(".")[0])
-    assert found is not None and found.origin is not None, "the model was imported"
-    folders = [ours, (ours / "models").resolve()]  # in a checkout a link, which rglob does not follow
-    theirs = [Path(place) for place in found.submodule_search_locations or ()]
-    files = {path for folder in (*folders, *theirs) for path in folder.rglob("*.py")} | {Path(found.origin)}
-    for path in sorted(files):
+    code = hashlib.sha256()
+    for path in sorted(sources(subject)):
         code.update(path.read_bytes())
     return {"model": [*subject.words], "torch": version("torch"), "code": code.hexdigest()[:16]}
+
+
+def sources(subject: Subject) -> set[Path]:
+    """The files of titanlite, and of the packages that the model is in; of a lone module, those beside it too."""
+    ours = Path(__file__).parents[1]
+    found = {*ours.rglob("*.py"), *(ours / "models").resolve().rglob("*.py")}  # in a checkout that is a link
+    for module in subject.modules:
+        top = find_spec(module.partition(".")[0])
+        assert top is not None, "the model was imported"
+        if top.submodule_search_locations is not None:
+            found.update(path for place in top.submodule_search_locations for path in Path(place).rglob("*.py"))
+        elif top.origin:
+            found.update(Path(top.origin).parent.glob("*.py"))
+    return found

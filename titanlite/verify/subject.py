@@ -43,8 +43,8 @@ class Subject:
     """A model, with what the table needs to know of it."""
 
     name: str
-    build: str
-    """Where its module's class is defined."""
+    modules: tuple[str, ...]
+    """Where its module's class is defined, and what registers it if that was asked for."""
     words: tuple[str, ...]
     """Its [model] section as overrides."""
     variants: Mapping[str, tuple[str, ...]]
@@ -97,7 +97,8 @@ def read_subject(words: list[str], environ: Mapping[str, str]) -> Subject:
     tied = any(rule.tied for rule in spec.rules(spec.configure(model.flavor, model.overrides)))
     left_out = _refused(section)
     layouts = tuple(layout for layout in LAYOUTS if layout not in left_out)
-    return Subject(f"{model.name} {model.flavor}", spec.build, section, variants, tied, layouts, left_out)
+    modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
+    return Subject(f"{model.name} {model.flavor}", modules, section, variants, tied, layouts, left_out)
 
 
 def _usual_flavor(model: Model) -> str:
