@@ -7,6 +7,7 @@ arguments don't tell one block from another.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,8 +24,14 @@ ROOT = frozenset(("the root",))
 @contextmanager
 def gathers_recorded(into: list[Group]) -> Iterator[None]:
     """Add the modules of each all-gather, in the order in which they were issued."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*clears events")  # of torch 2.11, which means longer profiles
+        trace = profile(activities=[ProfilerActivity.CPU])
+        trace.start()
+    try:
         yield
+    finally:
+        trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
     # Not trace.events(): a Python object for each of many thousand events takes longer than the row's steps.
     gathers = [
