@@ -89,8 +89,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         rows = table_of(models(asked.small), asked.steps, asked.json, Path(folder))
         known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-        failed = [name for name, record in known.items() if "failed" in record]
-        for name in [*(name for name in rows if name not in known), *(name for name in rows if name in failed)]:
+        due = [name for name in rows if name not in known or "failed" in known[name]]
+        for name in sorted(due, key=lambda name: name in known):
             if time.monotonic() + LONGEST > until:
                 print(f"left for another call: {name}", flush=True)
                 continue

@@ -54,6 +54,8 @@ CHOICES: dict[str, dict[str, list[str]]] = {
         depth: [f"{FSDP}forward_prefetch={depth}", f"{FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
     },
 }
+if torch.cuda.device_count() == 1:  # nothing is gathered, so that there is no choice of when
+    CHOICES |= {"reshard": {"-": []}, "prefetch": {"-": []}}
 SMALL = "dim=256 n_layers=6 n_heads=8 n_kv_heads=4 hidden_dim=1024".split()
 SEQ, BATCH, RANKS = 256, 2, 2
 Row = tuple[str, ...]
@@ -80,16 +82,7 @@ class Stepped(Trainer):
 
 
 def words(row: Row) -> list[str]:
-    return [word for choices, choice in zip(choices_here().values(), row, strict=True) for word in choices[choice]]
-
-
-def choices_here() -> dict[str, dict[str, list[str]]]:
-    """On one GPU nothing is gathered, so that there is no choice of when."""
-    if torch.cuda.device_count() != 1:
-        return CHOICES
-    return {
-        column: choices if column in ("recompute", "offload") else {"-": []} for column, choices in CHOICES.items()
-    }
+    return [word for choices, choice in zip(CHOICES.values(), row, strict=True) for word in choices[choice]]
 
 
 def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
@@ -120,7 +113,7 @@ def counted_peak(run: Stepped, trace: str) -> int:
     return max(accumulate(event["args"]["Bytes"] for event in ordered))
 
 
-PLAINEST = tuple(next(iter(choices)) for choices in choices_here().values())
+PLAINEST = tuple(next(iter(choices)) for choices in CHOICES.values())
 
 
 def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
@@ -145,12 +138,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked, job = parser.parse_known_args()
     gpu, found = torch.cuda.is_available(), dict[str, dict[str, float]]()
-    columns = choices_here()
-    print(" ".join(f"{column:>9}" for column in (*columns, "memory", "time")))
+    print(" ".join(f"{column:>9}" for column in (*CHOICES, "memory", "time")))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         pool = Pool(RANKS, ["titanlite.trainer", "torch._dynamo"])
-        for row in product(*columns.values()):
-            name = ", ".join(f"{column} {choice}" for column, choice in zip(columns, row, strict=True))
+        for row in product(*CHOICES.values()):
+            name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
             first = next(iter(found.values()), {})
             try:
                 found[name] = on_gpus(row, asked.steps, job, first) if gpu else on_cpu(row, asked.steps, folder, pool)
