@@ -69,7 +69,7 @@ def _store(place: Place, environ: Mapping[str, str], timeout: timedelta) -> dist
     return dist.TCPStore(*address, place.world, is_master=place.rank == 0, timeout=timeout)
 
 
-def set_collective_timeout(seconds: int, spared: dist.ProcessGroup | None = None) -> None:
+def set_collective_timeout(seconds: float, spared: dist.ProcessGroup | None = None) -> None:
     """Change the timeout of every group of this process but one. (Private in torch 2.11 to 2.13; tried on 2.13.)"""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 

@@ -1,8 +1,8 @@
 """A pool of gloo processes on this machine, for proofs: plain functions run on as many ranks as asked.
 
 The processes come from a fork server that has torch loaded (a fork of a process that ran a backward pass would
-hang), live through many runs, and get a new process group for each. A rank that dies or is late is named with what
-it was doing, and the pool is made anew.
+hang), live through many runs, and share their process groups with the runs after them for as long as these are on as
+many ranks. A rank that dies or is late is named with what it was doing, and the pool is made anew.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from titanlite.runtime.distributed import set_collective_timeout
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take once one has failed."""
-RUNS_OF_A_RANK = 32
-"""A rank is then replaced: torch's caches keep the process groups of earlier runs, whose threads poll, and those of
-hundreds of runs take half of a small machine. A new rank costs about as much as a run."""
+LIVES_OF_A_RANK = 32
+"""How often a rank gets new groups before it is replaced: torch's caches keep groups that are gone, whose threads
+poll, and hundreds of them take half of a small machine. A new rank costs about as much as a run."""
 
 
 class RankFailed(Exception):
@@ -44,7 +47,10 @@ class Pool:
     def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
         self.size = size
         self._preload = ["titanlite.runtime.pool", "torch.distributed.fsdp", *preload]
-        self._runs = 0
+        self._made = 0
+        """How often new groups were made; the number is their name."""
+        self._made_for = 0
+        """Of how many ranks they are; none that another run could use after a failure."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -57,16 +63,18 @@ class Pool:
         """
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
-        if self._runs % RUNS_OF_A_RANK == 0:
-            self.close()
+        if self._made_for != world:
+            if self._made % LIVES_OF_A_RANK == 0:
+                self.close()
+            self._made, self._made_for = self._made + 1, world
         if not self._processes:
             self._start()
-        self._runs += 1
         work = pickle.dumps((function, args))
         for rank in range(world):
-            self._connections[rank].send((self._runs, rank, world, timeout, work))
+            self._connections[rank].send((self._made, rank, world, timeout, work))
         answers, failure = self._collect(world, timeout)
         if failure:
+            self._made_for = 0
             if len(answers) < world:
                 self.close()
             raise RankFailed(failure)
@@ -139,6 +147,7 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    groups = 0
     with open(stack_file, "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         while True:
@@ -148,21 +157,36 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
                 os._exit(0)
             error, answer = "", b""
             try:
-                answer = _run(number, rank, world, port, timeout, work)
+                if number != groups:
+                    _make_groups(number, rank, world, port, timeout)
+                    groups = number
+                set_collective_timeout(timeout)  # a run may have left another
+                function, args = pickle.loads(work)
+                answer = pickle.dumps(function(*args))
             except BaseException:
                 error = traceback.format_exc()
             connection.send((error, answer))
 
 
-def _run(number: int, rank: int, world: int, port: int, timeout: float, work: bytes) -> bytes:
+def _make_groups(number: int, rank: int, world: int, port: int, timeout: float) -> None:
+    """A group of all ranks, and one for all meshes that want the same: making them, and what DTensor works out for a
+    mesh, takes longer than a small run."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore(f"run-{number}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
+    store = dist.PrefixStore(f"groups-{number}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     # DTensor remembers how operations are split, with the mesh of an earlier run, whose groups are gone (private in
     # torch 2.11 to 2.13, tried on both).
     _clear_sharding_prop_cache()
-    try:
-        function, args = pickle.loads(work)
-        return pickle.dumps(function(*args))
-    finally:
-        dist.destroy_process_group()
+    # Where a mesh finds what it makes its groups with (torch 2.11 to 2.13, tried on both): equal meshes of two runs
+    # get the same.
+    made: dict[tuple[tuple[int, ...], str], Any] = {}
+
+    def group_of(ranks: list[int], group_desc: str, **more: Any) -> Any:
+        key = (tuple(ranks), group_desc)
+        if key not in made:
+            made[key] = dist.new_group(ranks, group_desc=group_desc, **more)
+        return made[key]
+
+    vars(device_mesh)["new_group"] = group_of
