@@ -1,11 +1,12 @@
 """What the framework costs: a plain PyTorch loop of the same training beside titanlite's Trainer, as ratios.
 
-    python scripts/bench/overhead.py [--steps 300] [--ranks 1 2] [--json benchmarks/cpu.json]
+    python scripts/bench/overhead.py [--steps 300] [--ranks 1 2] [--replicas] [--json benchmarks/cpu.json]
 
 Both train the same model on the same data with the same optimizer, step by step in turn in the same processes, from
 the same initial values, and must show the same losses. What a step of the Trainer takes is all that its loop does
 between two steps of the plain one: data, logging, and looking whether something is due. Then each runs alone, for
-its peak of memory, and the debug config is started, for the time from the command to the first step.
+its peak of memory, and the debug config is started, for the time from the command to the first step. With --replicas
+nothing is sharded: HSDP with a shard degree of 1 beside DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -76,27 +77,29 @@ def data(folder: str) -> Path:
     return Path(folder) / "tokens.npy"
 
 
-def words(steps: int, folder: str) -> list[str]:
+def words(steps: int, folder: str, replicas: bool) -> list[str]:
     sizes = [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
     tokens = ["--training.dataset=tokens", f"--training.dataset_path={data(folder)}", f"--training.seq_len={SEQ}"]
     same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
     batch = [f"--training.local_batch_size={BATCH}", f"--training.steps={steps}", f"--metrics.log_freq={LOG}"]
-    return [*QUIET, *sizes, *tokens, *same, *batch]
+    mesh = [f"--parallelism.data_parallel_replicate_degree={dist.get_world_size()}"] if replicas else []
+    return [*QUIET, *sizes, *tokens, *same, *batch, *mesh]
 
 
-def in_turn(steps: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+def in_turn(steps: int, folder: str, replicas: bool) -> tuple[list[float], list[float], list[float]]:
     """Seconds of our steps, of the plain ones, and the losses of those."""
-    run = trainer(words(steps, folder), f"{folder}/run", kind=InTurn)
+    run = trainer(words(steps, folder, replicas), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
-    run.plain, run.ours, run.theirs = Plain(run.job.model, data(folder), SEQ, BATCH, weights), [], []
+    run.plain = Plain(run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas)
+    run.ours, run.theirs = [], []
     run.train()
     return run.ours[WARM_UP:], run.theirs[WARM_UP:-1], run.plain.losses
 
 
-def steps_in_turn(ranks: int, steps: int, folder: Path) -> dict[str, Any]:
+def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool) -> dict[str, Any]:
     pool = Pool(ranks, PRELOAD)
-    ours, theirs, losses = pool.run(in_turn, steps, str(folder), world=ranks, timeout=3600)[0]
+    ours, theirs, losses = pool.run(in_turn, steps, str(folder), replicas, world=ranks, timeout=3600)[0]
     pool.close()
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     pairs = list(zip((record["loss"] for record in records), losses, strict=True))
@@ -104,7 +107,8 @@ def steps_in_turn(ranks: int, steps: int, folder: Path) -> dict[str, Any]:
     assert worst < SAME, f"these are not the same training: {pairs}"
     found, unsteady = ratio(ours, theirs), more_jitter(ours, theirs)
     data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
-    print(f"{ranks} rank{'s' * (ranks > 1)}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
+    kind = ("replica" if replicas else "rank") + "s" * (ranks > 1)
+    print(f"{ranks} {kind}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
     print(f"  step, titanlite / plain         {found}")
     print(f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: larger by {unsteady}")
     print(f"  losses                          within {worst:.1e} of each other")
@@ -119,7 +123,7 @@ def steps_in_turn(ranks: int, steps: int, folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ alone
 
 
-def alone(which: str, steps: int, folder: str) -> tuple[float, float]:
+def alone(which: str, steps: int, folder: str, replicas: bool) -> tuple[float, float]:
     """MiB at the peak, above what this process held before it built anything: its own, and with pages of files."""
     own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
 
@@ -130,11 +134,12 @@ def alone(which: str, steps: int, folder: str) -> tuple[float, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     if which == "plain":
-        plain = Plain(job(words(steps, folder), dist.get_world_size()).model, data(folder), SEQ, BATCH)
+        flavor = job(words(steps, folder, replicas), dist.get_world_size()).model
+        plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas)
         for _ in range(steps):
             plain.step()
     else:
-        trainer(words(steps, folder), f"{folder}/{which}").train()
+        trainer(words(steps, folder, replicas), f"{folder}/{which}").train()
     ended.set()
     watcher.join()
     return highest[0] - own, resident("VmHWM") - every
@@ -146,11 +151,11 @@ def resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def peaks(ranks: int, folder: Path) -> dict[str, float]:
+def peaks(ranks: int, folder: Path, replicas: bool) -> dict[str, float]:
     found = dict[str, list[float]]()
     for which in ("plain", "titanlite"):
         pool = Pool(ranks, PRELOAD)
-        of_ranks = pool.run(alone, which, 20, str(folder), world=ranks, timeout=600)
+        of_ranks = pool.run(alone, which, 20, str(folder), replicas, world=ranks, timeout=600)
         found[which] = [max(kind) for kind in zip(*of_ranks, strict=True)]
         pool.close()
     (own, every), (plain_own, plain_every) = found["titanlite"], found["plain"]
@@ -196,17 +201,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     found: dict[str, Any] = {}
     for ranks in asked.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             write_tokens(data(folder), VOCAB, TOKENS)
-            found[f"ranks {ranks}"] = steps_in_turn(ranks, asked.steps, Path(folder)) | peaks(ranks, Path(folder))
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        found["start-up"] = start_up(Path(folder))
+            turns = steps_in_turn(ranks, asked.steps, Path(folder), asked.replicas)
+            found[f"ranks {ranks}"] = turns | peaks(ranks, Path(folder), asked.replicas)
+    if not asked.replicas:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            found["start-up"] = start_up(Path(folder))
     if asked.json:
-        keep(asked.json, "overhead", found)
+        keep(asked.json, "replicas" if asked.replicas else "overhead", found)
 
 
 if __name__ == "__main__":

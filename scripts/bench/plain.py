@@ -22,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from scripts.bench.ratios import keep  # noqa: E402
 from titanlite.data.order import Order  # noqa: E402
@@ -46,6 +47,7 @@ class Plain:
         device: str = "cpu",
         compiler: str = "",
         mixed: bool = False,
+        replicas: bool = False,
     ) -> None:
         self.tokens, self.seq, self.batch, self.device = np.load(data, mmap_mode="r"), seq, batch, device
         self.order = Order((len(self.tokens) - 1) // seq, seed=0)
@@ -60,7 +62,10 @@ class Plain:
             self.loss = torch.compile(self.loss, backend=compiler)
             for block in blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
-        if mixed or self.world > 1:
+        self.called: torch.nn.Module = self.model
+        if replicas:
+            self.called = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        elif mixed or self.world > 1:
             wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             policy = wide if mixed else MixedPrecisionPolicy()
             embedding, *head = (self.model.get_submodule(name) for name in ("tok_embeddings", "norm", "output"))
@@ -86,7 +91,7 @@ class Plain:
     def step(self) -> None:
         batch = self.next_batch()
         self.done += 1
-        logits = self.model(batch[:, :-1])
+        logits = self.called(batch[:, :-1])
         loss = self.loss(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
