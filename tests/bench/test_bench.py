@@ -78,9 +78,10 @@ def test_a_failed_row_is_run_again_after_those_that_are_left(tmp_path, monkeypat
     assert not began and "left for another call: first" in capsys.readouterr().out
 
 
-def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path):
+@pytest.mark.parametrize("replicas", [False, True])
+def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas):
     write_tokens(overhead.data(str(tmp_path)), overhead.VOCAB, 1 << 14)
-    _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), world=2)[0]
+    _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), replicas, world=2)[0]
     assert records(tmp_path / "run")[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
 
 
