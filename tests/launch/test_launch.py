@@ -141,16 +141,16 @@ def left_over(family: set[int], until: float | None = None) -> list[int]:
     return [pid for pid in family if alive(pid)]
 
 
-def started(folder: Path, ranks: int) -> tuple[subprocess.Popen, set[int]]:
-    """A launcher of ranks with a loader each, well on their way, and all that it started."""
+def started(folder: Path) -> tuple[subprocess.Popen, set[int]]:
+    """A launcher of two ranks with a loader each, well on their way, and all that it started."""
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
-    process = start(argv, folder, NGPU=str(ranks))
+    process = start(argv, folder, NGPU="2")
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     family = set(descendants(process.pid))
-    assert len(family) >= 2 * ranks
+    assert len(family) > 4
     return process, family
 
 
@@ -170,13 +170,13 @@ def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
 def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 12)
     argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
-    code, out = train([*argv, "--training.steps=4"], tmp_path / "out", NGPU="1")
+    code, out = train(argv, tmp_path / "out", NGPU="2")
     assert code == 1 and "Traceback" not in out
-    assert "the data ended after step 3 of 4: it has 6 windows" in out
+    assert "the data ended after step 2 of 3: it has 6 windows" in out
 
 
 def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
-    process, family = started(tmp_path, ranks=2)
+    process, family = started(tmp_path)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
@@ -189,11 +189,11 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
 
 
 def test_a_killed_launcher_takes_its_ranks_and_their_loaders_with_it(tmp_path):
-    process, family = started(tmp_path, ranks=1)
+    process, family = started(tmp_path)
     process.kill()
     assert left_over(family) == []
-    last = (tmp_path / "logs/rank-0.log").read_text().splitlines()[-1]
-    assert last == "titanlite: the launcher is gone, and this rank leaves with it"
+    ends = [(tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(2)]
+    assert "titanlite: the launcher is gone, and this rank leaves with it" in ends  # the other may only have lost it
     finish(process)
 
 

@@ -70,7 +70,7 @@ def _store(place: Place, environ: Mapping[str, str], timeout: timedelta) -> dist
 
 
 def set_collective_timeout(seconds: float, spared: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every group of this process but one. (Private in torch 2.11 to 2.13; tried on 2.13.)"""
+    """Change the timeout of every group of this process but one. (Private in torch 2.11 to 2.13; tried on both.)"""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
     for group in _world.pg_map.keys() - {spared}:
