@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.faults.rounds import RANKS, Soak, Watcher, memory_of_saves, planned, slow_save  # noqa: E402
-from titanlite.checkpoint.commit import POINTS  # noqa: E402
-from titanlite.runtime.pool import Pool  # noqa: E402
+from titanlite.checkpoint.commit import FAILPOINTS  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
             failures += _slow_disk(Path(folder)) + _memory(Path(folder))
     for failure in failures:
         print(failure)
-    fewest = min(soak.hits[point] for point in POINTS)
+    fewest = min(soak.hits[point] for point in FAILPOINTS)
     hits = f"every point hit at least {5 if fewest >= 5 else fewest} times"
     print(f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, {len(failures)} failures")
     enough = alone or (fewest >= 5 and soak.inside >= 0.6 * len(numbers))
@@ -66,7 +66,7 @@ def _rounds(folder: Path, numbers: list[int], seed: int) -> tuple[list[str], Soa
 
 
 def _slow_disk(folder: Path) -> list[str]:
-    pool = Pool(RANKS, preload=["titanlite.trainer"])
+    pool = Pool(RANKS, preload=["titanlite.train.trainer"])
     results = pool.run(slow_save, 60.0, 20.0, str(folder / "slow"), timeout=300)
     pool.close()
     print(f"a save of 60 s under a training timeout of 20 s: step {results[0][0]}, {results[0][1]:.0f} s", flush=True)
@@ -74,7 +74,7 @@ def _slow_disk(folder: Path) -> list[str]:
 
 
 def _memory(folder: Path) -> list[str]:
-    pool = Pool(4, preload=["titanlite.trainer"])
+    pool = Pool(4, preload=["titanlite.train.trainer"])
     ranks = pool.run(memory_of_saves, 50, str(folder / "memory"), timeout=900)
     pool.close()
     growth = [max(found[10:]) / found[9] - 1 for found in ranks]

@@ -9,9 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "outside"))  # the outside model's package
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from titanlite.runtime.pool import Pool  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
-PRELOAD = ["titanlite.trainer", "torch._inductor.compile_fx"]  # the latter for what compiles, in every new rank
+PRELOAD = ["titanlite.train.trainer", "torch._inductor.compile_fx"]  # the latter for what compiles, in every new rank
 
 
 @pytest.fixture(scope="session")

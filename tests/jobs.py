@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
-from titanlite.data.order import Share
-from titanlite.runtime.cluster import Place
-from titanlite.trainer import Trainer
+from titanlite.data.shuffle import RankSlice
+from titanlite.runtime.cluster import RankInfo
+from titanlite.train.trainer import Trainer
 
 OUTSIDE = str(Path(__file__).parent / "outside")
 
@@ -40,7 +40,7 @@ def trainer(
 ) -> Trainer:
     """A trainer on this rank of the pool."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = Place(rank, world, rank, f"host{rank}")
+    place = RankInfo(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     argv = [*argv, f"--job.dump_folder={folder}"]
     return kind(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
@@ -59,7 +59,7 @@ def gradients(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in of.parts[0].named_parameters() if p.grad is not None}
 
 
-def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: Share) -> list[MicroBatch]:
+def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: RankSlice) -> list[MicroBatch]:
     """This rank's part of a global batch."""
     parts = [share.micro_batch(0, number) for number in range(share.accumulation)]
     rows = torch.stack([tokens, labels], dim=1)

@@ -64,17 +64,17 @@ def main(words: list[str]) -> int:
     if verb == "train":
         if {"--help", "-h"} & set(rest):
             return _help()
-        from titanlite.launch import launch
+        from titanlite.launch.launcher import launch
 
         return launch(rest)
     if verb == "config":
         return _config(rest)
     if verb == "data":
-        from titanlite.data.cli import data
+        from titanlite.tools.data import data
 
         return data(rest)
     if verb == "download":
-        from titanlite.data.download import download
+        from titanlite.tools.download import download
 
         return download(rest)
     if verb == "verify":
@@ -82,23 +82,23 @@ def main(words: list[str]) -> int:
 
         return verify(rest)
     if verb == "profile":
-        from titanlite.profile import profile
+        from titanlite.tools.profile import profile
 
         return profile(rest)
     if verb == "plot":
-        from titanlite.observe.plot import plot
+        from titanlite.tools.plot import plot
 
         return plot(rest)
     if verb == "checkpoint":
-        from titanlite.checkpoint.cli import checkpoint
+        from titanlite.tools.checkpoint import checkpoint
 
         return checkpoint(rest)
     if verb == "generate":
-        from titanlite.sample import sample
+        from titanlite.tools.generate import sample
 
         return sample(rest)
     if verb == "tour":
-        from titanlite.tour import tour
+        from titanlite.tools.tour import tour
 
         return tour(rest)
     from titanlite.errors import nearest
@@ -127,7 +127,7 @@ def main(words: list[str]) -> int:
 
 
 def _help() -> int:
-    from titanlite.config.document import help_text
+    from titanlite.config.docs import help_text
 
     print(USAGE.format(version=__version__))
     print(help_text(), end="")
@@ -136,7 +136,7 @@ def _help() -> int:
 
 def _config(words: list[str]) -> int:
     """Print the resolved config, or what describes all configs."""
-    from titanlite.config.document import json_schema, markdown
+    from titanlite.config.docs import json_schema, markdown
     from titanlite.config.job import job_from
     from titanlite.config.load import ConfigError, parse_command_line, to_toml
 
@@ -164,13 +164,13 @@ def _config(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if schedule:
-        from titanlite.parallel import prefetch
+        from titanlite.parallel import fsdp_schedule
 
-        print(prefetch.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
         return 0
     if placements:
         from titanlite.errors import UserError
-        from titanlite.parallel.placements import describe
+        from titanlite.planner.placements import describe
 
         per_node = os.environ.get("NGPU", "")
         try:

@@ -24,3 +24,12 @@ def some_of(lines: Sequence[str], most: int = 8) -> str:
     """Indented lines, not all of them where there are many."""
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in the unit that a person would use."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -1,4 +1,4 @@
-"""Layers that several models share. No torch in here: a model's table and flavours import this."""
+"""Layers that several models share. No torch in here: a model's table and flavors import this."""
 
 from __future__ import annotations
 

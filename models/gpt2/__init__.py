@@ -1,4 +1,4 @@
-"""GPT-2: flavours, and the one table that says everything the framework needs of its parameters."""
+"""GPT-2: flavors, and the one table that says everything the framework needs of its parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.registry import (
+    FusedSlice,
     HuggingFace,
+    ModelDims,
     ModelSpec,
-    Part,
     Rule,
-    Shape,
     Transposed,
     normal,
     ones,
@@ -50,8 +50,8 @@ FLAVORS = {
 }
 
 
-def shape(c: GPT2Config) -> Shape:
-    return Shape(c.n_layers, c.n_heads, c.n_heads, c.head_dim, c.vocab_size, c.max_seq_len)
+def shape(c: GPT2Config) -> ModelDims:
+    return ModelDims(c.n_layers, c.n_heads, c.n_heads, c.head_dim, c.vocab_size, c.max_seq_len)
 
 
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
@@ -69,8 +69,8 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     for i, name in enumerate(("wq", "wk", "wv")):
         here, there = f"{block}attention.{name}.", hf + "attn.c_attn."
         table += [
-            Rule(here + "weight", into, "column", there + "weight", turned, Part(i, 3, dim=1)),
-            Rule(here + "bias", zeros, "column", there + "bias", part=Part(i, 3)),
+            Rule(here + "weight", into, "column", there + "weight", turned, FusedSlice(i, 3, dim=1)),
+            Rule(here + "bias", zeros, "column", there + "bias", part=FusedSlice(i, 3)),
         ]
     for here, there in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
         table += [

@@ -1,4 +1,4 @@
-"""Llama 3: flavours, and the one table that says everything the framework needs of its parameters."""
+"""Llama 3: flavors, and the one table that says everything the framework needs of its parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models.common import RopeScaling
-from titanlite.registry import HuggingFace, ModelSpec, Rotary, Rule, Shape, normal, ones, register_model
+from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ FLAVORS = {
 }
 
 
-def shape(c: LlamaConfig) -> Shape:
-    return Shape(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len)
+def shape(c: LlamaConfig) -> ModelDims:
+    return ModelDims(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len)
 
 
 def rules(c: LlamaConfig) -> tuple[Rule, ...]:

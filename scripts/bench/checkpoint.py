@@ -30,8 +30,8 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.jobs import TINY, trainer  # noqa: E402
 from titanlite.checkpoint.manager import Checkpoints, SaveRecord  # noqa: E402
 from titanlite.checkpoint.state import Position  # noqa: E402
-from titanlite.runtime.pool import Pool  # noqa: E402
-from titanlite.trainer import Trainer  # noqa: E402
+from titanlite.train.trainer import Trainer  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
 COPY, BARE = "a copy of the state in memory", "bare DCP save, fsynced"
 ASYNC_BLOCKED, ASYNC_WRITE = "async save: blocked", "async save: write, in the background"
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dim", type=int, default=640)
     asked = parser.parse_args()
-    pool = Pool(asked.ranks, preload=["titanlite.trainer"])
+    pool = Pool(asked.ranks, preload=["titanlite.train.trainer"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         size, seconds = pool.run(measured, asked.rounds, asked.dim, folder, timeout=1800)[0]
     pool.close()

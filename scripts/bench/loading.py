@@ -25,10 +25,10 @@ import torch  # noqa: E402
 
 from scripts.bench.ratios import keep, ratio  # noqa: E402
 from titanlite.config.schema import Dataloader  # noqa: E402
-from titanlite.data.loader import Ahead, build_loader  # noqa: E402
-from titanlite.data.order import Order, Share  # noqa: E402
+from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
+from titanlite.data.shuffle import Order, RankSlice  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
@@ -80,8 +80,8 @@ def _bare(path: Path, seq: int) -> float:
 
 
 def _loaded(data: Windows, workers: int, ahead: bool) -> float:
-    loader = build_loader(data, Share(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers))
-    with closing(Ahead(loader, torch.device("cpu"))) if ahead else nullcontext(iter(loader)) as batches:
+    loader = build_loader(data, RankSlice(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers))
+    with closing(BatchPrefetcher(loader, torch.device("cpu"))) if ahead else nullcontext(iter(loader)) as batches:
         for _ in islice(batches, WARM_UP):
             pass
         began = time.perf_counter()

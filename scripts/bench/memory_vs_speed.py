@@ -34,8 +34,8 @@ from scripts.bench.train import measure  # noqa: E402
 from tests.jobs import QUIET, trainer  # noqa: E402
 from titanlite.data.loader import MicroBatch  # noqa: E402
 from titanlite.observe.clock import StepClock  # noqa: E402
-from titanlite.runtime.pool import Pool  # noqa: E402
-from titanlite.trainer import Trainer  # noqa: E402
+from titanlite.train.trainer import Trainer  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and what it has not seen allocated
@@ -140,7 +140,7 @@ def main() -> None:
     gpu, found = torch.cuda.is_available(), dict[str, dict[str, float]]()
     print(" ".join(f"{column:>9}" for column in (*CHOICES, "memory", "time")))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        pool = Pool(RANKS, ["titanlite.trainer", "torch._dynamo"])
+        pool = Pool(RANKS, ["titanlite.train.trainer", "torch._dynamo"])
         for row in product(*CHOICES.values()):
             name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
             first = next(iter(found.values()), {})

@@ -31,15 +31,15 @@ import torch.distributed as dist  # noqa: E402
 from scripts.bench.plain import LOG, Plain, write_tokens  # noqa: E402
 from scripts.bench.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
-from titanlite.runtime.pool import Pool  # noqa: E402
-from titanlite.trainer import Trainer  # noqa: E402
+from titanlite.train.trainer import Trainer  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
 SEQ, BATCH, VOCAB, TOKENS = 256, 4, 256, 1 << 20
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
 WARM_UP = 5
 SAME = 1e-3
 """Relative difference of two losses, which float32 lets grow over hundreds of steps."""
-PRELOAD = ["titanlite.trainer", "torch._dynamo"]
+PRELOAD = ["titanlite.train.trainer", "torch._dynamo"]
 TORCH = ("-c", "import torch")
 FIRST_STEP = (
     "--training.steps=1",

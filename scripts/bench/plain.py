@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from scripts.bench.ratios import keep  # noqa: E402
-from titanlite.data.order import Order  # noqa: E402
 from titanlite.data.shards import id_type  # noqa: E402
+from titanlite.data.shuffle import Order  # noqa: E402
 from titanlite.models.llama3 import FLAVORS, SPEC, shape  # noqa: E402
 from titanlite.observe.throughput import flops_per_token, peak_tflops  # noqa: E402
 from titanlite.registry import assign  # noqa: E402

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.bench.ratios import keep  # noqa: E402
 from titanlite.errors import UserError  # noqa: E402
-from titanlite.observe.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
+from titanlite.tools.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
 
 TRACE_WARM_UP, TRACED = 3, 2
 

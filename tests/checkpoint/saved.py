@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import TINY, full, trainer
-from titanlite.trainer import Trainer
+from titanlite.train.trainer import Trainer
 
 SAVING = [
     *TINY,

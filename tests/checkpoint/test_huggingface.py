@@ -15,16 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saved import everyone, keeping_log
 from tests.jobs import PARROT, TINY, job, trainer, weights
-from titanlite.checkpoint import safefiles
 from titanlite.checkpoint.commit import SaveFailed
-from titanlite.checkpoint.exchange import Abroad, export, export_live
-from titanlite.checkpoint.huggingface import Translation, documents
+from titanlite.checkpoint.hf import files
+from titanlite.checkpoint.hf.export import HuggingFaceFolder, export, export_live
+from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import UserError
 from titanlite.models import gpt2, llama3
 from titanlite.models.common import RopeScaling
-from titanlite.parallel.init import fill, materialise, skeleton
+from titanlite.parallel.build import build_meta_model
+from titanlite.parallel.init import fill, materialize
 from titanlite.registry import normal
 
 SPECS = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC}
@@ -32,7 +33,7 @@ SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm
 
 
 def narrow(flavor: Any) -> Any:
-    """A flavour's shape, with its heads, ties and scaling, at a width that a test can afford."""
+    """A flavor's shape, with its heads, ties and scaling, at a width that a test can afford."""
     sizes: dict[str, Any] = {"dim": 4 * flavor.n_heads, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}
     if isinstance(flavor, llama3.LlamaConfig):
         scaling = flavor.rope_scaling and dataclasses.replace(flavor.rope_scaling, original_positions=64)
@@ -46,8 +47,8 @@ CASES["llama3 tied"] = llama3.SPEC, dataclasses.replace(SMALL, tied=True)
 
 def build(spec: Any, flavor: Any) -> torch.nn.Module:
     """A model with values that are far from the initial ones: norms and biases count."""
-    model, table = skeleton(spec, flavor, 200)
-    materialise(model, table, 0, torch.device("cpu"))
+    model, table = build_meta_model(spec, flavor, 200)
+    materialize(model, table, 0, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, name, normal(0.05), seed=1)
@@ -79,7 +80,7 @@ def from_transformers(folder: Path) -> Any:
 def test_weights_go_out_and_in_bit_by_bit_and_transformers_computes_the_same(case, tmp_path):
     spec, flavor = CASES[case]
     live = written(spec, flavor, tmp_path / "out")
-    abroad = Abroad(tmp_path / "out", spec, flavor)
+    abroad = HuggingFaceFolder(tmp_path / "out", spec, flavor)
     assert all(torch.equal(abroad.read(name), live[name]) for name in live)
     theirs = from_transformers(tmp_path / "out")
     tokens = torch.randint(99, (2, 200), generator=torch.Generator().manual_seed(0))
@@ -87,14 +88,14 @@ def test_weights_go_out_and_in_bit_by_bit_and_transformers_computes_the_same(cas
         ours, logits = build(spec, flavor)(tokens), theirs(tokens).logits
     assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5
     theirs.save_pretrained(tmp_path / "back")  # and what transformers writes is read
-    back = Abroad(tmp_path / "back", spec, flavor)
+    back = HuggingFaceFolder(tmp_path / "back", spec, flavor)
     assert all(torch.equal(back.read(name), live[name]) for name in live)
 
 
 def test_a_tied_output_layer_is_not_written_and_an_untied_one_is(tmp_path):
     for tied in (True, False):
         written(llama3.SPEC, dataclasses.replace(SMALL, tied=tied), tmp_path / f"{tied}")
-        names = json.loads((tmp_path / f"{tied}" / safefiles.INDEX).read_text())["weight_map"]
+        names = json.loads((tmp_path / f"{tied}" / files.INDEX).read_text())["weight_map"]
         assert ("lm_head.weight" in names) != tied
 
 
@@ -102,7 +103,7 @@ def test_any_box_of_any_tensor_is_what_the_whole_tensor_has_there(tmp_path):
     for case in ("llama3 8B", "gpt2 124M"):
         spec, flavor = CASES[case]
         live = written(spec, flavor, tmp_path / case)
-        translation, reader = Translation(spec, flavor), safefiles.Reader(tmp_path / case)
+        translation, reader = Translation(spec, flavor), files.Reader(tmp_path / case)
         for name, tensor in live.items():
             box = tuple(slice(size // 3, max(size // 3 + 1, 2 * size // 3)) for size in tensor.shape)
             assert torch.equal(translation.read(name, box, reader.read), tensor[box]), name
@@ -111,7 +112,7 @@ def test_any_box_of_any_tensor_is_what_the_whole_tensor_has_there(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_type_of_exported_weights_is_the_one_asked_for(dtype, tmp_path):
     live = written(llama3.SPEC, SMALL, tmp_path / "out", dtype)
-    abroad = Abroad(tmp_path / "out", llama3.SPEC, SMALL)
+    abroad = HuggingFaceFolder(tmp_path / "out", llama3.SPEC, SMALL)
     assert all(torch.equal(abroad.read(name), live[name].to(dtype)) for name in live)
     assert from_transformers(tmp_path / "out").dtype == dtype
 
@@ -161,7 +162,7 @@ GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2"
 def begun(argv: list[str], folder: str) -> dict[str, Any]:
     """A run's weights at its start, what it said, and how many numbers this rank read of files."""
     log, lines = keeping_log()
-    read, elements = safefiles.Reader.read, 0
+    read, elements = files.Reader.read, 0
 
     def counting(self: Any, name: str, box: Any) -> torch.Tensor:
         nonlocal elements
@@ -169,13 +170,13 @@ def begun(argv: list[str], folder: str) -> dict[str, Any]:
         elements += found.numel()
         return found
 
-    safefiles.Reader.read = counting  # type: ignore[method-assign]
+    files.Reader.read = counting  # type: ignore[method-assign]
     try:
         run = trainer(argv, folder, log)
     except UserError as error:
         return {"error": str(error)}
     finally:
-        safefiles.Reader.read = read  # type: ignore[method-assign]
+        files.Reader.read = read  # type: ignore[method-assign]
     return {"weights": weights(run), "log": lines, "elements": elements, "step": run.step}
 
 
@@ -199,8 +200,8 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = load_file(file)
     del tensors["lm_head.weight"]
-    (tmp_path / "hf" / safefiles.INDEX).unlink()
-    save_file(tensors, tmp_path / "hf" / safefiles.SINGLE)
+    (tmp_path / "hf" / files.INDEX).unlink()
+    save_file(tensors, tmp_path / "hf" / files.SINGLE)
     argv = [*TINY, "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
     (found,) = pool.run(begun, argv, str(tmp_path / "a"), world=1)
     assert "lm_head.weight: missing" in found["error"] and "nothing was read" in found["error"]
@@ -212,7 +213,7 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
 def spoilt(folder: Path, how: str) -> None:
     """Make a folder wrong or partial."""
     first, last = sorted(folder.glob("*.safetensors"))[0], sorted(folder.glob("*.safetensors"))[-1]
-    config, index = folder / "config.json", folder / safefiles.INDEX
+    config, index = folder / "config.json", folder / files.INDEX
     if how == "file missing":
         last.unlink()
     elif how == "file cut":
@@ -257,7 +258,7 @@ def test_a_wrong_or_partial_folder_is_named(tmp_path, how, says):
     written(llama3.SPEC, SMALL, tmp_path / "hf")
     spoilt(tmp_path / "hf", how)
     with pytest.raises(UserError) as caught:
-        Abroad(tmp_path / "hf", llama3.SPEC, SMALL)
+        HuggingFaceFolder(tmp_path / "hf", llama3.SPEC, SMALL)
     assert says in str(caught.value) and str(tmp_path / "hf") in str(caught.value)
 
 
@@ -267,9 +268,9 @@ def test_a_folder_of_the_model_without_its_head_class_is_read(tmp_path):
     live = written(gpt2.SPEC, flavor, tmp_path / "hf", file_bytes=1 << 30)
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
-    (tmp_path / "hf" / safefiles.INDEX).unlink()
-    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "hf" / safefiles.SINGLE)
-    abroad = Abroad(tmp_path / "hf", gpt2.SPEC, flavor)
+    (tmp_path / "hf" / files.INDEX).unlink()
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "hf" / files.SINGLE)
+    abroad = HuggingFaceFolder(tmp_path / "hf", gpt2.SPEC, flavor)
     assert all(torch.equal(abroad.read(name), live[name]) for name in live)
 
 
@@ -294,14 +295,14 @@ def test_an_export_that_fails_leaves_the_older_one_and_nothing_else(tmp_path):
 def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
     """What an export says on this rank when another's disk is full."""
     run = trainer(argv, folder)
-    add = safefiles.Writer.add
+    add = files.Writer.add
 
     def full_disk(self: Any, tensor: torch.Tensor) -> None:
         if run.place.rank == culprit and "model-00002" in str(self._files):
             raise OSError(28, "No space left on device")
         add(self, tensor)
 
-    safefiles.Writer.add = full_disk  # type: ignore[method-assign]
+    files.Writer.add = full_disk  # type: ignore[method-assign]
     try:
         translation, live = Translation(run.job.spec, run.job.model), run.state.weights()
         target = Path(folder) / "out"
@@ -309,7 +310,7 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
     except SaveFailed as error:
         return str(error)
     finally:
-        safefiles.Writer.add = add  # type: ignore[method-assign]
+        files.Writer.add = add  # type: ignore[method-assign]
     return ""
 
 
@@ -333,7 +334,7 @@ def test_the_last_weights_are_exported_where_that_is_asked(pool, tmp_path):
     found = pool.run(trained, argv, str(tmp_path), world=2)[0]
     target = tmp_path / "checkpoint/hf-step-3"
     assert f"exported step 3 for Hugging Face: {target}" in found["log"]
-    abroad = Abroad(target, llama3.SPEC, job(TINY, 1).model)
+    abroad = HuggingFaceFolder(target, llama3.SPEC, job(TINY, 1).model)
     for name, tensor in found["weights"].items():
         assert torch.equal(abroad.read(name), tensor.to(torch.bfloat16))
     assert json.loads((target / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
@@ -376,5 +377,5 @@ def test_a_scaled_and_a_plain_rope_are_told_apart(tmp_path):
     written(llama3.SPEC, SMALL, tmp_path / "hf")
     scaled = dataclasses.replace(SMALL, rope_scaling=RopeScaling())
     with pytest.raises(UserError, match="config.json: rope_scaling null, "):
-        Abroad(tmp_path / "hf", llama3.SPEC, scaled)
+        HuggingFaceFolder(tmp_path / "hf", llama3.SPEC, scaled)
     shutil.rmtree(tmp_path / "hf")

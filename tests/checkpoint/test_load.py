@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
-from titanlite.checkpoint.folder import MANIFEST, File, Manifest, faults, read_manifest
 from titanlite.checkpoint.load import at_path, load_tensors, restore
+from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, read_manifest
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
 from tests.jobs import TINY, full, trainer
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.folder import SEEN_BY_ALL, File, Manifest, faults, is_whole, read_manifest, step_folder
 from titanlite.checkpoint.load import load_tensors
-from titanlite.checkpoint.retention import superfluous
+from titanlite.checkpoint.manifest import SEEN_BY_ALL, File, Manifest, faults, is_complete, read_manifest, step_folder
+from titanlite.checkpoint.retention import steps_to_delete
 from titanlite.checkpoint.state import TrainingState
 
 
@@ -50,10 +50,10 @@ def test_what_is_saved_is_the_state_at_the_call(pool, tmp_path, mode):
 
 def fails_at(fatal: str, on_rank: int, argv: list[str], folder: str, only_step: int) -> tuple[str, int, list[str]]:
     """Train with a full disk at a point of one step's save; how that ended, at which step, and the log."""
-    whole, log_and_lines = commit.reached, keeping_log()
+    whole, log_and_lines = commit.failpoint, keeping_log()
     run = trainer(argv, folder, log_and_lines[0])
 
-    def reached(point: str) -> None:
+    def failpoint(point: str) -> None:
         flight = run.checkpoints._flight
         if point == fatal and rank() == on_rank and flight and flight.step == only_step:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -68,14 +68,14 @@ def fails_at(fatal: str, on_rank: int, argv: list[str], folder: str, only_step: 
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
-    commit.reached = reached
+    commit.failpoint = failpoint
     try:
         run.train()
         said = "nothing"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     finally:
-        commit.reached = whole
+        commit.failpoint = whole
     return said, run.step, log_and_lines[1]
 
 
@@ -170,11 +170,11 @@ def test_retention_counts_whole_checkpoints_and_touches_no_other_folder(tmp_path
         (tmp_path / foreign / "manifest.json").write_bytes((tmp_path / "step-10/manifest.json").read_bytes())
     (tmp_path / "step-50/manifest.json").write_bytes(b"{}")  # damaged: counts as nothing
     (tmp_path / "step-7").mkdir()  # never committed
-    assert superfluous(tmp_path, 2, 0) == [10, 20]
-    assert superfluous(tmp_path, 2, 20) == [10]
-    assert superfluous(tmp_path, 0, 0) == []
+    assert steps_to_delete(tmp_path, 2, 0) == [10, 20]
+    assert steps_to_delete(tmp_path, 2, 20) == [10]
+    assert steps_to_delete(tmp_path, 0, 0) == []
     commit.delete(tmp_path, 10)
-    assert not (tmp_path / "step-10").exists() and is_whole(tmp_path / "step-20")
+    assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
 
 
 def test_what_a_killed_start_save_or_deletion_left_is_cleared_and_nothing_else(tmp_path):
@@ -272,7 +272,7 @@ def test_a_manifest_guards_each_of_its_bytes(tmp_path):
     raw = path.read_bytes()
     for place in range(len(raw)):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
-        assert not is_whole(tmp_path / "step-1")
+        assert not is_complete(tmp_path / "step-1")
         with pytest.raises(Exception, match=r"manifest\.json: not as it was written"):
             read_manifest(tmp_path / "step-1")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.document import help_text, json_schema, markdown
+from titanlite.config.docs import help_text, json_schema, markdown
 from titanlite.config.load import shipped_configs
 from titanlite.config.schema import keys
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW

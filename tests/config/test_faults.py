@@ -2,9 +2,9 @@
 
 import pytest
 
-from titanlite.config.check import NOT_BUILT
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
+from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import keys
 
 

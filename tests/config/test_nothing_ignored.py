@@ -20,10 +20,10 @@ import torch.distributed as dist
 import titanlite
 from tests.conftest import PRELOAD
 from tests.jobs import TINY, job, trainer, weights
-from titanlite.config.check import _DEGREES, NOT_BUILT
 from titanlite.config.load import ConfigError
+from titanlite.config.rules.parallel import _DEGREES, NOT_BUILT
 from titanlite.config.schema import keys
-from titanlite.runtime.pool import Pool
+from titanlite.verify.pool import Pool
 
 COSTS = ("blocked", "staging", "write")
 SOURCE = Path(titanlite.__file__).parent
@@ -171,7 +171,7 @@ FLIPS: dict[str, tuple[str, str]] = {
 }
 REFUSED = {  # flipped to a value that can't be honoured here
     "model.name": ("other", "llama3"),
-    "model.flavor": ("other", "no flavour"),
+    "model.flavor": ("other", "no flavor"),
     "training.dataset_path": ("/nowhere", "has no path"),
     "training.dtype": ("float64", "all three"),
     "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
@@ -184,7 +184,7 @@ ACTIVE = "tests/parallel/test_active.py::"
 ABROAD = "tests/checkpoint/test_huggingface.py::"
 LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR = "tests/parallel/test_tensor.py::"
-CONVERTED, MULTIPLIED = "tests/float8/test_converters.py::", "tests/float8/test_float8.py::"
+CONVERTED, MULTIPLIED = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
 ELSEWHERE = {
     "quantize.linear.float8.enable": MULTIPLIED + "test_gradients_are_within_their_recipe_s_bound",
     "quantize.linear.float8.recipe_name": MULTIPLIED + "test_gradients_are_within_their_recipe_s_bound",
@@ -200,7 +200,7 @@ ELSEWHERE = {
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",
     "parallelism.fsdp_blocks_per_group": ACTIVE + "test_blocks_in_one_group_share_a_gather",
     "parallelism.fsdp_keep_whole": ACTIVE + "test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step",
-    "training.loss_chunks": "tests/test_loss_chunks.py::test_peak_memory_falls_as_computed",
+    "training.loss_chunks": "tests/train/test_chunked_loss.py::test_peak_memory_falls_as_computed",
     "training.enable_cpu_offload": ACTIVE + "test_offload_asked_is_offload_had_on_one_rank_too",
     "activation_checkpoint.memory_budget": ACTIVE + "test_a_memory_budget_is_kept_and_leaks_nowhere",
     "parallelism.defer_gradient_sync": ACTIVE + "test_deferring_reduces_once_a_step",
@@ -219,7 +219,7 @@ ELSEWHERE = {
     "model.hf_assets_path": "tests/data/test_sources.py",
     "model.overrides": "tests/jobs.py: every tiny job",
     "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_patience",
-    "validation.dataset_path": "tests/test_validate.py",
+    "validation.dataset_path": "tests/train/test_validate.py",
     "metrics.disable_color_printing": "tests/launch/test_terminal.py",
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_together_record_the_same_steps",
     "profiling.profiler_warmup": "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_asked_steps",
@@ -241,7 +241,7 @@ ELSEWHERE = {
     "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_with_warn_the_run_goes_on_and_the_next_save_works",
     "checkpoint.last_save_model_only": SAVED + "test_the_last_checkpoint_may_hold_the_weights_alone",
     "checkpoint.async_mode": SAVED + "test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost",
-    "debug.deterministic": "tests/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
+    "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
 }
 
 

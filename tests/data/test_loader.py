@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from titanlite.config.schema import Dataloader
-from titanlite.data.loader import Ahead, build_loader
-from titanlite.data.order import Share
+from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import IGNORED, Concatenated
+from titanlite.data.shuffle import RankSlice
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.windows import Windows
@@ -41,8 +41,8 @@ def letters(batches) -> list[str]:
 
 def read(data: Windows, ranks: int, consumed: int = 0, steps: int | None = 3, accumulation: int = 1, **settings):
     """Letters of all ranks, micro-batch by micro-batch."""
-    shares = [Share(rank, ranks, 4 // ranks // accumulation, accumulation) for rank in range(ranks)]
-    per_rank = [Ahead(build_loader(data, s, consumed, steps, Dataloader(**settings)), CPU) for s in shares]
+    shares = [RankSlice(rank, ranks, 4 // ranks // accumulation, accumulation) for rank in range(ranks)]
+    per_rank = [BatchPrefetcher(build_loader(data, s, consumed, steps, Dataloader(**settings)), CPU) for s in shares]
     found = []
     for batches in zip(*per_rank, strict=True):
         found += letters(batches)
@@ -70,7 +70,7 @@ def test_a_chain_of_cuts_reads_what_no_cut_reads(windows, cut):
 def test_labels_are_the_next_tokens(tmp_path):
     (tmp_path / "alphabet.txt").write_text("abcdefghijklmnopq")
     data = stream(tmp_path, 8, True)
-    (batch,) = Ahead(build_loader(data, Share(0, 1, 2), 0, 1, Dataloader()), CPU)
+    (batch,) = BatchPrefetcher(build_loader(data, RankSlice(0, 1, 2), 0, 1, Dataloader()), CPU)
     rows = {
         bytes(t.byte().tolist()): bytes(n.byte().tolist()) for t, n in zip(batch.tokens, batch.labels, strict=True)
     }
@@ -84,22 +84,22 @@ def test_without_repeat_the_last_step_is_padded_and_all_ranks_end_together(windo
 
 
 def test_the_end_stays_the_end_and_an_error_reaches_the_trainer(windows, tmp_path):
-    batches = Ahead(build_loader(windows(False), Share(0, 1, 4), 0, None, Dataloader()), CPU)
+    batches = BatchPrefetcher(build_loader(windows(False), RankSlice(0, 1, 4), 0, None, Dataloader()), CPU)
     assert len(list(batches)) == 2 and list(batches) == []
     data = windows(True)
     (tmp_path / "letters.txt").unlink()
     with pytest.raises(UserError, match="letters.txt"):
-        next(Ahead(build_loader(data, Share(0, 1, 4), 0, None, Dataloader()), CPU))
+        next(BatchPrefetcher(build_loader(data, RankSlice(0, 1, 4), 0, None, Dataloader()), CPU))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_read_again_gives_the_same_and_may_keep_its_workers(windows, workers):
     settings = Dataloader(num_workers=workers, persistent_workers=workers > 0)
-    loader = build_loader(windows(False), Share(0, 1, 4), 0, None, settings)
+    loader = build_loader(windows(False), RankSlice(0, 1, 4), 0, None, settings)
     read_by: list[list[int]] = []
     found = []
     for _ in range(2):
-        found.append(letters(Ahead(loader, CPU)))
+        found.append(letters(BatchPrefetcher(loader, CPU)))
         read_by.append([worker.pid for worker in loader._iterator._workers] if workers else [])
     assert found[0] == found[1] and len(found[0]) == 8
     assert read_by[0] == read_by[1]

@@ -19,16 +19,16 @@ from tests.launch.run import environment
 from titanlite.config.schema import Dataloader
 from titanlite.data import documents as documents_module
 from titanlite.data import prepare as module
-from titanlite.data.cli import data
 from titanlite.data.documents import Documents, pieces, segments, standard_library, text_files
-from titanlite.data.loader import Ahead, build_loader
-from titanlite.data.order import Share
+from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import Concatenated
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource
+from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
+from titanlite.tools.data import data
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_shards_hold_every_document_once_with_an_end_after_each(library, assets,
 COMMAND = """
 import sys
 from titanlite.data import prepare
-from titanlite.data.cli import data
+from titanlite.tools.data import data
 prepare.UNIT_BYTES = 1 << 18
 if __name__ == "__main__":
     sys.exit(data(sys.argv[1:]))
@@ -239,7 +239,11 @@ def read_shards(path: str, ranks: int, workers: int) -> list[bytes]:
     windows = Windows([Concatenated(source, 32, False, "training")], 32, seed=0, repeat=True)
     settings = Dataloader(num_workers=workers)
     per_rank = [
-        list(Ahead(build_loader(windows, Share(rank, ranks, 8 // ranks), 0, 3, settings), torch.device("cpu")))
+        list(
+            BatchPrefetcher(
+                build_loader(windows, RankSlice(rank, ranks, 8 // ranks), 0, 3, settings), torch.device("cpu")
+            )
+        )
         for rank in range(ranks)
     ]
     batches = [batch for step in zip(*per_rank, strict=True) for batch in step]

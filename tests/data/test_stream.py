@@ -12,15 +12,15 @@ import torch
 from tests.jobs import TINY, job, trainer
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
-from titanlite.data.loader import Ahead, build_loader
-from titanlite.data.order import Share
+from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import IGNORED
+from titanlite.data.shuffle import RankSlice
 from titanlite.data.sources import open_stream
 from titanlite.data.stream import Reader, Stream
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.windows import training_data
 from titanlite.errors import UserError
-from titanlite.loss import count_valid, token_loss_sum
+from titanlite.train.loss import count_valid, token_loss_sum
 
 datasets = pytest.importorskip("datasets", reason="streaming needs the extra hf")
 
@@ -102,7 +102,7 @@ def batches(loader) -> list[list]:
 
 
 def loader_of(data: Stream, workers: int, ranks: int = 1, rank: int = 0, steps: int | None = None):
-    return build_loader(data, Share(rank, ranks, 2), 0, steps, Dataloader(num_workers=workers))
+    return build_loader(data, RankSlice(rank, ranks, 2), 0, steps, Dataloader(num_workers=workers))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -113,7 +113,7 @@ def test_workers_of_all_ranks_read_different_documents(folder, rank):
     windows = [[window.tolist() for window in reader] for reader in readers]
     turns = itertools.zip_longest(*([part[i : i + 2] for i in range(0, len(part), 2)] for part in windows))
     expected = [batch for turn in turns for batch in turn if batch]
-    found = batches(Ahead(loader_of(data, workers=2, ranks=2, rank=rank, steps=len(expected) + 3), CPU))
+    found = batches(BatchPrefetcher(loader_of(data, workers=2, ranks=2, rank=rank, steps=len(expected) + 3), CPU))
     assert found[: len(expected)] == expected
     assert all(row[1] == [IGNORED] * 8 for batch in found[len(expected) :] for row in batch)
 
@@ -128,7 +128,7 @@ OFTEN = (1, 1, 2, 3, 5, 8, 1, 13, 4, 7)
 )
 def test_a_chain_of_resumes_reads_what_no_interruption_reads(folder, workers, repeat, cuts):
     data = stream(folder, repeat=repeat, masked=True)
-    straight = batches(Ahead(loader_of(data, workers, 2, 1, steps=sum(cuts)), CPU))
+    straight = batches(BatchPrefetcher(loader_of(data, workers, 2, 1, steps=sum(cuts)), CPU))
     if repeat:
         assert len({str(batch) for batch in straight}) > len(straight) - 3, "epochs differ"
     else:
@@ -140,7 +140,7 @@ def test_a_chain_of_resumes_reads_what_no_interruption_reads(folder, workers, re
         loader = loader_of(data, workers, 2, 1)
         if state is not None:
             loader.load_state_dict(state)
-        ahead = Ahead(loader, CPU)
+        ahead = BatchPrefetcher(loader, CPU)
         pieces += batches(itertools.islice(ahead, cut))
         state = json.loads(json.dumps(ahead.state))
         ahead.close()
@@ -193,7 +193,7 @@ def test_ranks_whose_streams_end_at_different_steps_stop_together(pool, uneven, 
 
 def validated(argv: list[str], folder: str) -> tuple[float, float, float]:
     """Two validations, and the loss over all readers' windows by hand."""
-    from titanlite.validate import validation_loss
+    from titanlite.train.validate import validation_loss
 
     run = trainer(argv, folder)
     data = run.validation_loader._stream

@@ -13,8 +13,8 @@ from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
-from titanlite.loss import count_valid, token_loss_sum
-from titanlite.validate import validation_loss
+from titanlite.train.loss import count_valid, token_loss_sum
+from titanlite.train.validate import validation_loss
 
 TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]
 

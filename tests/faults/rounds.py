@@ -24,13 +24,13 @@ import torch
 from tests.checkpoint.saved import rank
 from tests.jobs import TINY, trainer
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.folder import Damaged, committed, faults, read_manifest, step_folder
 from titanlite.checkpoint.load import load_tensors
-from titanlite.runtime.pool import Pool, RankFailed
+from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
+from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
 ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
-AFTER_THE_RENAME = commit.POINTS[commit.POINTS.index("after the rename") :]
+AFTER_THE_RENAME = commit.FAILPOINTS[commit.FAILPOINTS.index("after the rename") :]
 LONGEST_SECONDS = 3.0
 """A random kill comes at a moment within these: while resuming, while training or in a save."""
 
@@ -68,7 +68,7 @@ def planned(seed: int, number: int) -> Plan:
     named, at_random = divmod(number, 4)
     if at_random == 3:
         return Plan(mode, chance.randrange(RANKS), "", 0, chance.uniform(0, LONGEST_SECONDS))
-    point = commit.POINTS[(3 * named + at_random) % len(commit.POINTS)]
+    point = commit.FAILPOINTS[(3 * named + at_random) % len(commit.FAILPOINTS)]
     return Plan(mode, chance.randrange(RANKS) if point in ON_EVERY_RANK else 0, point, chance.randint(1, 2), 0)
 
 
@@ -94,7 +94,7 @@ def train_and_die(plan: Plan, folder: str) -> None:
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def reached(point: str) -> None:
+    def failpoint(point: str) -> None:
         flight = alive[0].checkpoints._flight if alive else None
         if point != plan.point or flight is None:
             return
@@ -103,7 +103,7 @@ def train_and_die(plan: Plan, folder: str) -> None:
             die(point)
 
     if rank() == plan.rank and plan.point:
-        commit.reached = reached
+        commit.failpoint = failpoint
     elif rank() == plan.rank:
         moment = threading.Timer(plan.seconds, die, ("",))
         moment.daemon = True
@@ -142,7 +142,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(0.05):
-            sound = newest_sound(self.root) is not None
+            sound = latest_verified(self.root) is not None
             self.since |= sound
             self.looks += self.since
             self.missed += self.since and not sound
@@ -152,14 +152,14 @@ class Watcher(threading.Thread):
         self.join()
 
 
-def newest_sound(root: Path) -> int | None:
+def latest_verified(root: Path) -> int | None:
     """The newest step whose every byte is right; a folder that goes while it is read is not looked at again."""
     for step in reversed(committed(root)):
         try:
             manifest = read_manifest(step_folder(root, step))
             if not faults(step_folder(root, step), manifest, manifest.files):
                 return step
-        except (Damaged, OSError):
+        except (CorruptCheckpoint, OSError):
             continue
     return None
 
@@ -169,7 +169,7 @@ class Soak:
     """A run through rounds."""
 
     folder: Path
-    pool: Pool = field(default_factory=lambda: Pool(RANKS, preload=["titanlite.trainer", "torch._dynamo"]))
+    pool: Pool = field(default_factory=lambda: Pool(RANKS, preload=["titanlite.train.trainer", "torch._dynamo"]))
     hits: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     """Kills inside a save."""
@@ -180,7 +180,7 @@ class Soak:
 
     def round(self, plan: Plan) -> str:
         """Train until the kill; what went wrong, or nothing."""
-        before = newest_sound(self.root) or 0
+        before = latest_verified(self.root) or 0
         for name in ("death.json", *(f"begun-{one}" for one in range(RANKS))):
             (self.folder / name).unlink(missing_ok=True)
         try:
@@ -195,7 +195,7 @@ class Soak:
         death = Death(**json.loads((self.folder / "death.json").read_text()))
         self.hits[death.point] += 1
         self.inside += death.flying
-        return self._judge(plan, death, before, newest_sound(self.root) or 0)
+        return self._judge(plan, death, before, latest_verified(self.root) or 0)
 
     def _judge(self, plan: Plan, death: Death, before: int, after: int) -> str:
         """Compare where a next start will resume with where it may."""
@@ -215,7 +215,7 @@ class Soak:
 
     def finish(self) -> list[str]:
         """Resume once more, to the end; compare all with a run that was never killed."""
-        last = (newest_sound(self.root) or 0) + INTERVAL
+        last = (latest_verified(self.root) or 0) + INTERVAL
         straight = self.folder.parent / "straight"
         for folder in (self.folder, straight):
             self.pool.run(train_to, last, str(folder), world=RANKS, timeout=600)
@@ -243,15 +243,15 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
     run = trainer([*argv, f"--comm.train_timeout_seconds={timeout:g}"], folder)
     slow = iter([True])
 
-    def reached(point: str) -> None:
+    def failpoint(point: str) -> None:
         if point == "half a file" and rank() == 1 and next(slow, False):
             time.sleep(seconds)
 
-    whole, commit.reached = commit.reached, reached
+    whole, commit.failpoint = commit.failpoint, failpoint
     try:
         run.train()
     finally:
-        commit.reached = whole
+        commit.failpoint = whole
     return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
 from tests.faults.rounds import slow_save
 from tests.jobs import trainer
-from titanlite.checkpoint.folder import is_whole, step_folder
+from titanlite.checkpoint.manifest import is_complete, step_folder
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
 BALLAST = "ballast"
@@ -92,7 +92,7 @@ def test_a_bad_disk_stops_all_ranks_with_what_failed_and_the_next_start_goes_on(
         assert "the save of step 4 failed on rank" in said and WORDS[how] in said
         assert "the newest checkpoint is step-2" in said
         assert lines[-1].startswith("step:  5"), "within one logging interval"
-    assert steps_in(tmp_path) == ["step-2"] and is_whole(step_folder(tmp_path / "checkpoint", 2))
+    assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(tmp_path / "checkpoint", 2))
     for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
         assert (part["begun"], part["step"]) == (2, 8)
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.rounds import ON_EVERY_RANK, Plan, Soak, Watcher, planned
-from titanlite.checkpoint.commit import POINTS
+from titanlite.checkpoint.commit import FAILPOINTS
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,10 @@ def soak(tmp_path_factory):
     assert watcher.looks and not watcher.missed, "there is always a sound checkpoint, once there was one"
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", FAILPOINTS)
 def test_a_start_after_a_kill_in_a_save_goes_on_from_the_newest_committed_step(soak, point):
     on_rank = int(point in ON_EVERY_RANK)
-    assert soak.round(Plan("async", on_rank, point, save=2 if point == POINTS[0] else 1, seconds=0)) == ""
+    assert soak.round(Plan("async", on_rank, point, save=2 if point == FAILPOINTS[0] else 1, seconds=0)) == ""
 
 
 @pytest.mark.parametrize("number", [3, 7, 11])

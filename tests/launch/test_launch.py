@@ -15,7 +15,7 @@ from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, environment, finish, records, start, train
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.launch import _report
+from titanlite.launch.launcher import _report
 from titanlite.observe.console import LAUNCHED
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]

@@ -7,7 +7,7 @@ import pytest
 from tests.jobs import TINY
 from tests.launch.run import finish, records, start, train
 from titanlite.errors import UserError
-from titanlite.runtime.cluster import Nodes, gpus, nodes, place, processes, store_address
+from titanlite.runtime.cluster import Nodes, gpus, nodes, processes, rank_info, store_address
 
 
 def free_port() -> str:
@@ -103,14 +103,14 @@ def test_half_an_announcement_is_an_error_that_names_the_variable(environ, says)
 
 def test_the_place_of_a_worker():
     run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
-    found = place(run)
+    found = rank_info(run)
     assert (found.rank, found.world, found.local_rank) == (3, 8, 1)
     assert store_address(run, 8) == ("h", 29500)
     task = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-    found = place(task)
+    found = rank_info(task)
     assert (found.rank, found.world, found.local_rank) == (5, 8, 1)
     assert store_address(task, 8) == ("gpu07", 20123)
-    alone = place({})
+    alone = rank_info({})
     assert (alone.rank, alone.world) == (0, 1) and store_address({}, 1) is None
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         store_address({"RANK": "0"}, 2)

@@ -1,4 +1,4 @@
-"""On a terminal there is one live line of progress and there are colours; elsewhere plain lines."""
+"""On a terminal there is one live line of progress and there are colors; elsewhere plain lines."""
 
 import os
 import pty
@@ -10,8 +10,8 @@ import pytest
 from tests.jobs import TINY
 from tests.launch.run import ROOT, environment
 from titanlite.errors import UserError
-from titanlite.observe.console import coloured
-from titanlite.observe.terminal import Follower
+from titanlite.launch.terminal import Follower
+from titanlite.observe.console import colored
 from titanlite.runtime.cluster import shown_ranks
 
 
@@ -42,21 +42,21 @@ def test_a_terminal_shows_progress_and_colours(tmp_path):
     assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_disable_color_printing_shows_plain_lines(tmp_path, colour):
+@pytest.mark.parametrize("color", [True, False])
+def test_disable_color_printing_shows_plain_lines(tmp_path, color):
     (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
     code = (
-        "import sys, pathlib; from titanlite.observe.terminal import Terminal as T; f = pathlib.Path(sys.argv[1]); "
-        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, colour={colour}); t.start(); t.stop()"
+        "import sys, pathlib; from titanlite.launch.terminal import Terminal as T; f = pathlib.Path(sys.argv[1]); "
+        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, color={color}); t.start(); t.stop()"
     )
-    assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == colour
+    assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == color
 
 
 def test_colours_keep_the_line():
     line = "step:  1  loss:  8.04034  mfu: n/a"
-    marked = coloured(line)
+    marked = colored(line)
     assert marked != line and "\033[31mstep:  1\033[0m" in marked
-    assert coloured("validation at step 5: loss 3") == "validation at step 5: loss 3"
+    assert colored("validation at step 5: loss 3") == "validation at step 5: loss 3"
 
 
 def test_a_follower_returns_whole_lines_only(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 
 from tests.launch.run import environment
 from titanlite.verify.command import verify
-from titanlite.verify.proof import proof
-from titanlite.verify.subject import read_subject
+from titanlite.verify.model_under_test import read_subject
+from titanlite.verify.runner import proof
 from titanlite.verify.table import Row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()

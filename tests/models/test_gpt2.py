@@ -8,11 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.jobs import QUIET, job, run_to_end
-from titanlite.checkpoint.huggingface import Translation
+from titanlite.checkpoint.hf.names import Translation
 from titanlite.config.load import ConfigError
 from titanlite.models.gpt2 import FLAVORS, SPEC, GPT2Config
 from titanlite.observe.throughput import flops_per_token
-from titanlite.parallel.init import fill, materialise, shared_names
+from titanlite.parallel.build import shared_names
+from titanlite.parallel.init import fill, materialize
 from titanlite.registry import assign, normal
 
 PUBLISHED = {"124M": 124_439_808, "350M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200}
@@ -25,7 +26,7 @@ def build(config: GPT2Config = SMALL):
     with torch.device("meta"):
         model = SPEC.module(config, 16)
     table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
-    materialise(model, table, 0, torch.device("cpu"))
+    materialize(model, table, 0, torch.device("cpu"))
     return model, table
 
 

@@ -10,7 +10,8 @@ from titanlite.errors import UserError
 from titanlite.models.common import RopeScaling
 from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
 from titanlite.observe.throughput import flops_per_token
-from titanlite.parallel.init import materialise, shared_names
+from titanlite.parallel.build import shared_names
+from titanlite.parallel.init import materialize
 from titanlite.registry import Rule, assign, get_model, ones, register_model
 
 PUBLISHED = {
@@ -33,7 +34,7 @@ def build(config: LlamaConfig, positions: int = 64):
     with torch.device("meta"):
         model = SPEC.module(config, positions)
     table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
-    materialise(model, table, 0, torch.device("cpu"))
+    materialize(model, table, 0, torch.device("cpu"))
     return model, table
 
 
@@ -80,7 +81,7 @@ def test_a_buffer_that_nothing_fills_is_an_error():
     model, table = build(SMALL)
     model.get_submodule("layers.0").register_buffer("mask", torch.ones(3))
     with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) and no method reset_buffers"):
-        materialise(model, table, 0, torch.device("cpu"))
+        materialize(model, table, 0, torch.device("cpu"))
 
 
 def test_ties_survive_materialising():

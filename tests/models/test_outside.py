@@ -9,7 +9,7 @@ import torch
 
 from tests import jobs
 from tests.jobs import OUTSIDE, PARROT, run_to_end
-from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.build import build_model
 
 ROOT = Path(__file__).parents[2]
 

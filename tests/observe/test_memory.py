@@ -1,6 +1,6 @@
 """What is told of memory."""
 
-from titanlite.launch import _worker_environment
+from titanlite.launch.launcher import _worker_environment
 from titanlite.observe.memory import Retries
 from titanlite.runtime.cluster import Nodes
 

@@ -11,7 +11,7 @@ from tests.jobs import TINY, job, run_to_end
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Profiling
 from titanlite.errors import UserError
-from titanlite.machine import check_machine
+from titanlite.launch.preflight import check_machine
 from titanlite.observe.profiler import Profiler, action, require_gpu
 
 STEP = Counter(data=1, forward=2, backward=2, optimizer=1, **{"gradient norm": 1})  # of two micro-batches

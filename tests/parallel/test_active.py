@@ -19,10 +19,10 @@ from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
-from titanlite.loss import count_valid
 from titanlite.observe.clock import compiled_graphs
-from titanlite.parallel.prefetch import schedule
-from titanlite.runtime.pool import RankFailed
+from titanlite.parallel.fsdp_schedule import schedule
+from titanlite.train.loss import count_valid
+from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
 GPT2 = "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 --model.overrides.n_heads=2".split()

@@ -17,8 +17,8 @@ from tests.jobs import (
     weights,
 )
 from titanlite.data.packing import IGNORED
-from titanlite.grad_norm import clip_grad_norm
-from titanlite.loss import count_valid
+from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.train.loss import count_valid
 
 SAMPLES = 12
 SGD = [f"--optimizer.{word}" for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()]

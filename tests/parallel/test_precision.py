@@ -6,8 +6,8 @@ import torch
 from tests.jobs import FLOAT64, TINY, gradients, job, micro_batches, relative_error, trainer, weights
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
-from titanlite.grad_norm import clip_grad_norm
-from titanlite.loss import count_valid
+from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.train.loss import count_valid
 
 BFLOAT16 = ["--training.mixed_precision_param=bfloat16"]
 BOUND = 0.02

@@ -15,11 +15,11 @@ from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.generate import generate
-from titanlite.loss import count_valid
 from titanlite.parallel import tensor
-from titanlite.parallel.parallelize import build_model
-from titanlite.validate import validation_loss
+from titanlite.parallel.build import build_model
+from titanlite.train.generate import generate
+from titanlite.train.loss import count_valid
+from titanlite.train.validate import validation_loss
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]

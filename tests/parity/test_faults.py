@@ -3,9 +3,9 @@
 import pytest
 
 from titanlite.verify.command import fault_rows, verify
-from titanlite.verify.faults import FAULTS
-from titanlite.verify.proof import proof
-from titanlite.verify.subject import read_subject
+from titanlite.verify.known_faults import FAULTS
+from titanlite.verify.model_under_test import read_subject
+from titanlite.verify.runner import proof
 
 NAMES = {  # what the finding says, for each fault in llama3
     "reduction-dropped": "gradient of layers.0.attention",
@@ -21,7 +21,7 @@ NAMES = {  # what the finding says, for each fault in llama3
     "accumulation-in-bf16": "gradient of ",
     "accumulation-forgotten": "gradient of ",
     "clip-by-local-norm": "norm of all gradients (p = 2)",
-    "parts-orthogonalised": "after 1 Muon step: layers.",
+    "parts-orthogonalized": "after 1 Muon step: layers.",
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
     "names-wrapped": "layers.0.wrapped.",

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.jobs import OUTSIDE
-from titanlite.verify.proof import proof
-from titanlite.verify.subject import read_subject
+from titanlite.verify.model_under_test import read_subject
+from titanlite.verify.runner import proof
 from titanlite.verify.table import LAYOUTS, choices, pairwise
 
 LAYOUTS_OF = {  # every layout is somewhere, and tensor parallel in both models that have it

@@ -9,12 +9,12 @@ from tests.jobs import OUTSIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.verify.command import Book, fault_rows, sources
-from titanlite.verify.subject import build_job, read_subject
+from titanlite.verify.model_under_test import build_job, read_subject
 from titanlite.verify.table import (
+    EXCLUDED_PAIR,
     INDUCTOR,
     LAYOUTS,
     SAMPLES,
-    SPARED,
     VARIANTS,
     choices,
     full,
@@ -34,7 +34,7 @@ EVERYTHING = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
 
 def test_every_two_choices_that_can_meet_meet_in_about_forty_rows():
     rows = pairwise(EVERYTHING)
-    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING) - {SPARED}
+    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING) - {EXCLUDED_PAIR}
     assert len(rows) <= 40 and len(set(rows)) == len(rows)
     assert rows == pairwise(EVERYTHING), "the same ones every time"
 
@@ -42,7 +42,7 @@ def test_every_two_choices_that_can_meet_meet_in_about_forty_rows():
 def test_the_full_table_is_a_product_in_which_all_pairs_meet():
     rows = full(EVERYTHING)
     assert len(rows) == 9 * 4 * 2 * 3 + 1, "and one row with the pair that is spared"
-    assert [SPARED in pairs_in(row) for row in rows] == [False] * 216 + [True]
+    assert [EXCLUDED_PAIR in pairs_in(row) for row in rows] == [False] * 216 + [True]
     assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING)
 
 
@@ -86,7 +86,7 @@ def test_only_the_model_is_asked_for():
 
 def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkeypatch, tmp_path):
     names = {f"{path.parent.name}/{path.name}" for path in sources(subject())}
-    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "titanlite/grad_norm.py"} <= names
+    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "titanlite/optim/grad_norm.py"} <= names
     monkeypatch.syspath_prepend(OUTSIDE)
     assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= sources(
         subject("--model.package=parrot", "--model.name=parrot")
@@ -99,7 +99,7 @@ def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkey
 
 
 def test_a_full_run_goes_on_where_it_stopped_unless_the_model_is_another(tmp_path):
-    from titanlite.verify.proof import Result
+    from titanlite.verify.runner import Result
 
     row = pairwise(EVERYTHING)[0]
     book = Book(tmp_path / "rows.jsonl", subject())

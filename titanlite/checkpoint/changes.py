@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.checkpoint.folder import CONFIG, ENVIRONMENT
 from titanlite.checkpoint.load import DATA, Source, excluded
+from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.errors import UserError

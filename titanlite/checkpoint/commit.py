@@ -5,8 +5,8 @@
     step-N/            the same folder under its final name, once every rank has told that all it planned is stored
     latest             the newest step's name, for people and scripts; moved after the rename
 
-Nothing is ever written into a committed folder. What happens on a rank happens under `together`: either all ranks
-go on, or all have the same error.
+Nothing is ever written into a committed folder. What a rank does runs under
+`run_on_all_ranks`: either all ranks continue, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.folder import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
+from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
 from titanlite.errors import UserError, first_line
 
 T = TypeVar("T")
 _WORTH_A_THREAD = 1 << 18
 """Bytes; the sum of fewer takes no longer than asking for it."""
 
-POINTS = (
+FAILPOINTS = (
     "staging begun",
     "file begun",
     "half a file",
@@ -59,16 +59,16 @@ POINTS = (
 """Where a kill would hurt most, in their order; "file …" and "tensors stored" on every rank, the others on rank 0."""
 
 
-def reached(point: str) -> None:
+def failpoint(point: str) -> None:
     """Does nothing; tests put a kill or an error in its place."""
-    assert point in POINTS
+    assert point in FAILPOINTS
 
 
 class SaveFailed(UserError):
     """A save that failed, on whichever rank: the same words on all of them."""
 
 
-def together(group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
+def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
     """Do something on every rank; where any rank fails, all raise what failed where. Without a group this process
     is alone."""
     result: list[T] = []
@@ -128,10 +128,12 @@ def commit(
         _publish(root, step, staging, writer.stored, live, files, texts, weights_only)
 
     try:
-        together(group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None)
-        together(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
+        run_on_all_ranks(
+            group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None
+        )
+        run_on_all_ranks(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
         everyone = gathered((writer.written.files, mine), group)
-        together(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
+        run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk needs the room
@@ -143,7 +145,7 @@ def _begin(root: Path, step: int, staging: Path) -> None:
         raise UserError(f"{step_folder(root, step)} exists, and nothing is ever written into a checkpoint")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    reached("staging begun")
+    failpoint("staging begun")
 
 
 def _store(
@@ -155,7 +157,7 @@ def _store(
     """Write this rank's part of the tensors."""
     planner, alone = _Planner(held), group is None
     dcp.save(dict(live), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    reached("tensors stored")
+    failpoint("tensors stored")
 
 
 class _Planner(DefaultSavePlanner):
@@ -196,11 +198,11 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as summer:
-            reached("file begun")
+            failpoint("file begun")
             counted = _Counted(stream, summer)
             yield counted
         self.files[Path(path).name] = File(counted.size, counted.crc32)
-        reached("file written")
+        failpoint("file written")
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
@@ -225,7 +227,7 @@ class _Counted:
             raise OSError(f"{done} of {len(view)} bytes were written")
         if self.size == 0:
             self._stream.flush()
-            reached("half a file")
+            failpoint("half a file")
         self.size, self.crc32 = self.size + done, crc32
         return done
 
@@ -245,39 +247,39 @@ def _publish(
         write(staging / name, content)
         files[name] = File(len(content), zlib.crc32(content))
     manifest = Manifest(step, weights_only, files, _tensors(stored, live, files))
-    reached("before the manifest")
+    failpoint("before the manifest")
     write(staging / MANIFEST, manifest.render(), halfway="half a manifest")
-    reached("after the manifest")
+    failpoint("after the manifest")
     for name, file in files.items():
         if (found := (staging / name).stat().st_size) != file.size:
             raise OSError(f"{name} has {found} bytes, {file.size} were written")
     fsync_folder(staging)
-    reached("before the rename")
+    failpoint("before the rename")
     staging.rename(step_folder(root, step))
-    reached("after the rename")
+    failpoint("after the rename")
     fsync_folder(root)
     point_latest(root, step)
 
 
 def point_latest(root: Path, step: int) -> None:
     """Let `latest` name a step."""
-    reached("before latest")
+    failpoint("before latest")
     write(root / ".latest.new", f"step-{step}\n".encode())
     (root / ".latest.new").replace(root / "latest")
     fsync_folder(root)
-    reached("after latest")
+    failpoint("after latest")
 
 
 def delete(root: Path, step: int) -> None:
     """Remove a checkpoint: first its name, so that no half of one is ever taken for a whole."""
-    reached("before a deletion")
+    failpoint("before a deletion")
     going = root / f".step-{step}.deleted"
     step_folder(root, step).rename(going)
     fsync_folder(root)
     (going / MANIFEST).unlink()
-    reached("half a deletion")
+    failpoint("half a deletion")
     shutil.rmtree(going)
-    reached("after a deletion")
+    failpoint("after a deletion")
 
 
 def clear_leftovers(root: Path) -> list[str]:
@@ -319,7 +321,7 @@ def write(path: Path, content: bytes, halfway: str = "") -> None:
         file.write(content[: len(content) // 2])
         if halfway:
             file.flush()
-            reached(halfway)
+            failpoint(halfway)
         file.write(content[len(content) // 2 :])
         file.flush()
         os.fsync(file.fileno())

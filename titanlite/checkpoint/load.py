@@ -27,17 +27,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.folder import (
+from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     STATE,
-    Damaged,
+    CorruptCheckpoint,
     Manifest,
     committed,
     faults,
     read_manifest,
     read_state,
-    shares,
+    split_files_by_size,
     step_folder,
 )
 from titanlite.checkpoint.state import Numbers, Position, TrainingState
@@ -58,7 +58,7 @@ class Source:
     """The run goes on from it; otherwise it takes the weights alone."""
 
 
-def newest_sound(root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger) -> Source | None:
+def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger) -> Source | None:
     """The newest checkpoint that a run can go on from; damaged ones are named and passed over."""
     steps = _agreed_steps(root, group)
     for step in reversed(steps):
@@ -121,9 +121,9 @@ def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifes
     try:
         manifest = read_manifest(folder)
         small = [STATE, CONFIG, ENVIRONMENT]
-        mine = shares(manifest, dist.get_world_size(group))[dist.get_rank(group)] if full else small
+        mine = split_files_by_size(manifest, dist.get_world_size(group))[dist.get_rank(group)] if full else small
         found = faults(folder, manifest, mine)
-    except (Damaged, OSError) as error:
+    except (CorruptCheckpoint, OSError) as error:
         found = [str(error)]
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, found, group=group)
@@ -144,7 +144,7 @@ def restore(source: Source, state: TrainingState, exclude: list[str], group: dis
         wanted |= dict.fromkeys(state.numbers(), "a number")
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
-    check_patterns(exclude, {*saved, *wanted, DATA})
+    check_exclude_patterns(exclude, {*saved, *wanted, DATA})
     compared = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if found := list(_differences(saved, wanted, compared)):
         raise UserError(
@@ -166,7 +166,7 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
-def check_patterns(patterns: list[str], names: set[str]) -> None:
+def check_exclude_patterns(patterns: list[str], names: set[str]) -> None:
     for pattern in patterns:
         if not any(excluded(name, [pattern]) for name in names):
             close = nearest(pattern, names)
@@ -248,7 +248,9 @@ class _Reader(dcp.FileSystemReader):
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
                 if chunk.file not in self._manifest.files:
-                    raise Damaged(f"{self.path}: {name} lies in {chunk.file}, which is not part of the checkpoint")
+                    raise CorruptCheckpoint(
+                        f"{self.path}: {name} lies in {chunk.file}, which is not part of the checkpoint"
+                    )
                 places[MetadataIndex(name, chunk.offsets)] = _Place(chunk.file, chunk.offset, chunk.length)
         return Metadata(tensors, storage_data=places)
 
@@ -256,5 +258,5 @@ class _Reader(dcp.FileSystemReader):
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise Damaged(f'"{name}" is no type of a tensor')
+        raise CorruptCheckpoint(f'"{name}" is no type of a tensor')
     return found

@@ -24,26 +24,26 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, load
-from titanlite.checkpoint.exchange import Abroad, export_live
-from titanlite.checkpoint.folder import (
+from titanlite.checkpoint.hf.export import HuggingFaceFolder, export_live
+from titanlite.checkpoint.hf.names import Translation
+from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     SEEN_BY_ALL,
     STATE,
     committed,
     export_folder,
-    newest_whole,
+    latest_complete,
     step_folder,
 )
-from titanlite.checkpoint.huggingface import Translation
-from titanlite.checkpoint.retention import superfluous
+from titanlite.checkpoint.retention import steps_to_delete
 from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
-from titanlite.observe.run_folder import describe_environment, new_aside
-from titanlite.runtime.cluster import Place
+from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.runtime.cluster import RankInfo
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SaveRecord:
     costs: dict[str, float]
 
 
-class _Flight:
+class PendingSave:
     """A save on its way to the disk."""
 
     def __init__(self, step: int) -> None:
@@ -76,7 +76,7 @@ class _Flight:
 class Checkpoints:
     """The checkpoints of a run on this rank; every method is called by all ranks together."""
 
-    def __init__(self, job: Job, place: Place, device: torch.device, log: logging.Logger) -> None:
+    def __init__(self, job: Job, place: RankInfo, device: torch.device, log: logging.Logger) -> None:
         self._job, self._place, self._device, self._log = job, place, device, log
         self.settings = job.config.checkpoint
         self.enabled = self.settings.enable
@@ -84,7 +84,7 @@ class Checkpoints:
         self.records: list[SaveRecord] = []
         """Of saves that ended; whoever logs them takes them out."""
         self.group: dist.ProcessGroup | None = None
-        self._flight: _Flight | None = None
+        self._flight: PendingSave | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = time.monotonic()
         if self.enabled or self.settings.initial_load_path:
@@ -125,13 +125,13 @@ class Checkpoints:
         if rank_0:
             if cleared := commit.clear_leftovers(self.root):
                 self._log.info(f"removed what a stopped save left: {', '.join(cleared)}")
-            if (newest := newest_whole(self.root)) is not None:
+            if (newest := latest_complete(self.root)) is not None:
                 commit.point_latest(self.root, newest)
         dist.barrier(self.group)
 
     # ---------------------------------------------------------------- loading
 
-    def find(self) -> load.Source | Abroad | None:
+    def find(self) -> load.Source | HuggingFaceFolder | None:
         """What the run begins from, verified; None for a fresh start."""
         settings = self.settings
         if self.group is None:
@@ -139,23 +139,27 @@ class Checkpoints:
         full = settings.verify_on_load == "full"
         if self.enabled and settings.load_step != -1:
             return load.at_step(self.root, settings.load_step, full, self.group)
-        if self.enabled and (newest := load.newest_sound(self.root, full, self.group, self._log)):
+        if self.enabled and (newest := load.latest_verified(self.root, full, self.group, self._log)):
             return newest
         if (path := settings.initial_load_path) and settings.initial_load_in_hf:
-            open_folder = lambda: Abroad(Path(path), self._job.spec, self._job.model, settings.exclude_from_loading)  # noqa: E731
-            return commit.together(self.group, "checkpoint.initial_load_path", open_folder)
+            job, exclude = self._job, settings.exclude_from_loading
+            return commit.run_on_all_ranks(
+                self.group,
+                "checkpoint.initial_load_path",
+                lambda: HuggingFaceFolder(Path(path), job.spec, job.model, exclude),
+            )
         if path:
             return load.at_path(Path(path), full, self.group, settings.initial_load_model_only)
         return None
 
-    def restore(self, source: load.Source | Abroad | None, state: TrainingState) -> None:
+    def restore(self, source: load.Source | HuggingFaceFolder | None, state: TrainingState) -> None:
         """Load it, and say what the run begins from."""
         if source is None:
             if self.enabled:
                 self._log.info(f"fresh: no checkpoint in {self.root}")
             return
         assert self.group is not None
-        if isinstance(source, Abroad):
+        if isinstance(source, HuggingFaceFolder):
             source.fill(state.weights())
             dist.barrier(self.group)
             self._log.info(f"loaded Hugging Face weights from {source.folder}")
@@ -174,7 +178,7 @@ class Checkpoints:
         newer = [later for later in committed(self.root) if later > step]
         if not newer:
             return
-        aside = new_aside(Path(self._job.config.job.dump_folder)) / self.settings.folder
+        aside = new_archive_folder(Path(self._job.config.job.dump_folder)) / self.settings.folder
         aside.mkdir(parents=True)
         for later in newer:
             step_folder(self.root, later).rename(step_folder(aside, later))
@@ -211,7 +215,7 @@ class Checkpoints:
         if self._flight and self._flight.flying:
             self._log.info(f"step {position.step} waits to be saved: step {self._flight.step} is still being written")
         self._land()
-        flight, self._last = _Flight(position.step), began
+        flight, self._last = PendingSave(position.step), began
         only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
         live = state.weights() if only else state.tensors()
         text = {"position": asdict(position), "numbers": {} if only else state.numbers()}
@@ -249,7 +253,7 @@ class Checkpoints:
 
     def _write(
         self,
-        flight: _Flight,
+        flight: PendingSave,
         live: dict[str, torch.Tensor],
         held: dict[str, torch.Tensor],
         text: dict[str, Any],
@@ -282,7 +286,7 @@ class Checkpoints:
     def _let_go(self) -> str:
         """Delete what need not be kept; what went wrong with that costs no checkpoint."""
         try:
-            for step in superfluous(self.root, self.settings.keep_latest_k, self.settings.keep_every):
+            for step in steps_to_delete(self.root, self.settings.keep_latest_k, self.settings.keep_every):
                 commit.delete(self.root, step)
         except OSError as error:
             return f"an old checkpoint could not be deleted: {error}"
@@ -301,7 +305,7 @@ class Checkpoints:
             self._note(flight)
             return
         self._flight = None
-        newest = [newest_whole(self.root) if self._place.rank == 0 else None]
+        newest = [latest_complete(self.root) if self._place.rank == 0 else None]
         dist.broadcast_object_list(newest, src=0)
         stands = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = flight.error or f"the save of step {flight.step} failed on another rank"
@@ -313,7 +317,7 @@ class Checkpoints:
         dist.destroy_process_group(self.group)  # who knows what a rank left in it
         self.group = self._new_group()
 
-    def _note(self, flight: _Flight) -> None:
+    def _note(self, flight: PendingSave) -> None:
         """A save that was committed."""
         self._flight = None
         costs = {"blocked": flight.blocked, "staging": flight.staging, "write": flight.writing}
@@ -338,7 +342,7 @@ class Checkpoints:
         export_live(target, translation, state.weights(), dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")
 
-    def abandon(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Wait for the save in flight where an error ends the run, which is then told instead of the save's."""
         if self._flight:
             self._flight.wait()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
-from titanlite.parallel.mesh import plain
+from titanlite.parallel.dtensor import plain
 
 Numbers = dict[str, float | int | bool]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.check import RULES, not_built
-from titanlite.config.judge import Judge, Unreadable
 from titanlite.config.load import CommandLine, ConfigError, load
+from titanlite.config.rules.context import InvalidField, RuleContext
+from titanlite.config.rules.parallel import RULES, not_built
 from titanlite.config.schema import JobConfig
 from titanlite.layout import Batch, Layout
-from titanlite.registry import ModelSpec, Shape
+from titanlite.registry import ModelDims, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Job:
     batch: Batch
     spec: ModelSpec
     model: Any
-    """The model's flavour, overrides applied."""
-    shape: Shape
+    """The model's flavor, overrides applied."""
+    shape: ModelDims
 
     @property
     def positions(self) -> int:
@@ -44,11 +44,11 @@ def job_from(line: CommandLine, *, world: int | None, training: bool) -> Job:
     """
     loaded = load(line)
     faults = list(loaded.faults)
-    judge = Judge(loaded, world)
+    judge = RuleContext(loaded, world)
     for rule in RULES:
         try:
             faults += [judge.fault(key, why) for key, why in rule(judge)]
-        except Unreadable:
+        except InvalidField:
             continue
     if training:
         faults += [judge.fault(key, why) for key, why in not_built(loaded)]

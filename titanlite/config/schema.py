@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 OrNone = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 
 
@@ -62,7 +62,7 @@ class Model(Section):
     freeze: list[str] = []
     """Patterns of parameters that are not trained, such as "tok_embeddings.*"."""
     overrides: dict[str, Any] = {}
-    """Any field of the flavour, such as `--model.overrides.n_layers 4`."""
+    """Any field of the flavor, such as `--model.overrides.n_layers 4`."""
 
 
 class Dataloader(Section):
@@ -167,11 +167,11 @@ class LRScheduler(Section):
     """Steps of linear warm-up."""
     total_steps: Annotated[Positive | None, OrNone] = None
     """Step at which the decay ends; none means training.steps."""
-    decay_ratio: Annotated[Share | None, OrNone] = None
+    decay_ratio: Annotated[Fraction | None, OrNone] = None
     """Part of total_steps that decays; none means all that follows the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
-    min_lr_factor: Share = 0.0
+    min_lr_factor: Fraction = 0.0
     """The decay ends at this fraction of the learning rate."""
 
 
@@ -223,7 +223,7 @@ class ActivationCheckpoint(Section):
     """What is recomputed."""
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """For selective: "op" chooses by operation, "2" takes every second block, and so on."""
-    memory_budget: Share = 0.5
+    memory_budget: Fraction = 0.5
     """For memory_budget, which needs compile: the part of the activations that may stay."""
     preserve_rng_state: bool = True
     """Recompute with the same random numbers."""
@@ -357,7 +357,7 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Log to Weights & Biases, in the project that WANDB_PROJECT names, or "titanlite"; needs the package wandb."""
     disable_color_printing: bool = False
-    """No colours on the terminal."""
+    """No colors on the terminal."""
 
 
 class Profiling(Section):

@@ -36,7 +36,7 @@ _TUNES = Foreign(None, "")
 FOREIGN: dict[str, Foreign] = {
     "job.use_for_integration_test": _TUNES,
     "job.print_args": _spelled("job.print_config"),
-    "job.custom_config_module": _off("", instead="a model's own settings are fields of its flavour"),
+    "job.custom_config_module": _off("", instead="a model's own settings are fields of its flavor"),
     "model.tokenizer_path": _spelled("model.hf_assets_path"),
     "model.print_after_conversion": _off(False, instead="there is no such print"),
     "optimizer.early_step_in_backward": _off(False, instead="it cannot be combined with gradient clipping"),
@@ -79,7 +79,7 @@ FOREIGN: dict[str, Foreign] = {
     "memory_estimation.enabled": _off(False, instead="the start prints memory per rank"),
     "memory_estimation.disable_fake_mode": _TUNES,
     "fault_tolerance.enable": _off(False, instead="TorchFT is not supported"),
-    "experimental.custom_args_module": _off("", instead="a model's own settings are fields of its flavour"),
+    "experimental.custom_args_module": _off("", instead="a model's own settings are fields of its flavor"),
     "experimental.custom_model_path": _off("", instead="use model.package"),
     "comm.save_traces_file_prefix": _TUNES,
     "comm.mode": _off("default", instead="there are no simulated modes"),

@@ -15,8 +15,8 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Dataloader
-from titanlite.data.ahead import ReadAhead
-from titanlite.data.order import Share
+from titanlite.data.prefetch import Prefetcher
+from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.windows import Windows
 
@@ -56,7 +56,7 @@ class MicroBatch:
 class IndexSampler:
     """Sample numbers of every micro-batch of one rank, from the sample where the job stands."""
 
-    share: Share
+    share: RankSlice
     consumed: int
     steps: int | None
 
@@ -70,7 +70,7 @@ class IndexSampler:
 
 
 def build_loader(
-    data: Windows | Stream, share: Share, consumed: int, steps: int | None, settings: Dataloader
+    data: Windows | Stream, share: RankSlice, consumed: int, steps: int | None, settings: Dataloader
 ) -> Loader:
     """Micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts.
 
@@ -111,7 +111,7 @@ def _leave_with_parent(_: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-class Ahead:
+class BatchPrefetcher:
     """Reads a loader once, in a thread: the next batch is ready, and pinned for a GPU, before it is asked for."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class Ahead:
         self.state: dict[str, Any] | None = None
         """Of a stream: its state after the batch that was asked for last, however far it was read ahead."""
         self._pin = device.type == "cuda"
-        self._ahead = ReadAhead(self._read(), depth=2)
+        self._ahead = Prefetcher(self._read(), depth=2)
 
     def _read(self) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
         streamed = isinstance(self.loader, StreamLoader)

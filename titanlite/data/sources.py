@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanlite.config.check import STREAMS, is_streamed
+from titanlite.config.rules.parallel import STREAMS, is_streamed
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource
@@ -65,7 +65,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     )
 
 
-def look_for(key: str, name: str, path: str, vocab_size: int) -> None:
+def validate_dataset(key: str, name: str, path: str, vocab_size: int) -> None:
     """Find what is wrong with a data set without preparing it."""
     if is_streamed(name):
         open_stream(key, name, path)

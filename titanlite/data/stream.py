@@ -27,10 +27,10 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.config.check import RETRIES
-from titanlite.data.ahead import ReadAhead
-from titanlite.data.order import Share
+from titanlite.config.rules.parallel import RETRIES
 from titanlite.data.packing import blank, fill
+from titanlite.data.prefetch import Prefetcher
+from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, first_line
 from titanlite.runtime.determinism import derive_seed
@@ -174,7 +174,7 @@ class Reader:
         """This reader's documents of a file from number `first` on; what fails or stalls is tried again."""
         tries = 0
         while True:
-            reading = ReadAhead(_tables(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
+            reading = Prefetcher(_tables(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
             try:
                 at = 0
                 for table in reading:
@@ -224,7 +224,7 @@ def _texts(name: str, table: Any) -> Any:
 class _Shared(IterableDataset):
     """A stream as the workers of a rank see it."""
 
-    def __init__(self, stream: Stream, share: Share, workers: int) -> None:
+    def __init__(self, stream: Stream, share: RankSlice, workers: int) -> None:
         self._stream, self._share, self._workers = stream, share, max(1, workers)
 
     def __iter__(self) -> Reader:
@@ -238,7 +238,7 @@ class StreamLoader:
     """Micro-batches of one rank, `steps` of them or without end: after its last document a rank goes on with batches
     that do not count, until no rank has a token left. To notice that is for the one who reads."""
 
-    def __init__(self, stream: Stream, share: Share, steps: int | None, options: dict[str, Any]) -> None:
+    def __init__(self, stream: Stream, share: RankSlice, steps: int | None, options: dict[str, Any]) -> None:
         self._stream, self._share, self._steps = stream, share, steps
         workers = options.get("num_workers", 0)
         self._loader = StatefulDataLoader(_Shared(stream, share, workers), batch_size=share.local, **options)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from titanlite.config.check import BYTE_VOCABULARY
 from titanlite.config.job import Job
+from titanlite.config.rules.parallel import BYTE_VOCABULARY
 from titanlite.errors import UserError
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch.utils.data import Dataset
 
-from titanlite.config.check import is_streamed
 from titanlite.config.job import Job, validation_seq_len
+from titanlite.config.rules.parallel import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
-from titanlite.data.order import Order
 from titanlite.data.packing import Concatenated, Cut, Packed, blank
+from titanlite.data.shuffle import Order
 from titanlite.data.sources import open_source, open_stream
 from titanlite.data.stream import Stream
 from titanlite.data.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""What a rank says: its log, and the colours that a terminal adds to it."""
+"""What a rank says: its log, and the colors that a terminal adds to it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
     return log
 
 
-def coloured(line: str) -> str:
-    """A step's line with a colour for each field; other lines as they are."""
+def colored(line: str) -> str:
+    """A step's line with a color for each field; other lines as they are."""
     if not line.startswith("step:"):
         return line
     return re.sub(

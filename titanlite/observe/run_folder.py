@@ -20,7 +20,7 @@ from titanlite.layout import DIMENSIONS
 MOVED = ("metrics.jsonl", "logs", "config.toml", "environment.json")
 
 
-def move_previous_aside(config: JobConfig) -> Path | None:
+def archive_previous_files(config: JobConfig) -> Path | None:
     """Move what an earlier run wrote to previous/<time>/; the place, or None where there was nothing.
 
     W&B's folder stays: it has a folder for each run, whose place W&B told the user.
@@ -31,7 +31,7 @@ def move_previous_aside(config: JobConfig) -> Path | None:
     return _move(dump_folder, (*MOVED, *folders))
 
 
-def move_previous_logs_aside(dump_folder: Path) -> Path | None:
+def archive_previous_logs(dump_folder: Path) -> Path | None:
     """Of a run that is resumed, move what each start writes anew; metrics and traces go on where they are."""
     return _move(dump_folder, MOVED[1:])
 
@@ -40,13 +40,13 @@ def _move(dump_folder: Path, names: tuple[str, ...]) -> Path | None:
     found = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not found:
         return None
-    aside = new_aside(dump_folder)
+    aside = new_archive_folder(dump_folder)
     for path in found:
         path.rename(aside / path.name)
     return aside
 
 
-def new_aside(dump_folder: Path) -> Path:
+def new_archive_folder(dump_folder: Path) -> Path:
     """A new folder previous/<time>."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     aside = dump_folder / "previous" / stamp

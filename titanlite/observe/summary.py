@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import __version__
 from titanlite.config.job import Job
+from titanlite.errors import format_bytes
 from titanlite.observe.memory import state_bytes
 from titanlite.registry import Rule
-from titanlite.words import readable
 
 _ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices", "whole": "other"}
 
@@ -65,7 +65,7 @@ def describe_start(
         "compute": f"{flops:,} FLOPs per token, {config.training.mixed_precision_param} "
         f"(parameters {config.training.dtype}, reduction {config.training.mixed_precision_reduce})",
         "memory": ("per rank, in host memory: " if config.training.enable_cpu_offload else "per rank: ")
-        + " + ".join(f"{what} {readable(size)}" for what, size in zip(_STATE, bytes_each, strict=True)),
+        + " + ".join(f"{what} {format_bytes(size)}" for what, size in zip(_STATE, bytes_each, strict=True)),
         "optimizer": f"{config.optimizer.name} ({implementation}), weight decay "
         f"{config.optimizer.weight_decay:g} on {decayed} tensors, none on {exempt}",
         "seed": f"{seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from titanlite.registry import Rule, Shape
+from titanlite.registry import ModelDims, Rule
 
 PEAK_BF16_TFLOPS = {
     "A100": 312, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "B200": 2250,
@@ -27,7 +27,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def flops_per_token(
-    parameters: Iterable[tuple[str, torch.Tensor]], table: dict[str, Rule], shape: Shape, seq_len: int
+    parameters: Iterable[tuple[str, torch.Tensor]], table: dict[str, Rule], shape: ModelDims, seq_len: int
 ) -> int:
     """Training FLOPs per token: 6 for each parameter that multiplies (4 where it is frozen), and attention.
 

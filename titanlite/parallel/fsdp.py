@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from titanlite.config.job import Job
-from titanlite.parallel import prefetch
+from titanlite.parallel import fsdp_schedule
 from titanlite.parallel.mesh import Mesh
 
 
@@ -37,15 +37,15 @@ def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied
     apply = partial(
         fully_shard, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload, ignored_params=set(kept)
     )
-    groups = [[model.get_submodule(name) for name in names] for names in prefetch.group_names(job, tied)]
-    output = prefetch.group_with_output(job, tied)
-    if prefetch.head_in_root(job):
+    groups = [[model.get_submodule(name) for name in names] for names in fsdp_schedule.group_names(job, tied)]
+    output = fsdp_schedule.group_with_output(job, tied)
+    if fsdp_schedule.head_in_root(job):
         groups[output] = [model]
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The group with the output is needed again at once in the backward pass, so the default keeps it.
         reshard = number != output if policy == "default" else policy
         apply(modules, reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard)
-    if not prefetch.head_in_root(job):
+    if not fsdp_schedule.head_in_root(job):
         apply(model, reshard_after_forward=False)
     in_float8 = job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
     as_bytes = in_float8 and mesh.world.device_type == "cpu"
@@ -56,11 +56,11 @@ def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if as_bytes:
-                module.set_custom_all_gather(_AsBytes())
-    prefetch.apply([modules[0] for modules in groups], prefetch.schedule(job, tied))
+                module.set_custom_all_gather(BytesAllGather())
+    fsdp_schedule.apply([modules[0] for modules in groups], fsdp_schedule.schedule(job, tied))
 
 
-class _AsBytes(DefaultAllGather):
+class BytesAllGather(DefaultAllGather):
     """gloo can't carry float8, which a group of nothing else is gathered in."""
 
     def __call__(

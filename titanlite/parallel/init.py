@@ -7,49 +7,23 @@ the shard. torch's own answer, a random state on the mesh, gives every shard the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
-from titanlite.parallel.mesh import local_part, shard_offset
-from titanlite.registry import Init, ModelSpec, Rule, assign
+from titanlite.parallel.build import shared_names, tie
+from titanlite.parallel.dtensor import local_part, shard_offset
+from titanlite.registry import Init, Rule
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
 _ELEMENTS_AT_A_TIME = 64 * BLOCK
 
 
-def shared_names(model: nn.Module) -> dict[str, str]:
-    """The second name of every parameter that two modules share, to its first."""
-    first: dict[int, str] = {}
-    ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            ties[name] = first[id(parameter)]
-    return ties
-
-
-def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make each second name stand for the parameter of its first."""
-    for second, first in ties.items():
-        module, _, attribute = second.rpartition(".")
-        setattr(model.get_submodule(module), attribute, model.get_parameter(first))
-
-
-def skeleton(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
-    """A model on the meta device, and each parameter's row of its table."""
-    with torch.device("meta"):
-        model = spec.module(flavor, positions)
-    names = [name for name, _ in model.named_parameters()]
-    return model, assign(spec.rules(flavor), names, ties=shared_names(model))
-
-
-def materialise(
+def materialize(
     model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
 ) -> None:
     """Move a model from the meta device to `device` with its initial values; ties stay ties.

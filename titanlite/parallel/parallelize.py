@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from titanlite.config.check import sharding_does_something
 from titanlite.config.job import Job
-from titanlite.converters import Converter, convert
+from titanlite.config.rules.parallel import sharding_does_something
 from titanlite.errors import UserError
-from titanlite.parallel import agree, compile, fsdp, keep_whole, recompute, tensor
-from titanlite.parallel.init import materialise, skeleton
+from titanlite.parallel import compile, fsdp, recompute, replica_check, replicated, tensor
+from titanlite.parallel.build import _matching
+from titanlite.parallel.convert import Converter, convert
+from titanlite.parallel.init import materialize
 from titanlite.parallel.mesh import Mesh
 from titanlite.registry import Rule
-
-
-def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
-    """The model on the meta device, in training.dtype, frozen where asked; and each parameter's row of its table."""
-    model, table = skeleton(job.spec, job.model, job.positions)
-    for parameter in model.parameters():  # buffers keep their own types
-        parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
-    for name in _matching(model, "model.freeze", job.config.model.freeze):
-        model.get_parameter(name).requires_grad_(False)
-    return model, table
-
-
-def _matching(model: nn.Module, key: str, patterns: list[str]) -> list[str]:
-    """Parameters that a key's patterns name, by their first name or a tie's second; each must match something."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = list(model.named_parameters(remove_duplicate=False))
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        names = [first[id(parameter)] for name, parameter in every if fnmatchcase(name, pattern)]
-        if not names:
-            raise UserError(f'{key}: "{pattern}" matches no parameter')
-        found |= dict.fromkeys(names)
-    return list(found)
 
 
 def parallelize(
@@ -57,8 +34,8 @@ def parallelize(
     """
     kept = apply_in_order(model, job, mesh, table, converters, say)
     # Nothing has memory until every rank knows its shard.
-    materialise(model, table, seed, device, in_host_memory=job.config.training.enable_cpu_offload)
-    agree.check_replicas(model, "after initialisation", device)
+    materialize(model, table, seed, device, in_host_memory=job.config.training.enable_cpu_offload)
+    replica_check.check_replicas(model, "after initialization", device)
     return [model.get_parameter(name) for name in kept]
 
 
@@ -84,7 +61,7 @@ def apply_in_order(
     kept = [model.get_parameter(name) for name in names]
     if len(kept) == len(table):
         raise UserError("parallelism.fsdp_keep_whole matches every parameter: replicate instead of sharding")
-    keep_whole.compute_in(getattr(torch, config.training.mixed_precision_param), model, kept)
+    replicated.compute_in(getattr(torch, config.training.mixed_precision_param), model, kept)
     # Recomputing comes before compiling, which sees it, and chooses what to keep inside one graph. But torch 2.13
     # (2.11 does not) fails on a graph with a mesh in it that is recomputed whole: there a compiled block runs again.
     recomputing = config.activation_checkpoint

@@ -24,15 +24,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite import float8
 from titanlite.errors import UserError
 from titanlite.layout import divisors
-from titanlite.parallel.init import shared_names, tie
-from titanlite.parallel.swap import compute_with
+from titanlite.parallel import float8
+from titanlite.parallel.build import shared_names, tie
+from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Role, Rule
 
 SEQUENCE = Shard(1)
-_BESIDE: dict[Role, Role] = {
+_BIAS_ROLE: dict[Role, Role] = {
     "embedding": "embedding",
     "column": "column",
     "row": "whole",
@@ -56,7 +56,7 @@ def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMes
         "row": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
         "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
-        "whole": _Whole(),
+        "whole": ReplicatedModule(),
     }
     for name, role in roles.items():
         try:
@@ -140,10 +140,10 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
             continue
         role = own.get("weight", next(iter(own.values())))
         for name, other in own.items():
-            if name != "weight" and other != _BESIDE[role]:
+            if name != "weight" and other != _BIAS_ROLE[role]:
                 raise UserError(
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
-                    f'of the role "{role}" it must be "{_BESIDE[role]}"'
+                    f'of the role "{role}" it must be "{_BIAS_ROLE[role]}"'
                 )
         found[path] = role
     return found
@@ -171,14 +171,14 @@ def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args:
     return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
-class _Whole(ParallelStyle):
+class ReplicatedModule(ParallelStyle):
     """Every rank holds and uses all of a module's own parameters; each sees a part of the tokens or heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
             module.register_parameter(name, nn.Parameter(whole))
-        compute_with(_local, module, [name for name, _ in module.named_parameters(recurse=False)])
+        forward_with_converted_params(_local, module, [name for name, _ in module.named_parameters(recurse=False)])
         return module
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from titanlite.errors import UserError
@@ -33,7 +34,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A worker's place in the job."""
 
     rank: int
@@ -97,7 +98,7 @@ def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     return addr, _number(environ, "MASTER_PORT", 20000 + job % 10000)
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """This worker's place; alone where the environment says nothing. torchrun and srun both will do."""
     host = socket.gethostname()
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -105,8 +106,8 @@ def place(environ: Mapping[str, str]) -> Place:
     elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         rank, world, local = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
     else:
-        return Place(0, 1, 0, host)
-    return Place(_number(environ, rank, 0), _number(environ, world, 1), _number(environ, local, 0), host)
+        return RankInfo(0, 1, 0, host)
+    return RankInfo(_number(environ, rank, 0), _number(environ, world, 1), _number(environ, local, 0), host)
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:
@@ -184,3 +185,19 @@ def _number(environ: Mapping[str, str], name: str, default: int, least: int = 0)
     if not text.isdigit() or int(text) < least:
         raise UserError(f"{name}={text} must be a whole number >= {least}")
     return int(text)
+
+
+TORCH_RANGE = ((2, 11), (2, 14))
+
+
+def check_torch() -> None:
+    """Refuse a torch outside the supported range, before its import can fail in some other way."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        raise UserError("torch is not installed in this environment: pip install 'torch>=2.11,<2.14'") from None
+    low, high = TORCH_RANGE
+    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
+        raise UserError(
+            f"torch {found} is not supported: titanlite needs torch >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.errors import UserError
-from titanlite.runtime.cluster import Place, store_address
+from titanlite.runtime.cluster import RankInfo, store_address
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
@@ -31,7 +31,7 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def process_group(
-    place: Place, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
+    place: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
 ) -> Iterator[None]:
     """The job's process group while the context lasts."""
     backend = "gloo"
@@ -57,7 +57,7 @@ def process_group(
     dist.destroy_process_group()
 
 
-def _store(place: Place, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
+def _store(place: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
     """Where the ranks meet. An elastic agent's store outlives an attempt: stale addresses in it would be found
     by the next one, therefore every attempt has a prefix of its own."""
     address = store_address(environ, place.world)

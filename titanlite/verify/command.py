@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError, nearest
-from titanlite.verify.subject import Subject, read_subject
+from titanlite.verify.model_under_test import ModelUnderTest, read_subject
 from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
 
 if TYPE_CHECKING:
-    from titanlite.verify.proof import Result
+    from titanlite.verify.runner import Result
 
 USAGE = """titanlite verify [--model NAME] [--config FILE.toml …] [--model.KEY VALUE …] [--full [--out FILE.md]]
                  [--fault NAME|list]
@@ -30,7 +30,7 @@ USAGE = """titanlite verify [--model NAME] [--config FILE.toml …] [--model.KEY
   the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed. The exit code
   is 0 if all rows are equal, 1 if one is not.
 
-  --model      a registered model, the same as --model.name; by default its flavour for debugging is taken
+  --model      a registered model, the same as --model.name; by default its flavor for debugging is taken
   --config     a config whose [model] section says which model; all else is the table's
   --full       every layout with every recomputation, accumulation and variant, the rest covered in pairs; stopped,
                the same command goes on. Writes --out (default parity-MODEL.md), and its rows beside it
@@ -51,7 +51,7 @@ def verify(words: list[str]) -> int:
         if "fault" in asked and "full" in asked:
             raise UserError("--fault runs the rows that can show the fault; leave --full out")
         if asked.get("fault") == "list":
-            from titanlite.verify.faults import FAULTS
+            from titanlite.verify.known_faults import FAULTS
 
             print("\n".join(FAULTS))
             return 0
@@ -93,7 +93,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return asked, others + ([f"--model.name={asked['model']}"] if "model" in asked else [])
 
 
-def _rows(subject: Subject, asked: dict[str, str]) -> list[Row]:
+def _rows(subject: ModelUnderTest, asked: dict[str, str]) -> list[Row]:
     if "fault" in asked:
         return fault_rows(subject, asked["fault"])
     of = choices(subject.layouts, list(subject.variants))
@@ -101,9 +101,9 @@ def _rows(subject: Subject, asked: dict[str, str]) -> list[Row]:
     return [*(full(of) if "full" in asked else pairwise(of)), *compiled]
 
 
-def fault_rows(subject: Subject, name: str) -> list[Row]:
+def fault_rows(subject: ModelUnderTest, name: str) -> list[Row]:
     """The rows that can show a fault, of those that the model allows."""
-    from titanlite.verify.faults import FAULTS
+    from titanlite.verify.known_faults import FAULTS
 
     if name not in FAULTS:
         close = nearest(name, FAULTS)
@@ -117,10 +117,10 @@ def fault_rows(subject: Subject, name: str) -> list[Row]:
     return rows
 
 
-def _run(subject: Subject, rows: Sequence[Row], asked: dict[str, str], command: str) -> int:
+def _run(subject: ModelUnderTest, rows: Sequence[Row], asked: dict[str, str], command: str) -> int:
     """Run what is not known yet, and tell it row by row."""
-    from titanlite.verify.proof import proof
     from titanlite.verify.report import Printed, page
+    from titanlite.verify.runner import proof
 
     began, printed = time.monotonic(), Printed()
     out = Path(asked.get("out") or f"parity-{subject.name.split()[0]}.md")
@@ -143,10 +143,10 @@ def _run(subject: Subject, rows: Sequence[Row], asked: dict[str, str], command: 
     return 0 if all(result.passed for result in results) else 1
 
 
-def _introduction(subject: Subject, rows: Sequence[Row], fault: str, known: int) -> Iterator[str]:
+def _introduction(subject: ModelUnderTest, rows: Sequence[Row], fault: str, known: int) -> Iterator[str]:
     yield f"titanlite verify: {subject.name}, {len(rows)} rows on up to {max(r.mesh.world for r in rows)} processes"
     if fault:
-        from titanlite.verify.faults import FAULTS
+        from titanlite.verify.known_faults import FAULTS
 
         yield f"with a fault put in, which must be noticed: {FAULTS[fault].says}"
     for layout, why in subject.left_out.items():
@@ -158,7 +158,7 @@ def _introduction(subject: Subject, rows: Sequence[Row], fault: str, known: int)
 class Book:
     """Rows that passed, one a line, so that a stopped run goes on; another model, torch or code begins anew."""
 
-    def __init__(self, path: Path, subject: Subject) -> None:
+    def __init__(self, path: Path, subject: ModelUnderTest) -> None:
         self._path, self._identity = path, _identity(subject)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Book:
             path.write_text(json.dumps(self._identity) + "\n", encoding="utf-8")
 
     def _read(self, lines: Sequence[str]) -> None:
-        from titanlite.verify.proof import Result
+        from titanlite.verify.runner import Result
 
         for line in lines:
             values = json.loads(line)
@@ -182,7 +182,7 @@ class Book:
                 file.write(json.dumps(asdict(result)) + "\n")
 
 
-def _identity(subject: Subject) -> dict[str, object]:
+def _identity(subject: ModelUnderTest) -> dict[str, object]:
     """What the rows hold for: the model as asked for, torch, and the code of titanlite and of the model."""
     code = hashlib.sha256()
     for path in sorted(sources(subject)):
@@ -190,7 +190,7 @@ def _identity(subject: Subject) -> dict[str, object]:
     return {"model": [*subject.words], "torch": version("torch"), "code": code.hexdigest()[:16]}
 
 
-def sources(subject: Subject) -> set[Path]:
+def sources(subject: ModelUnderTest) -> set[Path]:
     """The files of titanlite, and of the packages that the model is in; of a lone module, those beside it too."""
     ours = Path(__file__).parents[1]
     found = {*ours.rglob("*.py"), *(ours / "models").resolve().rglob("*.py")}  # in a checkout that is a link

@@ -20,17 +20,17 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
-from titanlite.grad_norm import clip_grad_norm
 from titanlite.observe.clock import StepClock
 from titanlite.observe.metrics import StepRecord
 from titanlite.optim import build_optimizer
-from titanlite.parallel.init import shared_names
-from titanlite.runtime.cluster import Place
-from titanlite.trainer import Trainer
-from titanlite.verify import observed, order
-from titanlite.verify.faults import FAULTS
-from titanlite.verify.observed import Finding, Observed, named
-from titanlite.verify.subject import build_job
+from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.parallel.build import shared_names
+from titanlite.runtime.cluster import RankInfo
+from titanlite.train.trainer import Trainer
+from titanlite.verify import gather_order, measurements
+from titanlite.verify.known_faults import FAULTS
+from titanlite.verify.measurements import Finding, Observed, named
+from titanlite.verify.model_under_test import build_job
 
 
 def measure(words: list[str], expected: str, bound: float, fault: str = "") -> Finding:
@@ -43,15 +43,15 @@ def measure(words: list[str], expected: str, bound: float, fault: str = "") -> F
     logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every recomputed block that is compiled
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
     rank, world = dist.get_rank(), dist.get_world_size()
-    run: Watched | None = None
+    run: InstrumentedTrainer | None = None
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
-            run = Watched(build_job(words, world), Place(rank, world, rank, f"rank{rank}"))
+            run = InstrumentedTrainer(build_job(words, world), RankInfo(rank, world, rank, f"rank{rank}"))
             seen = run.observe()
     except Exception as error:
         where = "building" if run is None else _module_in(error.__traceback__, run.parts[0]) or "a step"
         raise Failed(f"{type(error).__name__} in {where}: {first_line(error)}") from error
-    finding = observed.compare(seen, torch.load(expected, mmap=True), bound)
+    finding = measurements.compare(seen, torch.load(expected, mmap=True), bound)
     if finding.error <= bound and (difference := run.gathered_out_of_order()):
         return Finding("all-gathers:", difference)
     return finding
@@ -61,17 +61,17 @@ class Failed(Exception):
     """A row's job did not run; one line says in which module."""
 
 
-class Watched(Trainer):
+class InstrumentedTrainer(Trainer):
     """The trainer itself, given its batch, and looked at while it steps."""
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, place: RankInfo) -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
         super().__init__(job, place, torch.device("cpu"), logging.Logger("quiet"))
-        whole = observed.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
+        whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
         mine = whole.chunk(self.share.ranks)[self.share.coordinate]
         self.given = [MicroBatch(rows) for rows in mine.chunk(self.share.accumulation)]
         self.seen: Observed = {}
-        self.gathered: list[order.Group] = []
+        self.gathered: list[gather_order.Group] = []
         for sink in self.sinks:
             sink.close()
         self.sinks = [_Kept(self.seen)]
@@ -80,13 +80,13 @@ class Watched(Trainer):
     def observe(self) -> Observed:
         """Take the steps; what was seen in them."""
         model, config = self.parts[0], self.job.config
-        self.seen[observed.INITIAL] = observed.values(model)
-        for name, steps in observed.steps_of(config).items():
+        self.seen[measurements.INITIAL] = measurements.values(model)
+        for name, steps in measurements.steps_of(config).items():
             self.optimizer = build_optimizer(self.optimized, named(config, name))
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.seen[observed.after(name)] = observed.values(model)
+            self.seen[measurements.after(name)] = measurements.values(model)
         return self.seen
 
     def next_micro_batches(self) -> list[MicroBatch]:
@@ -95,10 +95,10 @@ class Watched(Trainer):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor) -> torch.Tensor:
         if self.step > 1:
             return super().forward_backward(micro_batches, valid_tokens)
-        with order.gathers_recorded(self.gathered) if self._gathers() else nullcontext():
+        with gather_order.gathers_recorded(self.gathered) if self._gathers() else nullcontext():
             loss = super().forward_backward(micro_batches, valid_tokens)
-        self.seen[observed.GRADIENT] = observed.gradients(self.parts[0])
-        self.seen[observed.NORM] = {"(p = inf)": clip_grad_norm(self.trained, math.inf, math.inf)}
+        self.seen[measurements.GRADIENT] = measurements.gradients(self.parts[0])
+        self.seen[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.trained, math.inf, math.inf)}
         return loss
 
     def _gathers(self) -> bool:
@@ -108,7 +108,9 @@ class Watched(Trainer):
         """The first group that was not gathered when the schedule says."""
         if not self._gathers():
             return ""
-        return order.first_difference(self.gathered, order.declared(self.job, bool(shared_names(self.parts[0]))))
+        return gather_order.first_difference(
+            self.gathered, gather_order.declared(self.job, bool(shared_names(self.parts[0])))
+        )
 
 
 class _Kept:
@@ -119,8 +121,8 @@ class _Kept:
 
     def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
         if record.step == 1:
-            self.seen[observed.NORM]["(p = 2)"] = torch.tensor(record.grad_norm, dtype=torch.float64)
-            self.seen[observed.LOSS] = {"": torch.tensor(record.loss, dtype=torch.float64)}
+            self.seen[measurements.NORM]["(p = 2)"] = torch.tensor(record.grad_norm, dtype=torch.float64)
+            self.seen[measurements.LOSS] = {"": torch.tensor(record.loss, dtype=torch.float64)}
 
     def validation(self, step: int, loss: float) -> None: ...
 

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.text import Text
 
-from titanlite.verify.observed import BOUNDS
-from titanlite.verify.proof import Result
+from titanlite.verify.measurements import BOUNDS
+from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
 _WIDTHS = {
@@ -28,7 +28,7 @@ _TITLES = {"accumulation": "accum"}
 
 
 class Printed:
-    """The table on the console, row by row; in a pipe the same without colours."""
+    """The table on the console, row by row; in a pipe the same without colors."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)

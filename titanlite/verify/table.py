@@ -102,7 +102,7 @@ attention keeps for its backward pass (2.13's does not)."""
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
-SPARED: _Pair = frozenset({("layout", "hsdp2x2 x tp2"), ("compile", "aot_eager")})
+EXCLUDED_PAIR: _Pair = frozenset({("layout", "hsdp2x2 x tp2"), ("compile", "aot_eager")})
 """What has one row in `full`, and none in the small set: eight processes that compile take a minute on two cores."""
 
 
@@ -132,7 +132,7 @@ def pairs_in(row: Row) -> set[_Pair]:
 
 def pairwise(of: Choices) -> list[Row]:
     """A small set of rows in which all pairs meet; the same one every time, in the order of the layouts."""
-    covers = (_cover(of, pairs(of) - {SPARED}, random.Random(seed), thrifty=True) for seed in range(30))
+    covers = (_cover(of, pairs(of) - {EXCLUDED_PAIR}, random.Random(seed), prefer_cheap=True) for seed in range(30))
     return sorted(min(covers, key=len), key=lambda row: (list(LAYOUTS).index(row.layout), astuple(row)))
 
 
@@ -147,26 +147,26 @@ def full(of: Choices) -> list[Row]:
     return rows + _cover(of, left, dice)
 
 
-def _cover(of: Choices, left: set[_Pair], dice: random.Random, *, thrifty: bool = False) -> list[Row]:
+def _cover(of: Choices, left: set[_Pair], dice: random.Random, *, prefer_cheap: bool = False) -> list[Row]:
     """One row after another: two choices that have not met yet, then whatever meets most."""
     rows = []
     while left:
-        rows.append(_completed(dict(min(left, key=sorted)), of, left, dice, thrifty=thrifty))
+        rows.append(_completed(dict(min(left, key=sorted)), of, left, dice, prefer_cheap=prefer_cheap))
         left -= pairs_in(rows[-1])
     return rows
 
 
 def _completed(
-    begun: dict[str, str], of: Choices, left: set[_Pair], dice: random.Random, *, thrifty: bool = False
+    begun: dict[str, str], of: Choices, left: set[_Pair], dice: random.Random, *, prefer_cheap: bool = False
 ) -> Row:
-    """Every other column gets what meets most, but makes no spared pair; of equals a random one or, if thrifty, what
-    takes no time."""
+    """Every other column gets what meets most, but makes no excluded pair; of equals a random one or, if
+    prefer_cheap, what takes no time."""
     for column in sorted(COLUMNS, key=lambda _: dice.random()):
         if column in begun:
             continue
         made = {c: {frozenset(((column, c), other)) for other in begun.items()} for c in of[column]}
-        fits = [c for c in of[column] if meets({**begun, column: c}) and SPARED not in made[c]]
+        fits = [c for c in of[column] if meets({**begun, column: c}) and EXCLUDED_PAIR not in made[c]]
         most = max(len(made[c] & left) for c in fits)
         best = [c for c in fits if len(made[c] & left) == most]
-        begun[column] = best[0] if thrifty and column in ("compile", "accumulation") else dice.choice(best)
+        begun[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else dice.choice(best)
     return Row(**begun)

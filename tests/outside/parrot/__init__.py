@@ -5,7 +5,7 @@ It has what llama3 lacks: biases, dropout, LayerNorm.
 
 from dataclasses import dataclass
 
-from titanlite.registry import ModelSpec, Rule, Shape, normal, ones, register_model, zeros
+from titanlite.registry import ModelDims, ModelSpec, Rule, normal, ones, register_model, zeros
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ SPEC = register_model(
     ModelSpec(
         name="parrot",
         flavors={"small": ParrotConfig()},
-        shape=lambda c: Shape(c.n_layers, 1, 1, c.dim, c.vocab_size, max_seq_len=1024),
+        shape=lambda c: ModelDims(c.n_layers, 1, 1, c.dim, c.vocab_size, max_seq_len=1024),
         rules=rules,
         build="parrot.model:Parrot",
         after=("output",),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titanlite.registry import ModelSpec, Rule, Shape, normal, ones, register_model, zeros
+from titanlite.registry import ModelDims, ModelSpec, Rule, normal, ones, register_model, zeros
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ SPEC = register_model(
     ModelSpec(
         name="scaled",
         flavors={"small": ScaledConfig()},
-        shape=lambda c: Shape(c.n_layers, c.n_heads, c.n_heads, c.dim // c.n_heads, c.vocab_size, max_seq_len=1024),
+        shape=lambda c: ModelDims(
+            c.n_layers, c.n_heads, c.n_heads, c.dim // c.n_heads, c.vocab_size, max_seq_len=1024
+        ),
         rules=rules,
         build="scaled.model:Scaled",
         after=("output",),

@@ -1,0 +1,141 @@
+"""Optimizer state in bfloat16: half the memory, right in the mean, and the same on every mesh and after a resume."""
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.allocated import Allocated
+from tests.checkpoint.saved import SAVING, run_until
+from tests.jobs import QUIET, TINY, full, job, run_to_end, trainer
+from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer_bytes
+from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, rounded
+from titanlite.parallel.dtensor import box_of, local_part
+
+NARROW = "--optimizer.state_dtype=bfloat16"
+FOREACH = "--optimizer.implementation=foreach"
+
+
+def test_rounding_takes_a_neighbour_and_is_right_in_the_mean():
+    values = torch.tensor([1.0, 1.001, -1.001, 3.14159, 1e-30, -2.5e20, 0.0])
+    draws = 20000
+    bits = random_bits((slice(0, draws), slice(0, len(values))), 5, values.device)
+    found = rounded(values.expand(draws, -1).contiguous(), bits)
+    assert found.dtype == torch.bfloat16
+    for value, column in zip(values, found.double().unbind(1), strict=True):
+        step = abs(value.item()) / 128
+        assert len(column.unique()) == (1 if value == value.bfloat16() else 2)
+        assert (column - value).abs().max() <= step
+        assert (column.mean() - value.double()).abs() <= 4 * step / draws**0.5, value
+    strange = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    assert torch.equal(rounded(strange, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool())
+
+
+def test_random_bits_depend_on_the_place_in_the_full_tensor_alone():
+    whole = random_bits((slice(0, 60), slice(0, 40)), 9, torch.device("cpu"))
+    part = random_bits((slice(7, 20), slice(11, 40)), 9, torch.device("cpu"))
+    assert torch.equal(part, whole[7:20, 11:40])
+    many = random_bits((slice(0, 512), slice(0, 512)), 9, torch.device("cpu"))
+    other = random_bits((slice(0, 512), slice(0, 512)), 10, torch.device("cpu"))
+    for bit in range(32):
+        ones = many >> bit & 1
+        beside = [ones.new_zeros(()), other >> bit & 1, ones.roll(1, 0), ones.roll(1, 1), many >> (bit + 7) % 32 & 1]
+        for others in beside:
+            assert abs((ones ^ others).double().mean() - 0.5) < 0.005, bit
+
+
+def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
+    """The optimizer's state after steps with gradients that are a function of the name alone."""
+    run = trainer([*argv, FOREACH], folder)
+    for step in range(1, 4):
+        for group in run.optimizer.param_groups:
+            group["training_step"] = step
+        for item in run.optimized:
+            generator = torch.Generator().manual_seed(int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step)
+            whole = torch.randn(item.parameter.shape, generator=generator)
+            gradient = torch.zeros_like(item.parameter)
+            local_part(gradient).copy_(whole[box_of(item.parameter)])
+            item.parameter.grad = gradient
+        run.optimizer.step()
+    tensors = {name: tensor for name, tensor in run.state.tensors().items() if name.startswith("optimizer.")}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    held = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    assert held == optimizer_bytes(run.optimized, run.job.config), "what the start of the run says"
+    return {name: hashlib.sha256(full(t).float().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+
+
+def test_the_state_is_the_same_bits_on_every_mesh(pool, tmp_path):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2", NARROW]
+    alone = pool.run(states_after_steps, argv, str(tmp_path), world=1)[0]
+    for world, words in ((3, []), (4, ["--parallelism.tensor_parallel_degree=2"])):
+        assert pool.run(states_after_steps, [*argv, *words], str(tmp_path), world=world) == [alone] * world
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
+def test_training_goes_as_with_wide_state(pool, tmp_path, name, dtype):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)  # the same to learn whatever Python's own library says
+    argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={tmp_path / 'text.txt'}"]
+    argv += ["--training.steps=20", f"--optimizer.name={name}", f"--training.dtype={dtype}"]
+    losses = []
+    for words in ([], [NARROW]):
+        folder = tmp_path / str(len(words))
+        pool.run(run_to_end, [*argv, *words, "--metrics.log_freq=1"], str(folder), world=1)
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] != losses[1], "it must be on"
+    assert losses[1] == pytest.approx(losses[0], abs=0.02) and losses[0][0] - losses[0][-1] > 0.1
+
+
+def test_a_small_change_adds_up_where_the_nearest_number_would_stand_still():
+    """A running mean of 0.99 with a constant gradient of 1: its last steps are below 1/256 of it."""
+    parameter = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = BF16State(torch.optim.AdamW([parameter], lr=0.0, betas=(0.999, 0.999)), seed=0)
+    for step in range(1, 2001):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.param_groups[0]["training_step"] = step
+        optimizer.step()
+    mean = optimizer.state[parameter]["exp_avg"].double().mean().item()
+    assert mean == pytest.approx(1 - 0.999**2000, rel=2e-3)
+
+
+def test_only_some_parameters_state_is_wide_at_a_time(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.zeros(100, 10)) for _ in range(8)]
+    assert [*chunk_by_numel(parameters, 2500)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
+    assert [*chunk_by_numel(parameters, 10)] == [slice(i, i + 1) for i in range(8)] and not [*chunk_by_numel([])]
+    trained = [TrainedParam(str(n), p, "column", True, True) for n, p in enumerate(parameters)]
+    monkeypatch.setattr(bf16_state, "chunk_by_numel", lambda these: chunk_by_numel(these, 1000))
+    optimizer = build_optimizer(trained, job([*TINY, NARROW, FOREACH], 1).config)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Allocated() as first:
+        optimizer.step()
+    state = 2 * 2 * 8 * 1000
+    assert first.live == pytest.approx(state, abs=300), "half of what float32 would take"
+    with Allocated() as second:
+        optimizer.step()
+    assert second.peak < 10 * 4 * 1000, "of one parameter in eight"
+
+
+def test_a_resumed_run_is_the_one_that_was_not_cut(pool, tmp_path):
+    argv = [*SAVING, "--optimizer.name=Muon", NARROW, "--training.steps=4"]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=2)
+    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
+    assert then[0]["begun"] == 2 and [part["state"] for part in then] == [part["state"] for part in straight]
+
+
+def test_another_type_of_state_is_converted_and_said(pool, tmp_path):
+    pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
+    for words, says in (([NARROW], '"float32" -> "bfloat16"'), ([], '"bfloat16" -> "float32"')):
+        steps = f"--training.steps={3 + (not words)}"
+        part: dict[str, Any] = pool.run(run_until, [*SAVING, *words, steps], str(tmp_path), world=2)[0]
+        assert part["begun"] == (2 if words else 3)
+        assert any("the config rules" in line and f"optimizer.state_dtype {says}" in line for line in part["log"])
+
+
+def test_an_optimizer_without_state_has_no_type_of_it():
+    from titanlite.config.load import ConfigError
+
+    with pytest.raises(ConfigError, match="optimizer.state_dtype.*\n?.*SGD has no such value"):
+        job([*QUIET, "--optimizer.name=SGD", NARROW], 1)

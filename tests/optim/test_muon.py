@@ -1,0 +1,181 @@
+"""Muon: torch's algorithm, each matrix orthogonalized once, by one owner, for two collectives a batch of matrices.
+
+That it equals one process on every mesh is proved by the table of `titanlite verify`.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.saved import run_until
+from tests.checkpoint.test_resume import load_all
+from tests.jobs import FLOAT64, TINY, relative_error, trainer, weights
+from titanlite.optim import muon, optimizer_bytes
+from titanlite.optim.bf16_state import chunk_by_numel
+from titanlite.optim.muon import Muon, _plan, owners_of
+from titanlite.parallel.dtensor import local_part
+from titanlite.registry import Box
+from titanlite.verify.pool import RankFailed
+
+MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
+KEPT = "--parallelism.fsdp_keep_whole=['layers.0.attention.*','tok_embeddings.*']"
+
+
+def test_matrices_are_torch_s_muon_and_the_rest_is_its_adamw():
+    torch.manual_seed(0)
+    shapes = {"wide": (8, 24), "tall": (24, 8), "square": (16, 16), "other": (8, 8), "norm": (8,)}
+    ours, theirs = ({name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2))
+    matrices, rest = ["wide", "tall", "square"], ["other", "norm"]
+    adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = Muon(
+        [
+            {"params": [(n, ours[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
+            {"params": [(n, ours[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
+        ],
+        torch.bfloat16,
+        lr=0.02,
+        **adamw,
+    )
+    stock = [
+        torch.optim.Muon(
+            [theirs[n] for n in matrices], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=0.95
+        ),
+        torch.optim.AdamW([theirs[n] for n in rest], lr=0.02, weight_decay=0.2, **adamw),
+    ]
+    for _ in range(4):
+        for name, parameter in ours.items():
+            parameter.grad = torch.randn(shapes[name])
+            theirs[name].grad = parameter.grad.clone()
+        for one in (optimizer, *stock):
+            one.step()
+    for name, parameter in ours.items():
+        assert relative_error(parameter, theirs[name]) < 1e-6, name
+
+
+def step_seen(argv: list[str], folder: str) -> dict:
+    """The collectives of one optimizer step, the matrices orthogonalized here, and the elements sent."""
+    run = trainer(argv, folder)
+    calls: Counter[str] = Counter()
+    original, orthogonalize = dist.all_to_all_single, muon.orthogonalized
+
+    def counted(received, sent, *splits, **how):
+        calls["all-to-all"] += 1
+        calls["sent"] += sent.numel()
+        return original(received, sent, *splits, **how)
+
+    def owned(matrix):
+        calls["orthogonalized"] += 1
+        return orthogonalize(matrix)
+
+    for parameter in run.trained:
+        parameter.grad = torch.ones_like(parameter)
+    muon.dist.all_to_all_single, muon.orthogonalized = counted, owned
+    try:
+        run.optimizer.step()
+    finally:
+        muon.dist.all_to_all_single, muon.orthogonalized = original, orthogonalize
+    held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
+    assert held == optimizer_bytes(run.optimized, run.job.config)
+    return {**calls, "elements": sum(item.parameter.numel() for item in run.optimized if item.is_hidden_matrix)}
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, []),
+        (4, ["--parallelism.data_parallel_replicate_degree=2"]),
+        (4, ["--parallelism.tensor_parallel_degree=2"]),
+        (2, ["--parallelism.data_parallel_replicate_degree=2"]),
+    ],
+    ids=["fsdp", "hsdp", "fsdp x tp", "replicas"],
+)
+def test_each_matrix_is_gathered_once_and_orthogonalised_by_one_owner(pool, tmp_path, world, words):
+    """Sent are the parts of every matrix to its owner, once, and the result's to each replica."""
+    ranks = pool.run(step_seen, [*MUON, *words], str(tmp_path), world=world)
+    assert [found["all-to-all"] for found in ranks] == [2] * world
+    counts = [found.get("orthogonalized", 0) for found in ranks]
+    assert sum(counts) == 2 * 7 and max(counts) - min(counts) <= 2
+    copies = 2 if "replicate" in str(words) else 1
+    assert sum(found["sent"] for found in ranks) == (1 + copies) * ranks[0]["elements"]
+
+
+def test_owners_have_about_equal_work():
+    shapes = [torch.Size(s) for s in [(4096, 14336)] * 6 + [(4096, 4096)] * 4 + [(1024, 4096)] * 4]
+    for ranks in (1, 3, 8, 100):
+        owners = owners_of(shapes, ranks)
+        work = [0] * ranks
+        for shape, owner in zip(shapes, owners, strict=True):
+            work[owner] += min(shape) ** 2 * max(shape)
+        largest = 4096**2 * 14336
+        assert max(work) <= sum(work) / ranks + largest and owners == owners_of(shapes, ranks)
+
+
+def test_a_batch_has_work_for_every_rank_however_large_its_matrices_are():
+    large = [torch.empty(4, 4)] * 10
+    assert [*chunk_by_numel(large, most=16)] == [slice(n, n + 1) for n in range(10)]
+    assert [*chunk_by_numel(large, most=16, least=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert [*chunk_by_numel(large, most=96, least=4)] == [slice(0, 6), slice(6, 10)]
+
+
+def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
+    """Two replicas of two shards: nothing crosses from one to the other on the way to an owner."""
+    upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
+    boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
+    for rank in range(4):
+        route = _plan(boxes, [torch.Size((8, 8))] * 8, rank).gather
+        assert len(route.come) == 4 and all(p.source // 2 == p.target // 2 for p in (*route.out, *route.come))
+
+
+def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
+    run = trainer([*argv, *FLOAT64, "--lr_scheduler.warmup_steps=0"], folder)
+    run.train()
+    return weights(run)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"],
+)
+def test_several_steps_equal_one_process_in_float64(pool, tmp_path, words):
+    """Beside what the table of `titanlite verify` has."""
+    world = 4 if "tensor" in words else 2
+    argv = [*MUON, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
+    expected = pool.run(three_steps, [*argv, "--training.local_batch_size=4"], str(tmp_path), world=1)[0]
+    argv += ["--training.local_batch_size=2", *words.split()]
+    for found in pool.run(three_steps, argv, str(tmp_path), world=world):
+        for name, weight in expected.items():
+            assert relative_error(found[name], weight) <= 1e-10, name
+
+
+def test_many_batches_of_matrices_are_worked_off_like_one(pool, tmp_path):
+    argv = [*MUON, "--training.local_batch_size=2"]
+    expected = pool.run(three_steps, argv, str(tmp_path), world=2)[0]
+    for found in pool.run(in_small_batches, argv, str(tmp_path), world=2):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "chunk_by_numel", lambda these, least: chunk_by_numel(these, 200))
+        return three_steps(argv, folder)
+
+
+def test_its_state_loads_on_another_mesh(pool, tmp_path):
+    layouts = {"dp2": (2, []), "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"])}
+    saved, sources = {}, {}
+    for name, (world, layout) in layouts.items():
+        argv = [*MUON, *layout, "--checkpoint.enable", "--training.steps=2"]
+        saved[name] = pool.run(run_until, argv, str(tmp_path / name), world=world)[0]["state"]
+        sources[name] = str(tmp_path / name / "checkpoint")
+    assert "optimizer.layers.0.attention.wq.weight.momentum_buffer" in saved["dp2"]
+    assert "optimizer.output.weight.exp_avg" in saved["dp2"]
+    assert pool.run(load_all, MUON, str(tmp_path / "to"), sources, world=1) == [saved]
+    assert pool.run(load_all, [*MUON, *layouts["dp2tp2"][1]], str(tmp_path / "to"), sources, world=4) == [saved] * 4
+
+
+def test_without_matrices_to_train_it_is_refused(pool, tmp_path):
+    argv = [*MUON, '--model.freeze=["layers.*"]']
+    with pytest.raises(RankFailed, match="Muon finds no trained matrix"):
+        pool.run(three_steps, argv, str(tmp_path), world=1)

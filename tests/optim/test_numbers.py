@@ -1,0 +1,168 @@
+"""Pure functions: the learning rate, the optimizer's groups, throughput, formats."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import PARROT, TINY, job
+from titanlite.data.packing import IGNORED
+from titanlite.errors import UserError, format_bytes
+from titanlite.layout import Batch, Layout, divisors
+from titanlite.observe.memory import machine_bytes
+from titanlite.observe.metrics import StepRecord, duration
+from titanlite.observe.throughput import peak_tflops
+from titanlite.optim import TrainedParam, build_optimizer, trained_parameters
+from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.optim.lr_schedule import learning_rate
+from titanlite.parallel.build import build_model
+from titanlite.train.loss import token_loss_sum
+
+
+def rates(*argv: str, steps: int = 10) -> list[float]:
+    config = job([*TINY, f"--training.steps={steps}", "--optimizer.lr=1.0", *argv], 1).config
+    return [learning_rate(config, step) for step in range(1, steps + 1)]
+
+
+def test_warm_up_reaches_the_rate_and_neither_end_is_zero():
+    found = rates("--lr_scheduler.warmup_steps=4")
+    assert found[:5] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5, 6 / 7])
+    assert found[-1] == pytest.approx(1 / 7)
+
+
+def test_decay_ratio_leaves_a_plateau():
+    found = rates("--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_ratio=0.3")
+    assert found == pytest.approx([1 / 3, 2 / 3, *[1.0] * 5, 3 / 4, 2 / 4, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("shape", "half"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5 * (1 + math.cos(math.pi / 2)))]
+)
+def test_shapes_of_decay_and_the_minimum(shape, half):
+    argv = f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} --lr_scheduler.min_lr_factor=0.2".split()
+    found = rates(*argv, steps=9)
+    assert found[4] == pytest.approx(0.2 + 0.8 * half)
+    assert min(found) > 0.2 and found == sorted(found, reverse=True)
+
+
+def test_total_steps_beyond_or_before_the_run():
+    longer = rates("--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=99")
+    assert longer[-1] == pytest.approx(0.9)
+    shorter = rates(
+        "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=5", "--lr_scheduler.min_lr_factor=0.1"
+    )
+    assert shorter[5:] == pytest.approx([0.1] * 5)
+    assert rates("--lr_scheduler.warmup_steps=20", steps=3) == pytest.approx([1 / 4, 2 / 4, 3 / 4])
+
+
+def groups(*argv: str) -> tuple[set[str], set[str]]:
+    found = job([*PARROT, *argv], 1)
+    model, table = build_model(found)
+    trained = trained_parameters(model.named_parameters(), table, "layers", found.config.optimizer.no_decay)
+    decayed, exempt = ({item.name for item in trained if item.decays == decays} for decays in (True, False))
+    return decayed, exempt
+
+
+def test_norms_and_biases_are_not_decayed():
+    decayed, exempt = groups()
+    assert "layers.0.up.weight" in decayed and "tok_embeddings.weight" in decayed
+    assert {name.rpartition(".")[2] for name in exempt} == {"weight", "bias"}
+    assert exempt == {n for n in decayed | exempt if n.endswith("bias") or ".norm." in n}
+    assert groups("--optimizer.no_decay=[]")[1] == set()
+    assert groups('--optimizer.no_decay=["tok_*"]')[1] == {"tok_embeddings.weight"}
+    with pytest.raises(UserError, match='"nothing.\\*" matches no trained parameter'):
+        groups('--optimizer.no_decay=["nothing.*"]')
+    with pytest.raises(UserError, match='model.freeze: "nothing.\\*" matches no parameter'):
+        groups('--model.freeze=["nothing.*"]')
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        groups('--model.freeze=["*"]')
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_every_implementation_takes_the_same_step(name, implementation):
+    config = job([*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1).config
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3))]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    trained = [
+        TrainedParam("a", parameters[0], "column", True, True),
+        TrainedParam("b", parameters[1], "norm", False, False),
+    ]
+    optimizer = build_optimizer(trained, config)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    kinds: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8} if name in kinds else {}
+    plain = kinds.get(name, torch.optim.SGD)(
+        [{"params": twins[:1], "weight_decay": 0.1}, {"params": twins[1:], "weight_decay": 0.0}],
+        lr=config.optimizer.lr,
+        **options,
+    )
+    for parameter, twin in zip(parameters, twins, strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        twin.grad = torch.ones_like(twin)
+    optimizer.step()
+    plain.step()
+    for parameter, twin in zip(parameters, twins, strict=True):
+        assert torch.allclose(parameter, twin, rtol=1e-6, atol=1e-7)
+
+
+def test_ignored_labels_do_not_count():
+    logits = torch.randn(2, 3, 5)
+    labels = torch.tensor([[1, IGNORED, 2], [IGNORED] * 3])
+    expected = -logits.log_softmax(-1)[0, [0, 2], [1, 2]].sum()
+    assert token_loss_sum(logits, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_infinite_max_norm_never_clips():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 1e6)
+    assert clip_grad_norm([parameter], float("inf")).item() == pytest.approx(2e6)
+    assert parameter.grad.eq(1e6).all()
+
+
+def test_coordinates_of_a_layout_are_outermost_first():
+    layout = Layout(dp_replicate=2, dp_shard=3, tp=2)
+    assert layout.world == 12 and layout.batch == 6 and str(layout) == "dp_replicate 2 x dp_shard 3 x tp 2"
+    assert layout.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
+    assert [layout.batch_coordinate(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert Batch.of(2, 24, 3).accumulation == 4 and Batch.of(2, -1, 3).total == 6 and divisors(6) == [1, 2, 3, 6]
+
+
+def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):
+    assert peak_tflops(torch.device("cpu")) is None
+    for name, peak in {
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA H200": 989,
+        "NVIDIA H20": 148,
+        "NVIDIA GB300": 2500,
+        "NVIDIA GeForce RTX 4090": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_tflops(torch.device("cuda", 0)) == peak, name
+
+
+def test_the_log_line_is_the_one_that_parsers_know():
+    record = StepRecord(1, 8.04034, 8.1, 1.347, 1e-3, 10, 27483.2, 1.97, 0.2, 0.5, 0.4, 0.6, 0.0015, 1.02, 0)
+    assert record.line(11, 1.08) == (
+        "step:  1  loss:  8.04034  grad_norm:  1.3470  memory:  1.02GiB(1.08%)  "
+        "tps: 27,483  tflops: 1.97  mfu: 0.20%  eta: 0:05  data: 0.3%"
+    )
+    tags = set(record.tags())
+    assert {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "grad_norm",
+        "throughput(tps)",
+        "mfu(%)",
+    } < tags
+
+
+def test_formats():
+    assert [duration(s) for s in (3, 62, 3723)] == ["0:03", "1:02", "1:02:03"]
+    assert [format_bytes(n) for n in (5, 2048, 3 << 30, 5 << 42)] == ["5 B", "2.0 KiB", "3.0 GiB", "20.0 TiB"]
+    assert machine_bytes() > 1 << 28

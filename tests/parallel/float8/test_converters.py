@@ -1,0 +1,215 @@
+"""Converters: how one is registered, when it is called, what it may do; and which layers float8's one converts."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import FLOAT64, TINY, job, trainer, weights
+from tests.parallel.float8.jobs import AG, BFLOAT16, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
+from titanlite.config.load import ConfigError
+from titanlite.errors import UserError
+from titanlite.launch.preflight import check_machine
+from titanlite.parallel.build import build_model
+from titanlite.parallel.convert import build_converters
+from titanlite.parallel.float8 import Float8, check_device, plan
+from titanlite.planner.placements import describe
+from titanlite.runtime.cluster import gpu_capability
+from titanlite.verify.pool import RankFailed
+
+LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
+
+
+def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
+    """What the converter saw of the weights, and what they were after each step."""
+    run = trainer(argv, folder)
+    (converter,) = run.converters
+    now = lambda: sum(w.double().sum().item() for w in weights(run).values())  # noqa: E731
+    expected, step = [now()], run.train_step
+
+    def then_look() -> None:
+        step()
+        expected.append(now())
+
+    run.train_step = then_look  # type: ignore[method-assign]
+    run.train()
+    return converter.seen, expected
+
+
+def test_a_package_registers_its_converter_which_is_told_of_the_first_weights_and_after_every_step(pool, tmp_path):
+    seen, expected = pool.run(louder, LOUDER, str(tmp_path), world=1)[0]
+    assert len(seen) == 1 + 3 and seen == pytest.approx(expected, rel=1e-12) and len(set(seen)) == 4
+
+
+def names_of(argv: list[str], folder: str) -> list[str]:
+    return list(weights(trainer(argv, folder)))
+
+
+def test_a_converter_comes_before_sharding_and_leaves_the_names(pool, tmp_path):
+    """The converter itself asserts that it sees whole parameters without memory."""
+    for world in (1, 2):
+        names = pool.run(names_of, LOUDER, str(tmp_path / str(world)), world=world)[0]
+        assert names == pool.run(names_of, TINY, str(tmp_path / "plain"), world=world)[0]
+
+
+def test_a_converter_that_renames_a_parameter_is_an_error_with_both_names(pool, tmp_path):
+    argv = [*TINY, "--model.package=louder", '--model.converters=["renaming"]']
+    with pytest.raises(RankFailed, match=r"the converter Renaming took away the parameter norm.weight"):
+        pool.run(names_of, argv, str(tmp_path), world=1)
+
+
+def test_an_unknown_converter_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r'no converter is registered as "lauder"; did you mean louder\?'):
+        job([*TINY, "--model.package=louder", '--model.converters=["lauder"]'], 1)
+
+
+def test_converters_come_in_the_order_of_the_list_and_float8_last_unless_it_is_listed():
+    def names(*argv: str) -> list[str]:
+        return [type(c).__name__ for c in build_converters(job([*WIDE, "--model.package=louder", *argv], 1))]
+
+    assert names("--model.converters=['float8','louder','float8']") == ["Float8", "Louder"]
+    assert names("--model.converters=['louder']", FLOAT8) == ["Louder", "Float8"]
+    assert names() == []
+
+
+def test_without_torchao_the_line_that_installs_it_is_given(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=r"torchao is not installed; .*-m pip install .torchao"):
+        build_converters(job([*WIDE, FLOAT8], 1))
+
+
+# ---------------------------------------------------------------- which layers
+
+
+def fates(*argv: str, world: int = 1) -> dict[str, str]:
+    found = job([*WIDE, FLOAT8, *argv], world)
+    return {layer.name: layer.left or layer.whole or "float8" for layer in plan(build_model(found)[0], found)}
+
+
+def test_every_linear_layer_is_converted_or_it_is_said_why_not():
+    assert set(fates().values()) == {"float8"} and len(fates()) == 15
+    left = fates("--quantize.linear.float8.filter_fqns=['output','1.attention.wk']")
+    assert left["output"] == 'filter_fqns has "output"' and left["layers.0.attention.wk"] == "float8"
+    assert left["layers.1.attention.wk"] == 'filter_fqns has "1.attention.wk"'
+    assert fates("--model.overrides.tied")["output"] == "it shares its weight"
+    assert fates("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
+        "64 x 40 on a rank, and 16 must divide both"
+    )
+
+
+def test_chunks_of_the_loss_that_16_does_not_divide_leave_the_head_alone():
+    """A GPU sums a weight's gradient over tokens in steps of 16."""
+    chunks = "--training.loss_chunks="
+    assert (
+        fates(chunks + "2")["output"] == "float8" == fates(chunks + "3", "--training.local_batch_size=16")["output"]
+    )
+    assert fates(chunks + "3")["output"] == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
+    assert fates(chunks + "3", "--quantize.linear.float8.emulate")["output"] == "float8"
+    assert set(fates(chunks + "3").values()) - {fates(chunks + "3")["output"]} == {"float8"}
+
+
+def test_under_tensor_parallel_a_layer_s_part_must_be_wide_enough():
+    found = fates("--model.overrides.hidden_dim=48", TP2, world=2)
+    assert found["layers.0.feed_forward.w1"] == "24 x 64 on a rank, and 16 must divide both"
+    assert found["layers.0.feed_forward.w2"] == "64 x 24 on a rank, and 16 must divide both"
+    assert found["layers.0.attention.wk"] == found["output"] == "float8"
+    assert fates("--model.overrides.hidden_dim=48")["layers.0.feed_forward.w1"] == "float8"
+
+
+def test_more_than_a_linear_layer_is_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    found = job([*WIDE, FLOAT8], 1)
+    model, _ = build_model(found)
+    model.output = Scaled(64, 256, bias=False, device="meta")
+    assert plan(model, found)[-1].left == "Scaled is more than a linear layer"
+
+
+def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathered_as_ever():
+    kept = "--parallelism.fsdp_keep_whole=['layers.0.*']"
+    found = fates(AG, kept, "--model.overrides.hidden_dim=96", world=3)
+    assert found["layers.1.feed_forward.w1"] == "float8"
+    assert found["layers.1.attention.wq"] == "64 rows do not split evenly over 3 ranks"
+    assert found["layers.0.attention.wq"] == "it is kept whole"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--quantize.linear.float8.filter_fqns=['outptu']"], r"in no linear layer's name; the nearest is output"),
+        (["--quantize.linear.float8.filter_fqns=['w','output']"], r"no layer can be converted:\n  layers.0"),
+        ([AG], r"no weight can be gathered so:\n  layers.0.attention.wq: 64 rows do not split evenly over 7"),
+    ],
+)
+def test_what_would_come_to_nothing_is_refused_with_the_reason(argv, message):
+    with pytest.raises(UserError, match=message):
+        fates(*argv, "--model.overrides.vocab_size=256", world=7 if AG in argv else 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "key", "says"),
+    [
+        ([RECIPE + "rowwise", AG], 2, "enable_fsdp_float8_all_gather", 'or use recipe_name = "tensorwise"'),
+        ([RECIPE + "rowwise_with_gw_hp", AG], 2, "enable_fsdp_float8_all_gather", "does not know the rows of others"),
+        ([AG], 1, "enable_fsdp_float8_all_gather", "whole on every rank already"),
+        ([AG, TP2], 2, "enable_fsdp_float8_all_gather", "whole on every rank already"),
+        ([AG, "--parallelism.fsdp_reshard_after_forward=2"], 4, "fsdp_reshard_after_forward", "no float8 any more"),
+        ([PRECOMPUTED], 2, "precompute_float8_dynamic_scale_for_fsdp", "for what is gathered in float8"),
+        ([AG, PRECOMPUTED, "--training.enable_cpu_offload"], 2, "precompute_float8", "lost in the copy"),
+        (FLOAT64, 1, "float8.enable", "not in float64"),
+        (["--training.local_batch_size=3", "--training.seq_len=8"], 1, "float8.enable", "= 24 tokens"),
+    ],
+)
+def test_what_float8_can_not_do_is_refused_by_name(argv, world, key, says):
+    with pytest.raises(ConfigError) as caught:
+        job([*WIDE, FLOAT8, *argv], world)
+    assert key in str(caught.value) and says in str(caught.value)
+
+
+def test_without_weight_gradients_in_float8_or_with_emulation_any_number_of_tokens_will_do():
+    odd = ["--training.local_batch_size=3", "--training.seq_len=8", FLOAT8]
+    assert job([*WIDE, *odd, RECIPE + "rowwise_with_gw_hp"], 1)
+    assert job([*WIDE, *odd, "--quantize.linear.float8.emulate"], 1)
+
+
+def test_the_placements_are_those_without_float8_and_tell_what_is_converted():
+    argv = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+    plain = describe(job([*WIDE, *argv], 4), 4).splitlines()
+    found = describe(job([*WIDE, *argv, FLOAT8, AG], 4), 4).splitlines()
+    assert [line for line in found if line in plain] == plain
+    said = [line for line in found if line not in plain]
+    assert said[0] == "float8     15 of 15 linear layers multiply in float8 (tensorwise)" and len(said) == 9
+
+
+def test_a_table_says_what_was_converted():
+    found = job([*WIDE, FLOAT8, "--quantize.linear.float8.filter_fqns=['output']", BFLOAT16], 1)
+    lines = Float8(found).convert(build_model(found)[0])
+    assert lines[0] == "float8     14 of 15 linear layers multiply in float8 (tensorwise)"
+    assert lines[1].split("  ")[-1].strip() == "x 2" and "layers.*.attention.wq" in lines[1]
+    assert lines[-1].endswith('bfloat16: filter_fqns has "output"')
+
+
+def test_this_machine_s_cpu_multiplies_float8():
+    one = torch.eye(16).to(torch.float8_e4m3fn)
+    scale = torch.ones(())
+    product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
+    assert torch.equal(product, torch.eye(16))
+
+
+def test_a_gpu_that_cannot_multiply_float8_is_refused_unless_it_is_emulated(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # of two GPUs the older decides
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
+        check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
+    check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability())
+    check_machine(job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1)  # the GPU stays out of it
+    driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
+    check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())

@@ -1,0 +1,127 @@
+"""Ranks that should hold the same values do, or the run stops before its first step."""
+
+import pytest
+import torch
+
+import titanlite.train.trainer
+from tests.jobs import QUIET, TINY, trainer
+from tests.launch.run import train
+from titanlite.checkpoint.manager import Checkpoints
+from titanlite.parallel.replica_check import check_replicas, content_hash
+from titanlite.verify.pool import RankFailed
+
+REPLICATED = "--parallelism.data_parallel_replicate_degree="
+
+
+def mis_seeded(argv: list[str], folder: str, odd: int) -> None:
+    """Build a trainer where one rank believes in another seed."""
+    agree_on_seed = titanlite.train.trainer.agree_on_seed
+    rank = torch.distributed.get_rank()
+    titanlite.train.trainer.agree_on_seed = lambda configured: agree_on_seed(configured) + (rank == odd)
+    try:
+        trainer(argv, folder)
+    finally:
+        titanlite.train.trainer.agree_on_seed = agree_on_seed
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "says"),
+    [
+        (2, REPLICATED + "2", "tok_embeddings.weight on rank 1 is not what it is on rank 0"),
+        (4, REPLICATED + "4", "tok_embeddings.weight on rank 1 is not what it is on rank 0, 2, 3"),
+        (4, REPLICATED + "2", "tok_embeddings.weight on rank 3 is not what it is on rank 1"),
+        (
+            2,
+            "--parallelism.fsdp_keep_whole=['layers.1.attention.wq.*']",
+            "layers.1.attention.wq.weight on rank 1 is not what it is on rank 0",
+        ),
+    ],
+    ids=["two replicas", "four replicas", "hsdp", "kept whole"],
+)
+def test_a_mis_seeded_rank_is_named_with_the_parameter(pool, tmp_path, world, words, says):
+    odd = 3 if "rank 3 is" in says else 1
+    with pytest.raises(RankFailed, match=f"replicas differ after initialization: {says}"):
+        pool.run(mis_seeded, [*TINY, words], str(tmp_path), odd, world=world)
+
+
+def test_shards_that_only_one_rank_holds_are_compared_with_none(pool, tmp_path):
+    pool.run(mis_seeded, TINY, str(tmp_path), 1, world=2)
+
+
+def spoiled(argv: list[str], folder: str, name: str) -> str:
+    """What is said of one element of a tensor that rank 1 holds otherwise, and of nothing at all."""
+    run = trainer(argv, folder)
+    model = run.parts[0]
+    before = [content_hash(tensor) for tensor in model.buffers()]
+    check_replicas(model, "before", run.device)
+    assert before == [content_hash(tensor) for tensor in model.buffers()]
+    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
+    if torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            tensor.view(-1)[-1].mul_(1 + 1e-6)
+    try:
+        check_replicas(model, "after loading", run.device)
+    except titanlite.train.trainer.UserError as error:
+        return str(error)
+    return ""
+
+
+def test_one_bit_of_a_buffer_is_enough(pool, tmp_path):
+    for said in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
+        assert said.startswith("replicas differ after loading: rope.cos on rank 1 is not what it is on rank 0, 2")
+
+
+def test_what_is_replicated_over_tensor_parallel_ranks_is_compared_over_them(pool, tmp_path):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
+    pool.run(mis_seeded, argv, str(tmp_path), -1, world=4)
+    with pytest.raises(RankFailed, match="replicas differ"):
+        pool.run(mis_seeded, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
+
+
+def test_a_hash_sees_values_and_their_order_and_leaves_them_alone():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        values = torch.arange(200_001).to(dtype)
+        kept = values.clone()
+        hashed = content_hash(values)
+        assert torch.equal(values, kept) and content_hash(kept) == hashed
+        swapped = values.clone()
+        swapped[[5, 150_007]] = swapped[[150_007, 5]]
+        assert content_hash(swapped) != hashed
+        values[-1] = 0
+        assert content_hash(values) != hashed
+
+
+def test_a_run_with_an_odd_rank_ends_before_its_first_step(tmp_path):
+    argv = [*QUIET, "--model.package=odd", "--model.name=odd", "--model.flavor=small"]
+    code, out = train(argv, tmp_path, NGPU="2")
+    assert code == 1
+    assert "replicas differ after initialization: table on rank 1 is not what it is on rank 0" in out
+    assert "step:" not in out and "Traceback" not in out
+
+
+def load_amiss(argv: list[str], folder: str, name: str) -> None:
+    """Save; then build a trainer from it that loads something else on rank 1."""
+    saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
+    trainer(saving, folder).train()
+    restore = Checkpoints.restore
+
+    def amiss(self: Checkpoints, *args) -> None:
+        restore(self, *args)
+        if torch.distributed.get_rank() == 1:
+            with torch.no_grad():
+                args[1].tensors()[name].to_local().view(-1)[0] += 1
+
+    Checkpoints.restore = amiss  # type: ignore[method-assign]
+    try:
+        trainer([*argv, "--checkpoint.enable"], folder)
+    finally:
+        Checkpoints.restore = restore  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
+)
+def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path, name, told):
+    with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 is not what it is on rank 0"):
+        pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

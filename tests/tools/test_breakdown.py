@@ -1,0 +1,138 @@
+"""A step's time is divided among what it went on, on a GPU's timeline and on a CPU's main thread."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.jobs import TINY, trainer
+from tests.launch.run import ROOT, environment
+from titanlite.data.loader import BatchPrefetcher, MicroBatch
+from titanlite.errors import UserError
+from titanlite.tools.breakdown import (
+    ATTENTION,
+    COMMUNICATION,
+    DATA,
+    HOST,
+    KINDS,
+    MATMUL,
+    NORM,
+    OPTIMIZER,
+    OTHER,
+    SHARDING,
+    read,
+)  # fmt: skip
+
+PROFILED = ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--training.steps=5"]
+
+
+def trace(path, *events: tuple[str, str, int, int, int], device: bool) -> None:
+    """(category, name, thread or stream, start, duration) in microseconds."""
+    found = [dict(zip(("cat", "name", "tid", "ts", "dur"), event, strict=True)) | {"ph": "X"} for event in events]
+    path.write_text(json.dumps({"traceEvents": found, "deviceProperties": [{}] if device else []}))
+
+
+def test_on_a_gpu_communication_counts_where_nothing_else_runs(tmp_path):
+    trace(
+        tmp_path / "gpu.json",
+        ("user_annotation", "ProfilerStep#7", 1, 0, 1000),
+        ("user_annotation", "data", 1, 0, 50),  # the device is idle in the first 50
+        ("kernel", "nvjet_tst_128x256", 7, 100, 200),
+        ("kernel", "flash_fwd_kernel", 7, 300, 100),
+        ("kernel", "ncclDevKernel_AllGather_RING_LL", 9, 200, 300),  # 100 of 300 exposed: 400 to 500
+        ("kernel", "elementwise_kernel<add>", 7, 500, 100),
+        ("gpu_user_annotation", "optimizer", 7, 700, 200),
+        ("kernel", "multi_tensor_apply_kernel", 7, 700, 150),
+        ("kernel", "nvjet_of_muon", 7, 850, 50),
+        ("kernel", "nvjet_before_the_step", 7, -100, 50),
+        device=True,
+    )
+    found = read(tmp_path / "gpu.json")
+    expected = {
+        MATMUL: 200, ATTENTION: 100, OTHER: 100, SHARDING: 0, NORM: 0, OPTIMIZER: 200, COMMUNICATION: 100,
+        DATA: 50, HOST: 250,
+    }  # fmt: skip
+    assert {kind: round(1e6 * seconds) for kind, seconds in found.kinds.items()} == expected
+    assert round(1e6 * found.hidden) == 200 and found.step == 1e-3
+
+
+def test_on_a_cpu_an_operation_has_the_time_that_it_took_itself(tmp_path):
+    trace(
+        tmp_path / "cpu.json",
+        ("user_annotation", "ProfilerStep#7", 1, 0, 1000),
+        ("user_annotation", "forward", 1, 100, 500),
+        ("cpu_op", "aten::linear", 1, 100, 100),
+        ("cpu_op", "aten::mm", 1, 120, 60),
+        ("cpu_op", "aten::scaled_dot_product_attention", 1, 200, 100),
+        ("cpu_op", "aten::copy_", 1, 250, 50),
+        ("user_annotation", "FSDP::all_gather (layers.0)", 1, 400, 100),
+        ("cpu_op", "c10d::_allgather_base_", 1, 420, 60),
+        ("user_annotation", "optimizer", 1, 700, 100),
+        ("cpu_op", "aten::mm", 1, 710, 20),
+        ("cpu_op", "c10d::allreduce_", 1, 740, 10),
+        ("cpu_op", "aten::mm", 2, 0, 900),  # another thread
+        device=False,
+    )
+    found = read(tmp_path / "cpu.json")
+    expected = {
+        MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90, COMMUNICATION: 70, DATA: 0,
+        HOST: 640,
+    }  # fmt: skip
+    assert {kind: round(1e6 * seconds) for kind, seconds in found.kinds.items()} == expected
+
+
+def test_a_trace_without_what_was_asked_is_refused(tmp_path):
+    trace(tmp_path / "empty.json", ("cpu_op", "aten::mm", 1, 0, 1), device=False)
+    with pytest.raises(UserError, match="has no steps"):
+        read(tmp_path / "empty.json")
+    trace(tmp_path / "blind.json", ("user_annotation", "ProfilerStep#7", 1, 0, 1000), device=True)
+    with pytest.raises(UserError, match="no kernels of the GPU"):
+        read(tmp_path / "blind.json")
+
+
+def slow_data(folder: str) -> None:
+    read_one = BatchPrefetcher.__next__
+
+    def slowly(self: BatchPrefetcher) -> MicroBatch:
+        time.sleep(0.05)
+        return read_one(self)
+
+    BatchPrefetcher.__next__ = slowly  # type: ignore[method-assign]
+    try:
+        trainer([*TINY, *PROFILED], folder).train()
+    finally:
+        BatchPrefetcher.__next__ = read_one  # type: ignore[method-assign]
+
+
+def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
+    pool.run(slow_data, str(tmp_path), world=2)
+    for rank in range(2):
+        found = read(tmp_path / f"profile_traces/step-5/rank-{rank}.json")
+        assert abs(sum(found.kinds.values()) - found.step) < 1e-9 and min(found.kinds.values()) >= 0
+        assert all(found.kinds[kind] > 0 for kind in KINDS)
+        assert found.kinds[DATA] >= 0.05
+
+
+def test_the_command_prints_the_table_and_leaves_traces(tmp_path):
+    words = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", "profile", *words],
+        capture_output=True, text=True, check=False, env={**environment(), "NGPU": "1"}, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^  (\S.*?) +([\d.]+) +([\d.]+)%$", done.stdout, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [*KINDS, "the step"]
+    assert abs(sum(float(share) for _, _, share in rows[:-1]) - 100) < 1
+    assert (tmp_path / "profile/profile_traces/step-8/rank-0.json").exists()
+
+
+def test_a_config_that_is_refused_is_refused_here(tmp_path, capsys):
+    from titanlite.tools.profile import profile
+
+    assert profile(["--training.stepz", "5"]) == 2
+    assert "the nearest is training.steps" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""`titanlite checkpoint …` and `generate` on a checkpoint of another mesh, in one process without process groups."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.saved import SAVING, run_until, steps_in
+from tests.checkpoint.test_load import flip, plant
+from tests.jobs import PARROT, TINY
+from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.cli import main
+from titanlite.tools.tour import _kill_all
+
+MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> Path:
+    """A run of FSDP 2 x tensor parallel 2 with step-1, step-2 and step-3."""
+    folder = tmp_path_factory.mktemp("tools")
+    pool.run(run_until, [*SAVING, *MESH], str(folder), world=4)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+@pytest.fixture
+def tool(capsys):
+    """Runs a verb: exit code, and what was printed."""
+
+    def call(*words: object) -> tuple[int, str]:
+        code = main([str(word) for word in words])
+        assert not dist.is_initialized()
+        out = capsys.readouterr()
+        return code, out.out + out.err
+
+    return call
+
+
+def test_ls_shows_steps_meshes_and_what_is_damaged(run, tool):
+    os.truncate(run / "checkpoint/step-2/__1_0.distcp", 5)
+    flip(run / "checkpoint/step-1/__0_0.distcp", 5000)
+    (run / "checkpoint/step-x").mkdir()
+    code, out = tool("checkpoint", "ls", run)
+    rows = out.splitlines()
+    assert code == 0 and len(rows) == 4
+    assert "dp_shard 2, tp 2" in rows[1] and rows[1].endswith("whole") and rows[3].endswith("whole")
+    assert rows[2].startswith("step-2") and "damaged: " in rows[2] and "__1_0.distcp: 5 bytes" in rows[2]
+    code, out = tool("checkpoint", "ls", run / "checkpoint", "--full")
+    assert "damaged" in out.splitlines()[1] and out.splitlines()[3].endswith("sound")
+
+
+def test_verify_reads_every_byte(run, tool):
+    assert tool("checkpoint", "verify", run)[0] == 0
+    flip(run / "checkpoint/step-3/__2_0.distcp", 5000)
+    code, out = tool("checkpoint", "verify", run)
+    assert code == 1 and "step-2: sound" in out and "__2_0.distcp: its bytes are not those" in out
+    assert tool("checkpoint", "verify", run / "checkpoint/step-2")[0] == 0
+
+
+def test_show_tells_position_tensors_and_config(saved, tool):
+    code, out = tool("checkpoint", "show", saved)
+    assert code == 0 and "step 3" in out and "fingerprint" in out and "consumed 12" in out
+    assert "model.layers.0.attention.wq.weight" in out and "[16, 16]" in out and "tp 2: " in out
+    assert "exp_avg, exp_avg_sq in" in out and 'flavor = "debugmodel"' in out
+
+
+def test_diff_names_the_first_tensors_that_differ(saved, run, tool):
+    code, out = tool("checkpoint", "diff", saved / "checkpoint/step-2", run / "checkpoint/step-2")
+    assert code == 0 and "the same" in out
+    code, out = tool("checkpoint", "diff", saved / "checkpoint/step-2", saved)
+    assert code == 1 and "model.layers.0.attention.wk.weight" in out and "numbers, by" in out
+    assert len(out.splitlines()) == 12 and "63 of 63 tensors differ, and 21 of the optimizer's" in out
+
+
+def test_a_checkpoint_goes_to_hugging_face_and_back_bit_by_bit(saved, tool, tmp_path):
+    code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
+    assert code == 0, out
+    flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
+    code, out = tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
+    assert code == 0 and "initial_load_path" in out
+    before = load_tensors(saved / "checkpoint/step-3")
+    after = load_tensors(tmp_path / "back/step-0")
+    assert after.keys() == {name for name in before if name.startswith("model.")}
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    assert tool("checkpoint", "verify", tmp_path / "back")[0] == 0
+    assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 2, "nothing is written over a folder"
+    assert tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)[0] == 2
+    code, out = tool(
+        "checkpoint", "import", tmp_path / "hf", tmp_path / "other", *flags, "--model.overrides.n_layers=3"
+    )
+    assert code == 2 and "model.layers.2.self_attn.q_proj.weight: missing" in out and "num_hidden_layers 2, 3" in out
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_imported_checkpoint_begins_a_run(pool, saved, tool, tmp_path):
+    tool("checkpoint", "export", saved, tmp_path / "hf")
+    flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
+    tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
+    argv = [*TINY, *MESH, f"--checkpoint.initial_load_path={tmp_path}/back"]
+    found = pool.run(run_until, argv, str(tmp_path / "run"), 0, world=4)
+    assert f"loaded weights from {tmp_path}/back/step-0" in found[0]["log"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
+    for step in (1, 2, 3):
+        flip(run / f"checkpoint/step-{step}/__0_0.distcp", 5000)
+    code, out = tool("checkpoint", "export", run, tmp_path / "hf")
+    assert code == 2 and "nothing was exported" in out and "__0_0.distcp" in out and not (tmp_path / "hf").exists()
+
+
+def test_a_model_without_hugging_face_names_is_exported_as_plain_files(pool, tool, tmp_path):
+    pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
+    code, out = tool("checkpoint", "export", tmp_path, tmp_path / "out", "--model.package", "parrot")
+    assert code == 2 and "parrot has no Hugging Face names" in out and "--format safetensors" in out
+    code, out = tool(
+        "checkpoint", "export", tmp_path, tmp_path / "out", "--format", "safetensors", "--dtype=bfloat16"
+    )
+    assert code == 0, out
+    from safetensors.torch import load_file
+
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    expected = load_tensors(tmp_path / "checkpoint/step-3")
+    assert found.keys() == {name.removeprefix("model.") for name in expected if name.startswith("model.")}
+    assert all(torch.equal(tensor, expected[f"model.{name}"].bfloat16()) for name, tensor in found.items())
+
+
+def test_a_package_that_a_folder_names_is_imported_only_when_asked(run, tool, tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = run / "checkpoint/step-3"
+    config = (folder / "config.toml").read_text().replace('package = ""', 'package = "stranger"')
+    plant(folder, "config.toml", config.encode())
+    for words in (("export", folder, tmp_path / "hf"), ("show", folder), ("ls", run), ("diff", folder, folder)):
+        code, out = tool("checkpoint", *words)
+        assert not (tmp_path / "ran").exists()
+        if words[0] == "export":
+            assert code == 2 and "imported only where you say so: --model.package stranger" in out
+
+
+def test_rm_removes_what_is_named_and_keeps_the_last_good_one(run, tool):
+    root = run / "checkpoint"
+    assert tool("checkpoint", "rm", root / "step-3", "--dry-run")[0] == 0 and len(steps_in(run)) == 3
+    code, out = tool("checkpoint", "rm", root / "step-3")
+    assert code == 0 and steps_in(run) == ["step-1", "step-2"] and (root / "latest").read_text() == "step-2\n"
+    os.truncate(root / "step-1/state.json", 3)
+    code, out = tool("checkpoint", "rm", root / "step-2")
+    assert code == 2 and "no whole checkpoint left" in out and "--force" in out and len(steps_in(run)) == 2
+    assert tool("checkpoint", "rm", root / "step-1")[0] == 0 and steps_in(run) == ["step-2"]
+    for wrong in (run, root / "latest", root / "step-9"):
+        code, out = tool("checkpoint", "rm", wrong)
+        assert code == 2 and "no committed checkpoint" in out
+    assert tool("checkpoint", "rm", root / "step-2", "--force")[0] == 0 and steps_in(run) == []
+    assert not (root / "latest").exists() and read_manifest
+
+
+def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, tool):
+    asked = ("--prompt", "def ", "--tokens", "12", "--temperature=0")
+    code, out = tool("generate", "--config", saved / "config.toml", *asked)
+    assert code == 0 and out.startswith("def ") and "step-3" in out
+    os.truncate(run / "checkpoint/step-3/state.json", 3)
+    again = tool("generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint", *asked)
+    assert again[0] == 0 and f"{run}/checkpoint/step-2" in again[1]
+    flip(run / "checkpoint/step-2/__0_0.distcp", 5000)
+    code, out = tool("generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint/step-2", *asked)
+    assert code == 2 and "its bytes are not those" in out
+
+
+def test_wrong_words_are_told(tool, tmp_path):
+    for words, says in (
+        (("checkpoint", "lss"), "did you mean ls?"),
+        (("checkpoint", "diff", "a"), "takes A B, not a"),
+        (("checkpoint", "ls", tmp_path), "there is no checkpoint in"),
+        (("checkpoint", "export", tmp_path, "x", "--fromat=hf"), "did you mean --format?"),
+        (("generate", "--checkpoint"), "needs a path"),
+    ):
+        code, out = tool(*words)
+        assert code == 2 and says in out
+
+
+def test_the_tour_kills_what_has_a_session_of_its_own():
+    """The tour itself takes a minute; it is one command, and every promise that it shows has a test of its own."""
+    child = "import subprocess as s, time; p = s.Popen(['sleep', '60'], start_new_session=True)"
+    child += "; print(p.pid, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    grandchild = int(process.stdout.readline())
+    _kill_all(process)
+    for _ in range(100):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(grandchild)], capture_output=True, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("it lives")
+    assert process.returncode == -9

@@ -1,0 +1,253 @@
+"""The loop: the same numbers on every mesh and in every run, and a stop that all ranks agree on."""
+
+import copy
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
+from titanlite.data.windows import Windows
+from titanlite.fault.nonfinite import NonFinite
+from titanlite.verify.pool import RankFailed
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(pool, folder, world: int, *argv: str) -> list[tuple[float, float]]:
+    pool.run(run_to_end, [*TINY, "--training.steps=5", *argv], str(folder), world=world)
+    return [(r["loss"], r["grad_norm"]) for r in records(folder)]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_losses_and_norms_are_those_of_one_process(pool, tmp_path, optimizer):
+    """Equal losses alone would not see a wrong gradient: AdamW and clipping hide its scale. The norm does not."""
+    choice = f"--optimizer.name={optimizer}"
+    alone = logged(pool, tmp_path / "1", 1, choice, "--training.local_batch_size=8")
+    for world, sizes in {2: (4, 8), 4: (1, 8), 3: (1, 6)}.items():
+        local, total = sizes
+        if total == 6:
+            alone = logged(pool, tmp_path / "1of6", 1, choice, "--training.local_batch_size=6")
+        batch = f"--training.local_batch_size={local}", f"--training.global_batch_size={total}"
+        assert logged(pool, tmp_path / str(world), world, choice, *batch) == [
+            (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for loss, norm in alone
+        ]
+
+
+def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of the trainer, and of the same steps written by hand."""
+    argv = [*TINY, "--training.steps=5", f"--optimizer.name={optimizer}", "--lr_scheduler.warmup_steps=0"]
+    run = trainer(argv, folder)
+    twin = copy.deepcopy(run.parts[0])
+    data = run.data
+    assert isinstance(data, Windows)
+    run.train()
+    decayed = [p for p in twin.parameters() if p.dim() > 1]
+    others = [p for p in twin.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    plain = (
+        torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
+        if optimizer == "AdamW"
+        else torch.optim.SGD(groups, lr=5e-3)
+    )
+    numbers: list[float] = []
+    for step in range(5):
+        windows = torch.stack([torch.as_tensor(data[2 * step + i]) for i in range(2)])
+        logits = twin(windows[:, 0])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1].flatten())
+        plain.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        for group in plain.param_groups:
+            group["lr"] = 5e-3 * (1 - (step + 1) / 6)
+        plain.step()
+        numbers += [loss.item(), norm.item()]
+    return numbers, [number for r in records(folder) for number in (r["loss"], r["grad_norm"])]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path, optimizer):
+    (found,) = pool.run(beside_a_plain_loop, str(tmp_path), optimizer, world=1)
+    by_hand, by_trainer = found
+    assert by_trainer == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_two_runs_of_one_config_are_bit_equal_dropout_included(pool, tmp_path):
+    runs = [pool.run(run_to_end, PARROT, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    without = [*PARROT, "--model.overrides.dropout=0.0"]
+    other = pool.run(run_to_end, without, str(tmp_path / "other"), world=2)[0]["weights"]
+    assert not torch.equal(runs[0]["output.weight"], other["output.weight"]), "dropout must have been on"
+
+
+def dropout_masks(folder: str) -> dict[tuple[int, int], torch.Tensor]:
+    """What dropout leaves of ones, by step and micro-batch."""
+    run = trainer([*PARROT, "--model.overrides.dropout=0.5"], folder)
+    masks: dict[tuple[int, int], torch.Tensor] = {}
+    torch.manual_seed(torch.initial_seed() + 1)  # whatever happened before must not matter
+
+    def keep(module, inputs, output):
+        masks[run.step, len([k for k in masks if k[0] == run.step])] = (output != 0).clone()
+
+    run.parts[0].get_submodule("layers.0.dropout").register_forward_hook(keep)
+    run.train()
+    return masks
+
+
+def test_dropout_differs_between_steps_and_ranks_and_needs_no_saved_state(pool, tmp_path):
+    first, second = pool.run(dropout_masks, str(tmp_path), world=2)
+    again, _ = pool.run(dropout_masks, str(tmp_path), world=2)
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    masks = [*first.values(), *second.values()]
+    for i, mask in enumerate(masks):
+        assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
+
+
+def poisoned(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:
+    """Train with a loss that is not finite on one rank at one step; where and how it stopped."""
+    run = trainer(argv, folder)
+    whole = run.forward_backward
+
+    def forward_backward(micro_batches, valid_tokens):
+        loss = whole(micro_batches, valid_tokens)
+        return loss * float("nan") if (run.place.rank, run.step) == (rank, step) else loss
+
+    run.forward_backward = forward_backward
+    try:
+        run.train()
+    except NonFinite as error:
+        return run.step, str(error)
+    return run.step, "no stop"
+
+
+def test_all_ranks_stop_at_the_same_step_and_name_the_bad_one(pool, tmp_path):
+    argv = [*TINY, "--training.steps=9", "--metrics.log_freq=9"]
+    stops = pool.run(poisoned, argv, str(tmp_path), 1, 3, world=3)
+    assert stops == [(5, "at step 3 the loss of rank 1 was not finite; nothing was saved after it")] * 3
+
+
+def test_a_bad_last_step_is_noticed(pool, tmp_path):
+    for step in (2, 3):
+        stops = pool.run(poisoned, TINY, str(tmp_path), 0, step, world=2)
+        assert [says.split(";")[0] for _, says in stops] == [f"at step {step} the loss of rank 0 was not finite"] * 2
+
+
+def test_an_infinite_gradient_norm_is_named(pool, tmp_path):
+    argv = [*TINY, "--optimizer.lr=1e30", "--optimizer.name=SGD", "--training.max_norm=inf", "--training.steps=30"]
+    stops = pool.run(poisoned, argv, str(tmp_path), 5, 5, world=2)
+    assert stops[0] == stops[1] and "not finite" in stops[0][1]
+
+
+def collected(folder: str) -> list[int]:
+    """Steps at which all garbage was collected."""
+    run = trainer([*TINY, "--training.steps=10", "--training.gc_freq=4"], folder)
+    steps: list[int] = []
+
+    def note(phase: str, info: dict) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            steps.append(run.step)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        run.train()
+    finally:
+        gc.callbacks.remove(note)
+    return [step for step in steps if step]
+
+
+def test_garbage_is_collected_at_the_same_steps_everywhere(pool, tmp_path):
+    assert pool.run(collected, str(tmp_path), world=2) == [[4, 8], [4, 8]]
+
+
+def other_data_on_rank_1(folder: str, texts: str) -> None:
+    import torch.distributed as dist
+
+    path = f"{texts}/{dist.get_rank()}"
+    trainer([*TINY, "--training.dataset=text", f"--training.dataset_path={path}"], folder)
+
+
+def test_ranks_with_different_data_stop(pool, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "a.txt").write_text("abc" * (100 + rank))
+    with pytest.raises(RankFailed, match=r"the data of \[training\] differs between ranks: rank 0 has"):
+        pool.run(other_data_on_rank_1, str(tmp_path / "out"), str(tmp_path), world=2)
+
+
+def nondeterministic(folder: str) -> str:
+    trainer([*TINY, "--debug.deterministic"], folder)
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return "no error"
+
+
+def test_deterministic_refuses_what_has_no_deterministic_form(pool, tmp_path):
+    (said,) = pool.run(nondeterministic, str(tmp_path), world=1)
+    assert "does not have a deterministic implementation" in said
+
+
+def seeds_drawn(folder: str) -> int:
+    return trainer([*TINY, "--debug.seed=none"], folder).seed
+
+
+def test_without_a_seed_rank_0_draws_one_for_all(pool, tmp_path):
+    first, again = (pool.run(seeds_drawn, str(tmp_path), world=3) for _ in range(2))
+    assert len(set(first)) == len(set(again)) == 1 and first != again
+
+
+def timeouts_before_and_after_the_first_step(folder: str) -> list[float]:
+    import torch.distributed as dist
+
+    run = trainer([*TINY, "--comm.train_timeout_seconds=7"], folder)
+
+    def seconds(group) -> float:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    groups = [dist.group.WORLD, run.mesh.loss, run.mesh.fsdp.get_group()]
+    before = [seconds(group) for group in groups]
+    run.train()
+    assert all(value > 7 for value in before)
+    return [seconds(group) for group in groups]
+
+
+def test_every_group_has_the_training_timeout_after_the_first_step(pool, tmp_path):
+    assert pool.run(timeouts_before_and_after_the_first_step, str(tmp_path), world=2) == [[7.0] * 3] * 2
+
+
+def sampled(folder: str, local_batch_size: int) -> str:
+    lines: list[str] = []
+    argv = [*TINY, "--generate.prompt=def", "--generate.tokens=20", f"--training.local_batch_size={local_batch_size}"]
+    run = trainer(argv, folder)
+    run.train()
+    run.log.info = lambda line: lines.append(str(line))  # type: ignore[method-assign,assignment]
+    run.show_sample()
+    return "\n".join(lines)
+
+
+def test_a_sample_is_the_same_on_every_mesh(pool, tmp_path):
+    (alone,), pair = (pool.run(sampled, str(tmp_path), 4 // n, world=n) for n in (1, 2))
+    assert pair == [alone, alone]
+    assert "    def" in alone and not any(ord(c) < 32 and c != "\n" for c in alone)
+
+
+def unequal_weights_after_training(folder: str) -> dict:
+    run = trainer([*TINY, "--training.mixed_precision_param=bfloat16"], folder)
+    run.train()
+    return {"types": {str(p.dtype) for p in run.parts[0].parameters()}, "weights": weights(run)}
+
+
+def test_mixed_precision_keeps_float32_weights_and_trains_near_float32(pool, tmp_path):
+    mixed = pool.run(unequal_weights_after_training, str(tmp_path / "a"), world=2)[0]
+    exact = pool.run(run_to_end, TINY, str(tmp_path / "b"), world=2)[0]["weights"]
+    assert mixed["types"] == {"torch.float32"}
+    worst = max((mixed["weights"][n] - exact[n]).abs().max().item() for n in exact)
+    assert 0 < worst < 5e-3, "bf16 must be on, and near"

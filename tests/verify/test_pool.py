@@ -1,0 +1,70 @@
+"""The pool names the rank that fails, dies or is late, and works again after."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from titanlite.verify.pool import Pool, RankFailed
+
+
+def total() -> float:
+    value = torch.ones(()) * (dist.get_rank() + 1)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def misbehave(rank: int, what: str) -> str:
+    if dist.get_rank() == rank:
+        if what == "raise":
+            raise ValueError("here")
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    if what != "raise":
+        dist.barrier()
+    return "fine"
+
+
+def test_a_function_runs_on_as_many_ranks_as_asked(pool):
+    assert pool.run(total, world=1) == [1.0]
+    assert pool.run(total, world=3) == [6.0] * 3
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(pool):
+    with pytest.raises(RankFailed, match="(?s)rank 1 of 2 raised:.*ValueError: here"):
+        pool.run(misbehave, 1, "raise", world=2)
+    assert pool.run(total, world=2) == [3.0] * 2
+
+
+def group_of_a_mesh() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    total = torch.ones(())
+    dist.all_reduce(total, group=mesh.get_group("outer"))
+    assert total == 1
+    return mesh.get_group("outer").group_name
+
+
+def test_equal_meshes_of_two_runs_share_their_groups_but_for_those_that_a_failure_left(pool):
+    first, second = (pool.run(group_of_a_mesh, world=2) for _ in range(2))
+    assert first == second and pool._made_for == 2
+    with pytest.raises(RankFailed):
+        pool.run(misbehave, 1, "raise", world=2)
+    assert pool._made_for == 0
+    assert pool.run(group_of_a_mesh, world=2) == first, "made anew, they have the same names"
+
+
+def test_dead_and_late_ranks_are_named_and_the_pool_recovers():
+    small = Pool(2)
+    try:
+        with pytest.raises(RankFailed, match="rank 1 died .exit code -9"):
+            small.run(misbehave, 1, "die", world=2)
+        with pytest.raises(RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"):
+            small.run(misbehave, 1, "sleep", world=2, timeout=2)
+        assert small.run(total) == [3.0] * 2
+    finally:
+        small.close()

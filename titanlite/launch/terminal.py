@@ -1,0 +1,104 @@
+"""The launcher's side of the console: shows what chosen ranks write to their logs, and one live line of progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from titanlite.observe.console import colored
+from titanlite.observe.metrics import duration
+
+
+class Follower:
+    """Complete new lines of a growing file that may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, ""
+
+    def lines(self, last: bool = False) -> list[str]:
+        """Lines since the last call; with `last`, an unfinished one too."""
+        try:
+            with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run cut it
+                    self._offset, self._rest = 0, ""
+                file.seek(self._offset)
+                text = self._rest + file.read()
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return []
+        *whole, self._rest = text.split("\n")
+        if last and self._rest:
+            whole, self._rest = [*whole, self._rest], ""
+        return whole
+
+
+class Terminal:
+    """Runs in a thread from `start` to `stop`; `stop` shows all that was written."""
+
+    def __init__(self, logs: dict[int, Path], metrics: Path, steps: int, color: bool) -> None:
+        self._logs = {rank: Follower(path) for rank, path in logs.items()}
+        self._metrics, self._steps = Follower(metrics), steps
+        self.last_record: dict[str, Any] = {}
+        self._live = sys.stdout.isatty()
+        self._colour = color and self._live
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._show_until_stopped()
+        except BrokenPipeError:  # nobody reads any more; the run goes on, and its logs have it all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _show_until_stopped(self) -> None:
+        if not self._live:
+            while not self._done.wait(0.1):
+                self._show(print)
+            self._show(print, last=True)
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.text import Text
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+        )
+        with Progress(*columns, console=Console(), transient=True, refresh_per_second=4) as progress:
+            task = progress.add_task("starting", total=self._steps, text="")
+
+            def show(line: str) -> None:
+                progress.console.print(Text.from_ansi(line), soft_wrap=True)
+
+            while not self._done.wait(0.1):
+                self._show(show)
+                if record := self.last_record:
+                    eta = duration((self._steps - record["step"]) * record["step_seconds"])
+                    text = f"eta {eta}  loss {record['loss']:.4f}  {record['tps']:,.0f} tokens/s a device"
+                    title = f"step {record['step']}/{self._steps}"
+                    progress.update(task, completed=record["step"], description=title, text=text)
+            self._show(show, last=True)
+
+    def _show(self, show: Any, last: bool = False) -> None:
+        for rank, follower in self._logs.items():
+            for line in follower.lines(last):
+                line = colored(line) if self._colour else line
+                show(line if len(self._logs) == 1 else f"[rank {rank}] {line}")
+        for line in self._metrics.lines():
+            record = json.loads(line)
+            if "loss" in record:
+                self.last_record = record
+        sys.stdout.flush()

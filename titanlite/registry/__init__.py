@@ -1,0 +1,53 @@
+"""What models, optimizers and converters tell the framework, and their registration by name. The public face.
+
+May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or anything above.
+"""
+
+from titanlite.registry.hf import Box, FusedSlice, HuggingFace, Rotary, Transposed, WeightTransform
+from titanlite.registry.model import (
+    Init,
+    ModelDims,
+    ModelSpec,
+    Role,
+    Rule,
+    assign,
+    import_object,
+    normal,
+    ones,
+    zeros,
+)
+from titanlite.registry.register import (
+    OptimizerSpec,
+    find_converter,
+    get_model,
+    get_optimizer,
+    register_converter,
+    register_model,
+    register_optimizer,
+)
+
+__all__ = [
+    "Box",
+    "HuggingFace",
+    "Init",
+    "ModelSpec",
+    "OptimizerSpec",
+    "FusedSlice",
+    "Role",
+    "Rotary",
+    "Rule",
+    "ModelDims",
+    "WeightTransform",
+    "Transposed",
+    "assign",
+    "find_converter",
+    "get_model",
+    "get_optimizer",
+    "import_object",
+    "normal",
+    "ones",
+    "register_converter",
+    "register_model",
+    "register_optimizer",
+    "zeros",
+]

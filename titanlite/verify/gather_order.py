@@ -1,0 +1,82 @@
+"""The order of the all-gathers: what the prefetch schedule declares, and what FSDP2 did, by group.
+
+FSDP2 names the group of each all-gather in profiler traces (tried on torch 2.11 and 2.13); the collective's own
+arguments don't tell one block from another.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile
+
+from titanlite.config.job import Job
+from titanlite.parallel.fsdp_schedule import group_with_output, head_in_root, schedule
+
+Group = frozenset[str]
+ROOT = frozenset(("the root",))
+"""FSDP2's word for it is nothing."""
+
+
+@contextmanager
+def gathers_recorded(into: list[Group]) -> Iterator[None]:
+    """Add the modules of each all-gather, in the order in which they were issued."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*clears events")  # of torch 2.11, which means longer profiles
+        trace = profile(activities=[ProfilerActivity.CPU])
+        trace.start()
+    try:
+        yield
+    finally:
+        trace.stop()
+    assert trace.profiler and trace.profiler.kineto_results
+    # Not trace.events(): a Python object for each of many thousand events takes longer than the row's steps.
+    gathers = [
+        event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::all_gather")
+    ]
+    for event in sorted(gathers, key=lambda event: event.start_ns()):
+        if found := re.fullmatch(r"FSDP::all_gather(?: \((.+)\))?", event.name()):
+            into.append(frozenset(found[1].split(", ")) if found[1] else ROOT)
+
+
+def declared(job: Job, tied: bool) -> list[Group]:
+    """The groups in the order in which a step's first micro-batch gathers them."""
+    plan = schedule(job, tied)
+    count = len(plan.groups)
+    policy = job.config.parallelism.fsdp_reshard_after_forward
+    last = group_with_output(job, tied)
+    kept = {"default": {last}, "always": set(), "never": set(range(count))}[str(policy)]
+    following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
+        group: (after,) for group, after in zip(plan.turns, plan.turns[1:], strict=False)
+    }
+    order: list[int] = []
+
+    def walk(turns: Sequence[int], whole: set[int], ahead: dict[int, tuple[int, ...]]) -> None:
+        for group in turns:
+            for wanted in (group, *ahead.get(group, ())):
+                if wanted not in whole:
+                    whole.add(wanted)
+                    order.append(wanted)
+
+    walk(range(count), set(), dict(enumerate(plan.forward or ())))
+    walk(plan.turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
+    groups = [frozenset(group.split("+")) for group in plan.groups]
+    if head_in_root(job):
+        groups[last] = ROOT
+    return [groups[group] for group in order]
+
+
+def first_difference(found: list[Group], expected: list[Group]) -> str:
+    """The first group that was gathered out of turn, or nothing; further micro-batches may follow."""
+    for number, group in enumerate(expected):
+        here = found[number] if number < len(found) else frozenset(("nothing",))
+        if here != group:
+            return f"{_name(here)} was gathered instead of {_name(group)}, at place {number + 1}"
+    return ""
+
+
+def _name(group: Group) -> str:
+    return "+".join(sorted(group))

@@ -1,0 +1,258 @@
+"""Known faults, kept as patches: mistakes that real trainers shipped, and that the table must notice.
+
+Each is put into the trainer on every rank, never into the reference. A fault names the rows that are able to show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+import titanlite.train.trainer as trainer
+from titanlite.fault.nonfinite import NonFiniteGuard
+from titanlite.optim.muon import Muon, orthogonalized
+from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
+from titanlite.train.trainer import Trainer
+from titanlite.verify.table import Row
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: what it is, how it is put in, and the rows that show it."""
+
+    name: str
+    says: str
+    rows: tuple[Row, ...]
+    put_in: Callable[[], AbstractContextManager[None]]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(says: str, *rows: Row) -> Callable[[Callable[[], Iterator[None]]], None]:
+    def keep(patch: Callable[[], Iterator[None]]) -> None:
+        name = patch.__name__.strip("_").replace("_", "-")
+        FAULTS[name] = Fault(name, says, rows, contextmanager(patch))
+
+    return keep
+
+
+@contextmanager
+def _replaced(owner: Any, **new: Any) -> Iterator[None]:
+    """Other values for some attributes while the context lasts."""
+    old = {name: getattr(owner, name) for name in new}
+    for name, value in new.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _then(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[None]:
+    """After the function `name`, do `more` with its result and arguments."""
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        more(result, *args)
+        return result
+
+    with _replaced(owner, **{name: both}):
+        yield
+
+
+@_fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
+def _reduction_dropped() -> Iterator[None]:
+    def drop(_: None, model: torch.nn.Module, job: Any, *args: Any) -> None:
+        block = next(model.get_submodule(job.spec.blocks).children())
+        assert isinstance(block, FSDPModule)
+        block.set_requires_all_reduce(False)
+
+    with _then(fsdp, "shard", drop):
+        yield
+
+
+@_fault("gradients are averaged over the ranks, though the loss was divided by all valid tokens", Row("dp2"))
+def _divided_twice() -> Iterator[None]:
+    def average(_: None, model: torch.nn.Module, job: Any, *args: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(float(job.layout.batch))
+
+    with _then(fsdp, "shard", average):
+        yield
+
+
+@_fault("every rank draws initial values with a seed of its own", Row("dp2"), Row("replicate4"))
+def _seed_per_rank() -> Iterator[None]:
+    draw = parallelize.materialize
+
+    def own(model: Any, table: Any, seed: int, *args: Any, **how: Any) -> None:
+        draw(model, table, seed + dist.get_rank(), *args, **how)
+
+    with _replaced(parallelize, materialize=own):
+        yield
+
+
+@_fault("every shard begins with the values of the first one", Row("dp2"))
+def _same_shards() -> Iterator[None]:
+    with _replaced(init, shard_offset=lambda tensor: (0,) * tensor.dim()):
+        yield
+
+
+@_fault("HSDP shards within a replica and never sums over the replicas", Row("hsdp2x2"))
+def _hsdp_made_fsdp() -> Iterator[None]:
+    build = trainer.build_mesh
+
+    def without_replicas(*args: Any) -> Any:
+        mesh = build(*args)
+        return replace(mesh, fsdp=mesh.world["dp_shard"])
+
+    with _replaced(trainer, build_mesh=without_replicas):
+        yield
+
+
+@_fault("under sequence parallel each rank keeps the norm weights' gradient of its own tokens", Row("tp2"))
+def _norms_not_reduced() -> Iterator[None]:
+    with _replaced(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate):
+        yield
+
+
+@_fault("a column row of the model's table says whole", Row("tp2"))
+def _column_made_whole() -> Iterator[None]:
+    def spoil(built: Any, *args: Any) -> None:
+        _, table = built
+        wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
+        table.update({n: replace(r, tensor="whole") for n, r in table.items() if r.pattern == wrong.pattern})
+
+    with _then(trainer, "build_model", spoil):
+        yield
+
+
+@_fault("the output layer has a weight of its own in place of the embedding's", Row("dp2", variant="tied"))
+def _tie_broken() -> Iterator[None]:
+    def untie(built: Any, *args: Any) -> None:
+        model, table = built
+        for second, first in init.shared_names(model).items():
+            module, _, attribute = second.rpartition(".")
+            own = torch.nn.Parameter(model.get_parameter(first).detach().clone())
+            setattr(model.get_submodule(module), attribute, own)
+            table[second] = table[first]
+
+    with _then(trainer, "build_model", untie):
+        yield
+
+
+@_fault("frozen parameters are trained", Row("dp2", variant="frozen"))
+def _frozen_thawed() -> Iterator[None]:
+    def thaw(built: Any, *args: Any) -> None:
+        built[0].requires_grad_(True)
+
+    with _then(trainer, "build_model", thaw):
+        yield
+
+
+@_fault("the forward pass gathers ahead what the backward pass should", Row("dp2", prefetch="2"))
+def _prefetch_reversed() -> Iterator[None]:
+    set_order = fsdp_schedule.apply
+
+    def reversed_order(groups: Any, plan: fsdp_schedule.Schedule) -> None:
+        set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
+
+    with _replaced(fsdp_schedule, apply=reversed_order):
+        yield
+
+
+@_fault("gradients are rounded to bfloat16 between micro-batches", Row("dp2", accumulation="3"))
+def _accumulation_in_bf16() -> Iterator[None]:
+    def narrow(gradient: torch.Tensor) -> None:
+        gradient.copy_(gradient.bfloat16())
+
+    yield from _between_micro_batches(narrow)
+
+
+@_fault("each micro-batch's gradients replace those of the one before", Row("dp2", accumulation="3"))
+def _accumulation_forgotten() -> Iterator[None]:
+    yield from _between_micro_batches(lambda gradient: gradient.zero_())
+
+
+def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    original = Trainer.forward_backward
+
+    def one_at_a_time(self: Trainer, micro_batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for batch in micro_batches:
+            for gradient in (parameter.grad for parameter in self.trained if parameter.grad is not None):
+                change(gradient)
+            losses.append(original(self, [batch], valid_tokens))
+        return torch.stack(losses).sum()
+
+    with _replaced(Trainer, forward_backward=one_at_a_time):
+        yield
+
+
+@_fault("gradients are clipped by the norm of the rank's own shards", Row("dp2"), Row("tp2"))
+def _clip_by_local_norm() -> Iterator[None]:
+    def local(parameters: Any, max_norm: float, p: float = 2.0) -> torch.Tensor:
+        shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
+        norm = torch.nn.utils.get_total_norm(shards, p)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    with _replaced(trainer, clip_grad_norm=local):
+        yield
+
+
+@_fault("Muon orthogonalises each rank's own part of a matrix", Row("dp2"), Row("tp2"))
+def _parts_orthogonalised() -> Iterator[None]:
+    def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [orthogonalized(part) for part in parts]
+
+    with _replaced(Muon, _orthogonalised=apart):
+        yield
+
+
+@_fault("the loss is divided by the rank's own valid tokens", Row("dp3"), Row("replicate4"))
+def _labels_per_rank() -> Iterator[None]:
+    with _replaced(NonFiniteGuard, share=lambda self, valid_tokens: valid_tokens):
+        yield
+
+
+@_fault("gradients are reduced in bfloat16 though float32 was asked for", Row("dp2", precision="float32"))
+def _reduction_in_bf16() -> Iterator[None]:
+    policy = fsdp.MixedPrecisionPolicy
+
+    def narrow(**how: Any) -> Any:
+        return policy(**(how | {"reduce_dtype": torch.bfloat16}))
+
+    with _replaced(fsdp, MixedPrecisionPolicy=narrow):
+        yield
+
+
+@_fault("a wrapper of the blocks shows in their parameters' names", Row("dp2", recompute="full"))
+def _names_wrapped() -> Iterator[None]:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.wrapped = inner
+
+        def forward(self, *args: Any) -> Any:
+            return self.wrapped(*args)
+
+    def wrap(model: torch.nn.Module, blocks: str, *_: Any) -> None:
+        holder = model.get_submodule(blocks)
+        for name, block in list(holder.named_children()):
+            setattr(holder, name, Wrapper(block))
+
+    with _replaced(recompute, apply=wrap):
+        yield

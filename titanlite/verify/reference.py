@@ -1,0 +1,54 @@
+"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from titanlite.data.packing import IGNORED
+from titanlite.optim import build_optimizer, trained_parameters
+from titanlite.optim.lr_schedule import learning_rate
+from titanlite.parallel.build import build_model
+from titanlite.parallel.init import materialize
+from titanlite.verify import measurements
+from titanlite.verify.measurements import Observed, named
+from titanlite.verify.model_under_test import build_job
+
+
+def reference(words: list[str], path: str) -> float:
+    """Write what the plain module does to a file; the norm that it clipped to, half of what it was."""
+    job = build_job(words, 1)
+    config = job.config
+    batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len)
+    model, table = build_model(job)
+    materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
+    optimized = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
+    trained = [item.parameter for item in optimized]
+    seen: Observed = {measurements.INITIAL: measurements.values(model)}
+    step, max_norm = 0, 0.0
+    for name, steps in measurements.steps_of(config).items():
+        optimizer = build_optimizer(optimized, named(config, name))
+        for _ in range(steps):
+            step += 1
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+            loss.backward()
+            if step == 1:
+                seen |= _first(model, loss)
+                max_norm = seen[measurements.NORM]["(p = 2)"].item() / 2
+            clip_grad_norm_(trained, max_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            optimizer.step()
+        seen[measurements.after(name)] = measurements.values(model)
+    torch.save(seen, path)
+    return max_norm
+
+
+def _first(model: torch.nn.Module, loss: torch.Tensor) -> Observed:
+    found = measurements.gradients(model)
+    norms = {name: get_total_norm(found.values(), p) for name, p in (("(p = 2)", 2.0), ("(p = inf)", math.inf))}
+    return {measurements.GRADIENT: found, measurements.NORM: norms, measurements.LOSS: {"": loss.detach()}}
