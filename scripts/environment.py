@@ -25,7 +25,6 @@ PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "pyarrow", "wandb", "torchao")
-TORCH_RANGE = ((2, 11), (2, 14))
 
 
 def main() -> None:
@@ -99,13 +98,22 @@ def make(dev: bool) -> None:
 def folder_of_active_torch() -> str | None:
     """Where the active interpreter has a torch in range, so that `.venv` need not download another."""
     try:
-        found = distribution("torch")
+        torch = distribution("torch")
     except PackageNotFoundError:
         return None
-    numbers = re.match(r"(\d+)\.(\d+)", found.version)
-    if not numbers or not TORCH_RANGE[0] <= tuple(map(int, numbers.groups())) < TORCH_RANGE[1]:
+    numbers = re.match(r"(\d+)\.(\d+)", torch.version)
+    low, high = torch_range()
+    if not numbers or not low <= tuple(map(int, numbers.groups())) < high:
         return None
-    return str(Path(str(found.locate_file(""))).resolve())
+    return str(Path(str(torch.locate_file(""))).resolve())
+
+
+def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first torch version that pyproject.toml's dependency allows, and the first that it excludes."""
+    limits = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert limits, "pyproject.toml has a line like torch>=2.11,<2.16"
+    numbers = tuple(map(int, limits.groups()))
+    return numbers[:2], numbers[2:]
 
 
 def site_packages() -> Path:

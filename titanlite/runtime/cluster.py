@@ -11,9 +11,10 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from titanlite.errors import UserError
@@ -187,17 +188,22 @@ def _number(environ: Mapping[str, str], name: str, default: int, least: int = 0)
     return int(text)
 
 
-TORCH_RANGE = ((2, 11), (2, 14))
-
-
 def check_torch() -> None:
-    """Refuse a torch outside the supported range, before its import can fail in some other way."""
+    """Refuse a torch older than pyproject.toml's range, before its import can fail in some other way; warn of a newer."""
     try:
         found = version("torch")
     except PackageNotFoundError:
-        raise UserError("torch is not installed in this environment: pip install 'torch>=2.11,<2.14'") from None
-    low, high = TORCH_RANGE
-    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
-        raise UserError(
-            f"torch {found} is not supported: titanlite needs torch >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-        )
+        raise UserError("torch is not installed in this environment: pip install torch") from None
+    try:
+        requirement = next(line for line in requires("titanlite") or () if re.match("torch[<>]", line))
+    except PackageNotFoundError:
+        return  # a checkout on PYTHONPATH, not installed: nothing says the range
+    low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
+    if _major_minor(found) < low:
+        raise UserError(f"torch {found} is too old: titanlite needs {requirement}")
+    if _major_minor(found) >= high:
+        print(f"titanlite: torch {found} is newer than any that was tested ({requirement})", file=sys.stderr)
+
+
+def _major_minor(version_text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version_text.split(".")[:2])

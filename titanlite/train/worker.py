@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
         os.dup2(2, 1)  # one log file for both streams
         _exit_with_launcher(int(environ[LAUNCHED]))
     try:
-        check_torch()
+        if LAUNCHED not in environ:  # the launcher has checked it
+            check_torch()
         where = rank_info(environ)
         job = job_from(parse_command_line(argv, environ), world=where.world, training=True)
         run(job, where, environ)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The tests on another torch: ./scripts/test_torch.sh VERSION [pytest arguments], e.g. 2.11.0 --long
+# PYTHON=python3.12 picks another Python. The environment, .venv-torch-VERSION, is made once (up to 8 GB).
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+version=${1:?usage: ./scripts/test_torch.sh VERSION [pytest arguments]}
+shift
+cd "$here"
+. scripts/python.sh
+venv=$here/.venv-torch-$version
+if [ ! -e "$venv/complete" ]; then
+    "$python" -m venv --clear "$venv"
+    "$venv/bin/pip" install --disable-pip-version-check "torch==$version" -e ".[dev]" >&2
+    touch "$venv/complete"
+fi
+export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHON=$venv/bin/python
+"$PYTHON" -c 'import sys, torch; print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")'
+exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
