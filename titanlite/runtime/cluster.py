@@ -189,7 +189,7 @@ def _number(environ: Mapping[str, str], name: str, default: int, least: int = 0)
 
 
 def check_torch() -> None:
-    """Refuse a torch older than pyproject.toml's range, before its import can fail in some other way; warn of a newer."""
+    """Refuse a torch older than pyproject.toml allows, before its import fails in some other way; warn of a newer."""
     try:
         found = version("torch")
     except PackageNotFoundError:
