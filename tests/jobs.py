@@ -15,6 +15,7 @@ from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
 from titanlite.data.shuffle import RankSlice
 from titanlite.runtime.cluster import RankInfo
+from titanlite.train.loss import count_valid
 from titanlite.train.trainer import Trainer
 
 OUTSIDE = str(Path(__file__).parent / "outside")
@@ -64,6 +65,12 @@ def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: RankSlice) 
     parts = [share.micro_batch(0, number) for number in range(share.accumulation)]
     rows = torch.stack([tokens, labels], dim=1)
     return [MicroBatch(rows[part.start : part.stop]) for part in parts]
+
+
+def forward_backward(of: Trainer, batches: list[MicroBatch]) -> torch.Tensor:
+    """Run forward and backward of these micro-batches; return this rank's part of the loss."""
+    valid = of.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
+    return of.runner.forward_backward(of.step, batches, valid)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

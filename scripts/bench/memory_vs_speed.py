@@ -33,7 +33,6 @@ from scripts.bench.ratios import keep  # noqa: E402
 from scripts.bench.train import measure  # noqa: E402
 from tests.jobs import QUIET, trainer  # noqa: E402
 from titanlite.data.loader import MicroBatch  # noqa: E402
-from titanlite.observe.clock import StepClock  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
@@ -67,7 +66,6 @@ class Stepped(Trainer):
     def ready(self) -> Stepped:
         tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.place.rank))
         self.given = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
-        self.clock = StepClock()
         return self
 
     def next_micro_batches(self) -> list[MicroBatch]:

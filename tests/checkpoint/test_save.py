@@ -102,12 +102,12 @@ def test_with_warn_the_run_goes_on_and_the_next_save_works(pool, tmp_path, mode)
 def not_finite(folder: str) -> list[str]:
     """A run whose loss is not finite at step 3, which is due to be saved."""
     run = trainer(SAVING, folder)
-    whole = run.forward_backward
+    original = run.runner.forward_backward
 
-    def forward_backward(batches, tokens):
-        return whole(batches, tokens) * (float("nan") if run.step == 3 and rank() == 1 else 1.0)
+    def forward_backward(step, batches, tokens):
+        return original(step, batches, tokens) * (float("nan") if step == 3 and rank() == 1 else 1.0)
 
-    run.forward_backward = forward_backward  # type: ignore[method-assign]
+    run.runner.forward_backward = forward_backward  # type: ignore[method-assign]
     with pytest.raises(Exception, match="at step 3 the loss of rank 1 was not finite"):
         run.train()
     return steps_in(Path(folder))

@@ -90,8 +90,8 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
         "collections": collections.count(2),  # whole ones; Python begins small ones by itself
         "timeouts": timeouts,
-        "groups": [group["weight_decay"] for group in run.optimizer.param_groups],
-        "optimizer": {k: str(run.optimizer.defaults.get(k)) for k in ("fused", "foreach")},
+        "groups": [group["weight_decay"] for group in run.runner.optimizer.param_groups],
+        "optimizer": {k: str(run.runner.optimizer.defaults.get(k)) for k in ("fused", "foreach")},
         "loader": [loader.num_workers, loader.prefetch_factor, loader.persistent_workers],
     }
 

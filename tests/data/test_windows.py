@@ -97,8 +97,8 @@ def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, 
     rows = torch.stack([torch.as_tensor(run.data[i]) for i in range(run.data.samples)])
     valid = count_valid(rows[:, 1])
     assert valid > 20
-    training = run.forward_backward([MicroBatch(rows)], valid).item()
-    validation = validation_loss(model, run.validation_loader, run.device, run.mesh.loss)
+    training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
+    validation = validation_loss([model], run.validation_loader, run.device, run.mesh.loss)
     with torch.no_grad():
         alone = torch.zeros((), dtype=torch.float64)
         for row in rows:

@@ -50,19 +50,19 @@ def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
     """The optimizer's state after steps with gradients that are a function of the name alone."""
     run = trainer([*argv, FOREACH], folder)
     for step in range(1, 4):
-        for group in run.optimizer.param_groups:
+        for group in run.runner.optimizer.param_groups:
             group["training_step"] = step
-        for item in run.optimized:
+        for item in run.trained:
             generator = torch.Generator().manual_seed(int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step)
             whole = torch.randn(item.parameter.shape, generator=generator)
             gradient = torch.zeros_like(item.parameter)
             local_part(gradient).copy_(whole[box_of(item.parameter)])
             item.parameter.grad = gradient
-        run.optimizer.step()
+        run.runner.optimizer.step()
     tensors = {name: tensor for name, tensor in run.state.tensors().items() if name.startswith("optimizer.")}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     held = sum(local_part(tensor).nbytes for tensor in tensors.values())
-    assert held == optimizer_bytes(run.optimized, run.job.config), "what the start of the run says"
+    assert held == optimizer_bytes(run.trained, run.job.config), "what the start of the run says"
     return {name: hashlib.sha256(full(t).float().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 

@@ -32,7 +32,7 @@ def trained(argv: list[str], folder: str, path: str) -> dict[str, torch.Tensor]:
     run = trainer(argv, folder)
     run.train()
     held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
-    assert held == optimizer_bytes(run.optimized, run.job.config)
+    assert held == optimizer_bytes(run.trained, run.job.config)
     return weights(run)
 
 

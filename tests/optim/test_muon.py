@@ -69,16 +69,16 @@ def step_seen(argv: list[str], folder: str) -> dict:
         calls["orthogonalized"] += 1
         return orthogonalize(matrix)
 
-    for parameter in run.trained:
+    for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
     muon.dist.all_to_all_single, muon.orthogonalized = counted, owned
     try:
-        run.optimizer.step()
+        run.runner.optimizer.step()
     finally:
         muon.dist.all_to_all_single, muon.orthogonalized = original, orthogonalize
     held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
-    assert held == optimizer_bytes(run.optimized, run.job.config)
-    return {**calls, "elements": sum(item.parameter.numel() for item in run.optimized if item.is_hidden_matrix)}
+    assert held == optimizer_bytes(run.trained, run.job.config)
+    return {**calls, "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)}
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.observe.clock import compiled_graphs
 from titanlite.parallel.fsdp_schedule import schedule
-from titanlite.train.loss import count_valid
 from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
@@ -66,7 +65,6 @@ def record(argv: list[str], folder: str) -> dict:
         block.register_forward_pre_hook(lambda *_, number=number: turn(f"forward {number}"))
         block.register_full_backward_pre_hook(lambda *_, number=number: turn(f"backward {number}"))
     mine = micro_batches(*ragged_batch(), run.share)
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
     wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
     wrap("reduce_scatter_single" if single else "reduce_scatter_tensor", "scatter")
@@ -74,7 +72,7 @@ def record(argv: list[str], folder: str) -> dict:
     operations = Operations()
     try:
         with nullcontext() if "--compile.enable" in argv else operations:
-            run.forward_backward(mine, valid)
+            forward_backward(run, mine)
     finally:
         for name, original in kept.items():
             setattr(dist, name, original)
@@ -230,7 +228,7 @@ def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
     run = trainer([*QUIET, *GPT2, local, "--model.overrides.dropout=0.5", *argv], folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
-    run.forward_backward(mine, run.finite.share(count_valid(torch.stack([b.labels for b in mine]))))
+    forward_backward(run, mine)
     gradient = run.parts[0].get_parameter("layers.0.attention.wq.weight").grad
     assert gradient is not None
     return gradient.clone()

@@ -10,6 +10,7 @@ from tests.jobs import (
     PARROT,
     QUIET,
     TINY,
+    forward_backward,
     gradients,
     micro_batches,
     relative_error,
@@ -19,6 +20,7 @@ from tests.jobs import (
 from titanlite.data.packing import IGNORED
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.train.loss import count_valid
+from titanlite.train.report import loss_over_ranks
 
 SAMPLES = 12
 SGD = [f"--optimizer.{word}" for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()]
@@ -49,13 +51,15 @@ def one_step(argv: list[str], folder: str) -> dict:
     run = trainer([*argv, *FLOAT64, *SGD], folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
     before = weights(run)
-    loss = run.forward_backward(mine, valid)
-    found = {"loss": run._loss_over_ranks(loss, count_valid(mine[0].labels))[0], "gradients": gradients(run)}
-    found["inf norm"] = clip_grad_norm(run.trained, float("inf"), p=float("inf")).item()
-    found["norm"] = clip_grad_norm(run.trained, 0.5).item()
-    run.optimizer.step()
+    loss = forward_backward(run, mine)
+    found = {
+        "loss": loss_over_ranks(loss, count_valid(mine[0].labels), run.mesh.loss)[0],
+        "gradients": gradients(run),
+    }
+    found["inf norm"] = clip_grad_norm(run.runner.parameters, float("inf"), p=float("inf")).item()
+    found["norm"] = clip_grad_norm(run.runner.parameters, 0.5).item()
+    run.runner.optimizer.step()
     return {**found, "before": before, "after": weights(run)}
 
 

@@ -3,11 +3,20 @@
 import pytest
 import torch
 
-from tests.jobs import FLOAT64, TINY, gradients, job, micro_batches, relative_error, trainer, weights
+from tests.jobs import (
+    FLOAT64,
+    TINY,
+    forward_backward,
+    gradients,
+    job,
+    micro_batches,
+    relative_error,
+    trainer,
+    weights,
+)
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.optim.grad_norm import clip_grad_norm
-from titanlite.train.loss import count_valid
 
 BFLOAT16 = ["--training.mixed_precision_param=bfloat16"]
 BOUND = 0.02
@@ -18,9 +27,8 @@ def gradients_and_norm(argv: list[str], folder: str) -> dict:
     run = trainer(argv, folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
-    run.forward_backward(mine, valid)
-    return {"gradients": gradients(run), "norm": clip_grad_norm(run.trained, float("inf"))}
+    forward_backward(run, mine)
+    return {"gradients": gradients(run), "norm": clip_grad_norm(run.runner.parameters, float("inf"))}
 
 
 def sizes(world: int, accumulation: int = 1) -> list[str]:

@@ -9,16 +9,14 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
 
-from tests.jobs import FLOAT64, QUIET, TINY, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.parallel import tensor
 from titanlite.parallel.build import build_model
 from titanlite.train.generate import generate
-from titanlite.train.loss import count_valid
 from titanlite.train.validate import validation_loss
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -39,9 +37,8 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
             return func(*args, **(kwargs or {}))
 
     mine = micro_batches(*ragged_batch(), run.share)
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
     with Recorded():
-        run.forward_backward(mine, valid)
+        forward_backward(run, mine)
     return Counter({name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))})
 
 
@@ -72,9 +69,9 @@ def test_what_tensor_parallel_splits_is_not_kept_on_fewer_ranks():
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    loss = validation_loss(run.parts[0], run.validation_loader, run.device, run.mesh.loss)
+    loss = validation_loss(run.parts, run.validation_loader, run.device, run.mesh.loss)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
-    text = generate(run.parts[0], run.tokenizer, settings, 16, 0, run.device, multiple=run.job.layout.tp)
+    text = generate(run.parts, run.tokenizer, settings, 16, 0, run.device, multiple=run.job.layout.tp)
     return loss, text
 
 

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from tests.allocated import Allocated
-from tests.jobs import FLOAT64, PARROT, QUIET, TINY, gradients, job, micro_batches, relative_error, trainer
+from tests.jobs import (
+    FLOAT64,
+    PARROT,
+    QUIET,
+    TINY,
+    forward_backward,
+    gradients,
+    job,
+    micro_batches,
+    relative_error,
+    trainer,
+)
 from tests.parallel.test_active import GPT2, seen
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from tests.parallel.test_tensor import EVEN, TP2, collectives
@@ -17,6 +28,7 @@ from titanlite.models.llama3 import LlamaConfig
 from titanlite.models.llama3.model import Llama
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid, token_loss_sum
+from titanlite.train.report import loss_over_ranks
 from titanlite.train.validate import validation_loss
 
 CHUNKS = "--training.loss_chunks"
@@ -37,10 +49,9 @@ def found_in_a_step(argv: list[str], folder: str) -> dict:
     run = trainer([*argv, *validation], folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
-    loss = run._loss_over_ranks(run.forward_backward(mine, valid), count_valid(mine[0].labels))[0]
+    loss = loss_over_ranks(forward_backward(run, mine), count_valid(mine[0].labels), run.mesh.loss)[0]
     found, chunks = gradients(run), run.job.config.training.loss_chunks
-    held_out = validation_loss(run.parts[0], run.validation_loader, run.device, run.mesh.loss, chunks)
+    held_out = validation_loss(run.parts, run.validation_loader, run.device, run.mesh.loss, chunks)
     return {"gradients": found, "loss": loss, "validation": held_out}
 
 

@@ -110,13 +110,13 @@ def test_dropout_differs_between_steps_and_ranks_and_needs_no_saved_state(pool, 
 def poisoned(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:
     """Train with a loss that is not finite on one rank at one step; where and how it stopped."""
     run = trainer(argv, folder)
-    whole = run.forward_backward
+    original = run.runner.forward_backward
 
-    def forward_backward(micro_batches, valid_tokens):
-        loss = whole(micro_batches, valid_tokens)
-        return loss * float("nan") if (run.place.rank, run.step) == (rank, step) else loss
+    def forward_backward(at_step, micro_batches, valid_tokens):
+        loss = original(at_step, micro_batches, valid_tokens)
+        return loss * float("nan") if (run.place.rank, at_step) == (rank, step) else loss
 
-    run.forward_backward = forward_backward
+    run.runner.forward_backward = forward_backward  # type: ignore[method-assign,assignment]
     try:
         run.train()
     except NonFinite as error:

@@ -15,7 +15,10 @@ class NonFinite(Exception):
 
 
 class NonFiniteGuard:
-    """Call `share` at the start of every step and `record` at its end."""
+    """Watch the loss and the gradient norm of every step.
+
+    In each step call `raise_if_set`, `all_reduce_tokens` and `record`, in this order.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self._device, self._group = device, group
@@ -23,44 +26,37 @@ class NonFiniteGuard:
         self._on_host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
+    def raise_if_set(self) -> None:
+        """Raise NonFinite, on all ranks, if the flag that the last reduction carried was set."""
+        if self._copied is not None:
+            self._copied.synchronize()  # recorded a step ago
+        if self._on_host is None or not self._on_host.item():
+            return
+        all_first_bad: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(all_first_bad, self._first_bad.tolist())
+        step = min(step for steps in all_first_bad for step in steps if step)
+        ranks = [str(rank) for rank, (loss_step, _) in enumerate(all_first_bad) if loss_step == step]
+        what = f"the loss of rank {', '.join(ranks)}" if ranks else "the gradient norm"
+        raise NonFinite(f"at step {step} {what} was not finite; nothing was saved after it")
+
+    def all_reduce_tokens(self, valid_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the valid tokens over all ranks, and send the flag along."""
+        sums = torch.stack([valid_tokens, (self._first_bad > 0).any().to(torch.int64)])
+        dist.all_reduce(sums, group=self._group)
+        if self._device.type == "cuda":
+            self._on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(sums[1], non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._on_host = sums[1]
+        return sums[0]
+
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Remember the step if this is the first bad value."""
         bad = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm)])
         self._first_bad = torch.where(bad & (self._first_bad == 0), step, self._first_bad)
 
-    def share(self, valid_tokens: torch.Tensor) -> torch.Tensor:
-        """Valid tokens over all ranks; stops the run if a rank's flag of the step before last was up."""
-        self._stop_if_up()
-        shared = torch.stack([valid_tokens, (self._first_bad > 0).any().to(torch.int64)])
-        dist.all_reduce(shared, group=self._group)
-        if self._device.type == "cuda":
-            self._on_host = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(shared[1], non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._on_host = shared[1]
-        return shared[0]
-
-    def settle(self) -> None:
-        """Wait for the last step's flag: before anything is kept of it, and when training ends."""
-        self.share(torch.zeros((), dtype=torch.int64, device=self._device))
-        self._stop_if_up()
-
-    def _stop_if_up(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # recorded a step ago
-        if self._on_host is None or not self._on_host.item():
-            return
-        mine = self._first_bad.tolist()
-        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        found = [
-            (step, rank, what)
-            for rank, steps in enumerate(everyone)
-            for step, what in zip(steps, ("loss", "gradient norm"), strict=True)
-            if step
-        ]
-        first = min(step for step, _, _ in found)
-        losses = [rank for step, rank, what in found if step == first and what == "loss"]
-        who = f"the loss of rank {', '.join(map(str, losses))}" if losses else "the gradient norm"
-        raise NonFinite(f"at step {first} {who} was not finite; nothing was saved after it")
+    def flush(self) -> None:
+        """Wait for the flag of the last step: before it is saved, and when training ends."""
+        self.all_reduce_tokens(torch.zeros((), dtype=torch.int64, device=self._device))
+        self.raise_if_set()

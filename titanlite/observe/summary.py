@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ _ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices"
 
 def describe_start(
     job: Job,
-    model: nn.Module,
+    parts: Sequence[nn.Module],
     table: dict[str, Rule],
     *,
     device: torch.device,
@@ -36,10 +37,11 @@ def describe_start(
 ) -> list[str]:
     """Lines for the console."""
     config, batch, layout = job.config, job.batch, job.layout
-    parameters = list(model.parameters())
+    named = [item for part in parts for item in part.named_parameters()]
+    parameters = [parameter for _, parameter in named]
     total, trained = _elements(parameters), _elements([p for p in parameters if p.requires_grad])
     roles: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         role = table[name].tensor
         roles[_ROLE_NAMES.get(role, role)] += parameter.numel()
     frozen = f", {total - trained:,} frozen" if trained < total else ""

@@ -57,7 +57,7 @@ def _sample(words: list[str]) -> int:
     folder = chosen(Path(path) if path else checkpoint_root(job.config))
     tokenizer = open_tokenizer(job)
     text = generate(
-        load_model(job, folder, device := pick_device(job.config.job.device, 0)),
+        [load_model(job, folder, device := pick_device(job.config.job.device, 0))],
         tokenizer,
         job.config.generate,
         job.positions,

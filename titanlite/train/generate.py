@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +17,7 @@ from titanlite.runtime.determinism import derive_seed
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # a text that grows is not worth compiling for
 def generate(
-    model: nn.Module,
+    parts: Sequence[nn.Module],
     tokenizer: Tokenizer,
     settings: Generate,
     positions: int,
@@ -27,6 +29,7 @@ def generate(
 
     Tensor parallel splits sequences: their length must be a `multiple`, so what nobody looks at is added behind.
     """
+    (model,) = parts  # a pipeline needs its schedule here
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()

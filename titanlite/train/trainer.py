@@ -6,14 +6,12 @@ import gc
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from titanlite.checkpoint.changes import changes, check_data
@@ -30,28 +28,21 @@ from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data, validation_data
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFiniteGuard
-from titanlite.observe.clock import StepClock
-from titanlite.observe.memory import Retries, allocator_tags, used
-from titanlite.observe.metrics import Sink, StepRecord, open_sinks
 from titanlite.observe.profiler import Profiler
-from titanlite.observe.run_folder import describe_run
-from titanlite.observe.summary import describe_start
-from titanlite.observe.throughput import flops_per_token, peak_tflops
-from titanlite.optim import build_optimizer, implementation, optimizer_bytes, trained_parameters
-from titanlite.optim.grad_norm import clip_grad_norm
-from titanlite.optim.lr_schedule import learning_rate
-from titanlite.parallel import replicated, tensor
+from titanlite.observe.throughput import flops_per_token
+from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.parallel.build import build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.determinism import agree_on_seed, reseed, use_deterministic_algorithms
+from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
-from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
-from titanlite.train.loss import count_valid, token_loss_sum
+from titanlite.train.loss import count_valid
+from titanlite.train.report import Report
+from titanlite.train.step import StepRunner
 from titanlite.train.validate import validation_loss
 
 
@@ -75,10 +66,9 @@ class Trainer:
         self.seed = agree_on_seed(known if config.debug.seed is None else config.debug.seed)
         self._open_data()
         self._build_model()
-        self._build_optimizer()
         self._restore()
-        self.finite = NonFiniteGuard(device, self.mesh.loss)
-        self._open_metrics()
+        self.nonfinite = NonFiniteGuard(device, self.mesh.loss)
+        self.report.open_sinks(self.seed, self.step)
 
     # ---------------------------------------------------------------- building
 
@@ -112,34 +102,37 @@ class Trainer:
             )
 
     def _build_model(self) -> None:
-        model, self.table = build_model(self.job)
-        self.flops = flops_per_token(
-            model.named_parameters(), self.table, self.job.shape, self.job.config.training.seq_len
-        )
-        self.converters = build_converters(self.job)
-        self.kept_whole = parallelize(
-            model, self.job, self.mesh, self.table, self.converters, self.seed, self.device, self.log.info
-        )
+        """Build the model's parts on this rank, their optimizer, and what runs a step of them."""
+        job, config = self.job, self.job.config
+        model, self.table = build_model(job)
+        flops = flops_per_token(model.named_parameters(), self.table, job.shape, config.training.seq_len)
+        self.report = Report(job, self.place, self.device, self.log, self.mesh.loss, flops)
+        converters = build_converters(job)
+        kept = parallelize(model, job, self.mesh, self.table, converters, self.seed, self.device, self.log.info)
         self.parts: list[nn.Module] = [model]  # a pipeline rank will hold several
-        self.defers_sync = self.job.config.parallelism.defer_gradient_sync
-        settings = self.job.config.compile
-        compiles_loss = settings.enable and "loss" in settings.components
-        self.loss = torch.compile(token_loss_sum, backend=settings.backend) if compiles_loss else token_loss_sum
-
-    def _build_optimizer(self) -> None:
-        config, blocks = self.job.config, self.job.spec.blocks
         named = [item for part in self.parts for item in part.named_parameters()]
-        self.optimized = trained_parameters(named, self.table, blocks, config.optimizer.no_decay)
-        self.trained = [item.parameter for item in self.optimized]
-        self.optimizer = build_optimizer(self.optimized, config, self.seed)
+        self.trained = trained_parameters(named, self.table, job.spec.blocks, config.optimizer.no_decay)
+        optimizer = build_optimizer(self.trained, config, self.seed)
+        self.runner = StepRunner(
+            job,
+            self.mesh,
+            self.parts,
+            replicated=kept,
+            trained=self.trained,
+            optimizer=optimizer,
+            converters=converters,
+            seed=self.seed,
+            rank=self.place.rank,
+            device=self.device,
+        )
 
     def _restore(self) -> None:
         """Take the state, and the place in the run and in the data, from where the run begins."""
-        self.state = TrainingState(self.parts, self.optimizer)
+        self.state = TrainingState(self.parts, self.runner.optimizer)
         self.checkpoints.restore(self.source, self.state)
         if self.source:
-            check_replicas(self.parts[0], "after loading", self.device, self.optimizer)
-        self._tell_converters()
+            check_replicas(self.parts[0], "after loading", self.device, self.runner.optimizer)
+        self.runner.notify_converters()
         if self.resumed:
             saved = self.resumed.position
             self.step, self.tokens = saved.step, saved.tokens
@@ -148,32 +141,9 @@ class Trainer:
             for line in changes(self.resumed, self.job, self.parts[0]):
                 self.log.info(line)
 
-    def _open_metrics(self) -> None:
-        self.peak, self.retries = peak_tflops(self.device), Retries()
-        self.sinks: list[Sink] = []
-        if self.place.rank == 0:
-            describe_run(self.folder, self.job, self.seed, self.device.type)
-            self.sinks = open_sinks(self.folder, self.job.config, after=self.step)
-
     def describe(self) -> list[str]:
-        """What the start of the run prints."""
-        hosts: list[str] = [""] * self.place.world
-        dist.all_gather_object(hosts, self.place.host)
-        return describe_start(
-            self.job,
-            self.parts[0],
-            self.table,
-            device=self.device,
-            hosts=hosts,
-            seed=self.seed,
-            samples=self.data.samples,
-            fingerprint=self.data.fingerprint,
-            flops=self.flops,
-            decayed=sum(item.decays for item in self.optimized),
-            exempt=sum(not item.decays for item in self.optimized),
-            optimizer_bytes=optimizer_bytes(self.optimized, self.job.config),
-            implementation=implementation(self.job.config.optimizer),
-        )
+        """Return the lines that the start of the run prints."""
+        return self.report.describe_start(self.parts, self.table, self.trained, self.data, self.seed)
 
     # ---------------------------------------------------------------- running
 
@@ -182,8 +152,7 @@ class Trainer:
         config = self.job.config
         if self.step >= config.training.steps:
             self.log.info(f"already at step {self.step} of {config.training.steps}: raise --training.steps")
-            for sink in self.sinks:
-                sink.close()
+            self.report.close()
             return
         gc.disable()  # or ranks would collect at different times, and wait for each other
         gc.collect()
@@ -194,15 +163,15 @@ class Trainer:
             streams = self.resumed.streams  # another rank's will do to be told that they don't fit
             loader.load_state_dict(streams.get(str(self.share.coordinate)) or next(iter(streams.values())))
         self.batches = BatchPrefetcher(loader, self.device)
-        self.clock = StepClock()
+        self.report.clock.restart()
         try:
             self._run_steps()
         except BaseException:
             self.checkpoints.wait_ignoring_errors()
             raise
-        self.finite.settle()
+        self.nonfinite.flush()
         self.checkpoints.finish()
-        self._log_saves()
+        self.report.log_saves(self.checkpoints.records)
         if config.checkpoint.last_save_in_hf:
             self.checkpoints.export(self.step, self.state, self.tokenizer)
         if config.generate.at_end:
@@ -221,45 +190,31 @@ class Trainer:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
                     self.validate()
-                if self.checkpoints.due(self.step, self._is_logged()):
+                if self.checkpoints.due(self.step, self.report.is_logged(self.step)):
                     self.save()
-                self._log_saves()
-                with self.clock.paused("profiling"):  # writing a trace is no step's time
+                self.report.log_saves(self.checkpoints.records)
+                with self.report.clock.paused("profiling"):  # writing a trace is no step's time
                     profiler.step(self.step)
 
     def train_step(self) -> None:
-        """One optimizer step."""
-        config = self.job.config
+        """Take one optimizer step."""
         micro_batches = self.next_micro_batches()
-        valid_tokens = self.finite.share(count_valid(torch.stack([b.labels for b in micro_batches])))
+        self.nonfinite.raise_if_set()
+        valid_tokens = self.nonfinite.all_reduce_tokens(count_valid(torch.stack([b.labels for b in micro_batches])))
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
-            raise self._data_ended()  # all ranks are out; the wait for the device is the price of an unknown length
-        loss = self.forward_backward(micro_batches, valid_tokens)
-        with record_function("gradient norm"):
-            norm = clip_grad_norm(self.trained, config.training.max_norm)
-        self.finite.record(self.step, loss, norm.to(self.device))  # offloaded gradients have theirs on the CPU
-        with record_function("optimizer"):
-            for group in self.optimizer.param_groups:
-                group["lr"], group["training_step"] = learning_rate(config, self.step), self.step
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self._tell_converters()
-        self.tokens += self.job.batch.total * config.training.seq_len
+            raise self._data_ended()  # on all ranks; waiting for the device is the price of an unknown length
+        loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
+        norm = self.runner.clip_gradients()
+        self.nonfinite.record(self.step, loss, norm)
+        self.runner.update(self.step)
+        self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.share.per_step
-        if self._is_logged():
-            self._log_step(loss, norm, micro_batches)
-        else:
-            self.clock.step_done()
-
-    def _tell_converters(self) -> None:
-        """The weights are new."""
-        for converter in self.converters:
-            converter.after_optimizer_step(self.parts)
+        self.report.end_step(self.step, self.tokens, loss, norm, micro_batches)
 
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """This rank's part of the global batch, on the device."""
-        with self.clock.waiting_for_data():
+        with self.report.clock.waiting_for_data():
             found = [batch.to(self.device) for batch in islice(self.batches, self.share.accumulation)]
         if len(found) < self.share.accumulation:
             raise self._data_ended()
@@ -270,42 +225,18 @@ class Trainer:
         ended = f"the data ended after step {self.step - 1} of {self.job.config.training.steps}"
         return UserError(f"{ended}: {size}training.repeat is false")
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor) -> torch.Tensor:
-        """Gradients of (sum of token losses / valid tokens); returns this rank's part of that loss.
-
-        The only place that knows how a step is run: a pipeline schedule replaces it and nothing else.
-        """
-        (model,), chunks = self.parts, self.job.config.training.loss_chunks
-        coordinates = self.job.layout.coordinates(self.place.rank)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, batch in enumerate(micro_batches):
-            if self.defers_sync and isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            reseed(self.seed, self.step, number, self.share.coordinate, coordinates["tp"])
-            with record_function("forward"):
-                loss = model_loss(model, batch, chunks, self.loss) / valid_tokens.clamp(min=1)
-            with record_function("backward"):
-                loss.backward()
-            total += loss.detach()
-        tensor.sum_gradients(self.trained)
-        reduction = getattr(torch, self.job.config.training.mixed_precision_reduce)
-        replicated.sum_gradients(self.kept_whole, self.mesh.loss, reduction)
-        return total
-
     @record_function("validation")
     def validate(self) -> None:
         """Log the loss on held-out data."""
-        with self.clock.paused("validation"):
+        with self.report.clock.paused("validation"):
             chunks = self.job.config.training.loss_chunks
-            loss = validation_loss(self.parts[0], self.validation_loader, self.device, self.mesh.loss, chunks)
-            self.log.info(f"validation at step {self.step}: loss {loss:.5f}")
-            for sink in self.sinks:
-                sink.validation(self.step, loss)
+            loss = validation_loss(self.parts, self.validation_loader, self.device, self.mesh.loss, chunks)
+            self.report.log_validation(self.step, loss)
 
     def save(self) -> None:
         """Save the state as it is after this step."""
-        with self.clock.paused("checkpoint"):
-            self.finite.settle()  # nothing of a step that was not finite is kept
+        with self.report.clock.paused("checkpoint"):
+            self.nonfinite.flush()  # a step that was not finite is never saved
             epoch = self.consumed // self.data.samples if self.data.samples else 0
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)
             self.checkpoints.save(position, self.state, self.batches.state)
@@ -314,7 +245,7 @@ class Trainer:
         """Print what the model writes."""
         settings = self.job.config.generate
         text = generate(
-            self.parts[0],
+            self.parts,
             self.tokenizer,
             settings,
             self.job.positions,
@@ -330,62 +261,7 @@ class Trainer:
         gc.unfreeze()
         gc.enable()
         self.batches.close()
-        for sink in self.sinks:
-            sink.close()
-
-    # ---------------------------------------------------------------- measuring
-
-    def _is_logged(self) -> bool:
-        config = self.job.config
-        return self.step == 1 or self.step % config.metrics.log_freq == 0 or self.step == config.training.steps
-
-    def _log_saves(self) -> None:
-        while self.checkpoints.records:
-            record = self.checkpoints.records.pop(0)
-            for sink in self.sinks:
-                sink.checkpoint(record.step, record.costs)
-
-    def _log_step(self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> None:
-        """The one place where the host waits for the device."""
-        job = self.job
-        labels = torch.stack([batch.labels for batch in micro_batches])
-        total, largest = self._loss_over_ranks(loss, count_valid(labels))
-        self.clock.step_done()
-        per_second = job.batch.total * job.config.training.seq_len / self.clock.seconds / job.layout.world
-        tflops = per_second * self.flops / 1e12
-        memory = used(self.device)
-        record = StepRecord(
-            step=self.step,
-            loss=total,
-            max_loss=largest,
-            grad_norm=norm.item(),
-            lr=self.optimizer.param_groups[0]["lr"],
-            tokens=self.tokens,
-            tps=per_second,
-            tflops=tflops,
-            mfu=100 * tflops / self.peak if self.peak else None,
-            step_seconds=self.clock.seconds,
-            step_seconds_p50=self.clock.percentile(50),
-            step_seconds_p95=self.clock.percentile(95),
-            data_seconds=self.clock.data_seconds,
-            memory_gib=memory.gib,
-            recompiles=self.clock.recompiles,
-        )
-        self.log.info(record.line(job.config.training.steps, memory.percent))
-        tags = allocator_tags(self.device)
-        if news := self.retries.news(tags):
-            self.log.warning(news)
-        for sink in self.sinks:
-            sink.step(record, tags)
-        self.clock.restart()
-
-    def _loss_over_ranks(self, loss: torch.Tensor, valid_tokens: torch.Tensor) -> tuple[float, float]:
-        """The global loss, and the largest mean loss of a rank that had valid tokens."""
-        sums = torch.stack([loss, valid_tokens.double()])
-        dist.all_reduce(sums, group=self.mesh.loss)
-        mean = torch.where(valid_tokens > 0, loss * sums[1] / valid_tokens, -torch.inf)
-        dist.all_reduce(mean, op=dist.ReduceOp.MAX, group=self.mesh.loss)
-        return sums[0].item(), mean.item()
+        self.report.close()
 
 
 def _identity(config: JobConfig) -> str:

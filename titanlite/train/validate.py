@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,13 +16,14 @@ from titanlite.train.loss import count_valid
 
 
 def validation_loss(
-    model: nn.Module, loader: Loader, device: torch.device, group: dist.ProcessGroup, chunks: int = 1
+    parts: Sequence[nn.Module], loader: Loader, device: torch.device, group: dist.ProcessGroup, chunks: int = 1
 ) -> float:
     """Mean token loss over a loader's batches, the same batches every time.
 
     The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another. Of a
     stream nobody knows the end, so it is asked for in every batch.
     """
+    (model,) = parts  # a pipeline needs its schedule here
     batches = BatchPrefetcher(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()

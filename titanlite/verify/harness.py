@@ -20,7 +20,6 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
-from titanlite.observe.clock import StepClock
 from titanlite.observe.metrics import StepRecord
 from titanlite.optim import build_optimizer
 from titanlite.optim.grad_norm import clip_grad_norm
@@ -72,17 +71,17 @@ class InstrumentedTrainer(Trainer):
         self.given = [MicroBatch(rows) for rows in mine.chunk(self.share.accumulation)]
         self.seen: Observed = {}
         self.gathered: list[gather_order.Group] = []
-        for sink in self.sinks:
-            sink.close()
-        self.sinks = [_Kept(self.seen)]
-        self.clock = StepClock()
+        self.report.close()
+        self.report.sinks = [_Kept(self.seen)]
+        self._forward_backward = self.runner.forward_backward
+        self.runner.forward_backward = self.forward_backward  # type: ignore[method-assign]
 
     def observe(self) -> Observed:
         """Take the steps; what was seen in them."""
         model, config = self.parts[0], self.job.config
         self.seen[measurements.INITIAL] = measurements.values(model)
         for name, steps in measurements.steps_of(config).items():
-            self.optimizer = build_optimizer(self.optimized, named(config, name))
+            self.runner.optimizer = build_optimizer(self.trained, named(config, name))
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
@@ -92,13 +91,15 @@ class InstrumentedTrainer(Trainer):
     def next_micro_batches(self) -> list[MicroBatch]:
         return self.given
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor) -> torch.Tensor:
-        if self.step > 1:
-            return super().forward_backward(micro_batches, valid_tokens)
+    def forward_backward(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        if step > 1:
+            return self._forward_backward(step, micro_batches, valid_tokens)
         with gather_order.gathers_recorded(self.gathered) if self._gathers() else nullcontext():
-            loss = super().forward_backward(micro_batches, valid_tokens)
+            loss = self._forward_backward(step, micro_batches, valid_tokens)
         self.seen[measurements.GRADIENT] = measurements.gradients(self.parts[0])
-        self.seen[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.trained, math.inf, math.inf)}
+        self.seen[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.runner.parameters, math.inf, math.inf)}
         return loss
 
     def _gathers(self) -> bool:

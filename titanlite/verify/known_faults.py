@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.muon import Muon, orthogonalized
 from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
-from titanlite.train.trainer import Trainer
+from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
 
 
@@ -187,17 +188,17 @@ def _accumulation_forgotten() -> Iterator[None]:
 
 
 def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    original = Trainer.forward_backward
+    original = StepRunner.forward_backward
 
-    def one_at_a_time(self: Trainer, micro_batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
+    def one_at_a_time(self: StepRunner, number: int, micro_batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
         losses = []
         for batch in micro_batches:
-            for gradient in (parameter.grad for parameter in self.trained if parameter.grad is not None):
+            for gradient in (parameter.grad for parameter in self.parameters if parameter.grad is not None):
                 change(gradient)
-            losses.append(original(self, [batch], valid_tokens))
+            losses.append(original(self, number, [batch], valid_tokens))
         return torch.stack(losses).sum()
 
-    with _replaced(Trainer, forward_backward=one_at_a_time):
+    with _replaced(StepRunner, forward_backward=one_at_a_time):
         yield
 
 
@@ -209,7 +210,7 @@ def _clip_by_local_norm() -> Iterator[None]:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    with _replaced(trainer, clip_grad_norm=local):
+    with _replaced(step, clip_grad_norm=local):
         yield
 
 
@@ -224,7 +225,7 @@ def _parts_orthogonalised() -> Iterator[None]:
 
 @_fault("the loss is divided by the rank's own valid tokens", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Iterator[None]:
-    with _replaced(NonFiniteGuard, share=lambda self, valid_tokens: valid_tokens):
+    with _replaced(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens):
         yield
 
 

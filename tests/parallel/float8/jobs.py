@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.jobs import QUIET, gradients, micro_batches, relative_error, trainer, weights
+from tests.jobs import QUIET, forward_backward, gradients, micro_batches, relative_error, trainer, weights
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.train.loss import count_valid
+from titanlite.train.report import loss_over_ranks
 from titanlite.train.trainer import Trainer
 
 _FIELDS = "dim=64 n_layers=2 n_heads=4 n_kv_heads=2 hidden_dim=128".split()
@@ -41,8 +42,7 @@ def prepared(argv: list[str], folder: str) -> tuple[Trainer, Any]:
 
 
 def stepped(run: Trainer, mine: Any) -> torch.Tensor:
-    valid = run.finite.share(count_valid(torch.stack([batch.labels for batch in mine])))
-    return run.forward_backward(mine, valid)
+    return forward_backward(run, mine)
 
 
 def one_step(argv: list[str], folder: str) -> dict[str, Any]:
@@ -63,9 +63,9 @@ def one_step(argv: list[str], folder: str) -> dict[str, Any]:
     return {
         "before": before,
         "gradients": gradients(run),
-        "loss": run._loss_over_ranks(loss, count_valid(mine[0].labels))[0],
+        "loss": loss_over_ranks(loss, count_valid(mine[0].labels), run.mesh.loss)[0],
         "products": len(products),
-        "norm": clip_grad_norm(run.trained, math.inf).item(),
+        "norm": clip_grad_norm(run.runner.parameters, math.inf).item(),
     }
 
 

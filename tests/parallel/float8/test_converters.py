@@ -27,7 +27,7 @@ LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
 def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
     """What the converter saw of the weights, and what they were after each step."""
     run = trainer(argv, folder)
-    (converter,) = run.converters
+    (converter,) = run.runner.converters
     now = lambda: sum(w.double().sum().item() for w in weights(run).values())  # noqa: E731
     expected, step = [now()], run.train_step
 

@@ -1,0 +1,97 @@
+"""One training step: forward, backward, gradient norm, update. It needs no data, no log and no checkpoint.
+
+The trainer calls the three methods of StepRunner in order; what lies between them (stopping, logging, saving) is the
+trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
+
+from titanlite.config.job import Job
+from titanlite.data.loader import MicroBatch
+from titanlite.optim import TrainedParam
+from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.optim.lr_schedule import learning_rate
+from titanlite.parallel import replicated, tensor
+from titanlite.parallel.convert import Converter
+from titanlite.parallel.mesh import Mesh
+from titanlite.runtime.determinism import reseed
+from titanlite.train.chunked_loss import model_loss
+from titanlite.train.loss import token_loss_sum
+
+
+@dataclass
+class StepRunner:
+    """The parts of a model on this rank with their optimizer, and the training step they take."""
+
+    job: Job
+    mesh: Mesh
+    parts: list[nn.Module]
+    """One today; a pipeline rank holds several."""
+    replicated: list[nn.Parameter]
+    """Parameters that FSDP leaves out, so that their gradients are summed here."""
+    trained: list[TrainedParam]
+    optimizer: torch.optim.Optimizer
+    converters: list[Converter]
+    seed: int
+    rank: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        settings = self.job.config.compile
+        compiled = settings.enable and "loss" in settings.components
+        self.token_loss = torch.compile(token_loss_sum, backend=settings.backend) if compiled else token_loss_sum
+        self.parameters = [item.parameter for item in self.trained]
+
+    def forward_backward(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the gradients of (sum of token losses / valid tokens); return this rank's part of that loss.
+
+        `valid_tokens` counts the whole global batch. This is the only place that knows how the parts are run: a
+        pipeline schedule replaces it and nothing else.
+        """
+        (model,), training = self.parts, self.job.config.training
+        batch_coordinate = self.job.layout.batch_coordinate(self.rank)
+        tensor_coordinate = self.job.layout.coordinates(self.rank)["tp"]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(micro_batches):
+            if self.job.config.parallelism.defer_gradient_sync and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            reseed(self.seed, step, number, batch_coordinate, tensor_coordinate)
+            with record_function("forward"):
+                loss = model_loss(model, batch, training.loss_chunks, self.token_loss) / valid_tokens.clamp(min=1)
+            with record_function("backward"):
+                loss.backward()
+            total += loss.detach()
+        tensor.sum_gradients(self.parameters)
+        reduction = getattr(torch, training.mixed_precision_reduce)
+        replicated.sum_gradients(self.replicated, self.mesh.loss, reduction)
+        return total
+
+    @record_function("gradient norm")
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to training.max_norm; return the norm they had."""
+        norm = clip_grad_norm(self.parameters, self.job.config.training.max_norm)
+        return norm.to(self.device)  # the norm of offloaded gradients is on the CPU
+
+    @record_function("optimizer")
+    def update(self, step: int) -> None:
+        """Change the weights at the learning rate of this step, and free the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"], group["training_step"] = learning_rate(self.job.config, step), step
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.notify_converters()
+
+    def notify_converters(self) -> None:
+        """Tell each converter that the weights are new."""
+        for converter in self.converters:
+            converter.after_optimizer_step(self.parts)
