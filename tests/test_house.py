@@ -1,0 +1,196 @@
+"""The shape of the code: imports point down, short files, private torch names in one place, a small reading core.
+
+It reads the sources only, and imports neither torch nor titanlite.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = (  # from the top; an import points to a lower floor, or stays in its room
+    "__main__",
+    "cli",
+    "tools verify",
+    "launch",
+    "planner",
+    "train",
+    "checkpoint optim",
+    "parallel data fault observe",
+    "runtime",
+    "config models",
+    "registry",
+    "layout errors __init__",
+)
+FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+LOOSE_FILES = {"__init__", "__main__", "cli", "layout", "errors"}
+MAY_USE_PRIVATE_NAMES = {"titanlite/runtime/torch_private.py", "titanlite/verify/pool.py"}
+MAX_LINES_OF_A_FILE = 500
+MAX_LINES_OF_THE_CORE = 7_400
+MAX_LINES_OF_TITANLITE = 12_400
+
+
+count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
+FILES = [str(path) for path in count.source_files()]
+
+
+@cache
+def syntax_tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a dotted module name below titanlite: titanlite.train.loss is in train."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def module_of(file: str) -> str:
+    """Return the dotted name of a file; models/ is titanlite.models."""
+    parts = list(Path(file).with_suffix("").parts)
+    parts = parts if parts[0] == "titanlite" else ["titanlite", *parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and dotted name of all that is imported, also inside of functions or by a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted_name(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(a.value)) for a in node.args[:1] if isinstance(a, ast.Constant))
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return "a.b.c" of such an expression, or an empty string of any other."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def private_torch_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and dotted name of every private name of torch or torchao: imported, used or in a string."""
+    private = re.compile(r"torch(ao|data)?(\.\w+)*\._(?!_)\w+(\.\w+)*")
+    meaning = {}  # of the file's own names, e.g. dist: torch.distributed
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            meaning |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            meaning |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    names = [*imported_modules(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.append((node.lineno, node.value))
+        elif isinstance(node, ast.Attribute | ast.Call):
+            name = dotted_name(node)
+            if isinstance(node, ast.Call) and dotted_name(node.func) in ("getattr", "hasattr", "setattr"):
+                attribute = node.args[1]
+                name = f"{dotted_name(node.args[0])}.{attribute.value if isinstance(attribute, ast.Constant) else ''}"
+            first, dot, rest = name.partition(".")
+            names.append((node.lineno, meaning.get(first, first) + dot + rest))
+    yield from ((line, name) for line, name in names if private.fullmatch(name))
+
+
+def upward_imports(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of every import of a room that is not below the file's own."""
+    room = room_of(module_of(file))
+    for line, name in imported_modules(tree):
+        if name.split(".")[0] == "titanlite":
+            imported = room_of(name) if room_of(name) in FLOOR else "__init__"  # e.g. titanlite.__version__
+            if imported != room and FLOOR[imported] >= FLOOR[room]:
+                yield line, name
+
+
+def test_imports_point_down():
+    wrong = [
+        f"{file}:{line} imports {name}" for file in FILES for line, name in upward_imports(file, syntax_tree(file))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "upward"),
+    [
+        ("def f():\n    from titanlite.train import worker", True),
+        ("from titanlite import cli", True),
+        ("from titanlite.data.loader import Loader", True),  # the same floor, another room
+        ("import_module('titanlite.checkpoint.manager')", True),
+        ("from titanlite.runtime import cluster", False),
+        ("from titanlite.parallel.mesh import Mesh", False),
+    ],
+)
+def test_the_check_finds_upward_imports_wherever_they_stand(source, upward):
+    assert bool([*upward_imports("titanlite/parallel/fsdp.py", ast.parse(source))]) == upward
+
+
+def test_private_names_of_torch_stay_in_one_file():
+    checked = sorted({*FILES} - MAY_USE_PRIVATE_NAMES)
+    names = ((file, line, name) for file in checked for line, name in private_torch_names(syntax_tree(file)))
+    wrong = sorted({f"{file}:{line} uses {name}" for file, line, name in names})
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch.distributed._tensor import DTensor",
+        "from torch.distributed.tensor import _utils",
+        "def f():\n    import torch\n    torch._foreach_mul_([], 2)",
+        "import torch\ntorch.ops._c10d_functional.all_reduce",
+        "import torch.distributed as dist\ndist._world",
+        "from torch.distributed import distributed_c10d as c10d\nc10d._world.pg_map",
+        "from torch.nn import Module\nModule._apply",
+        "import torch\ngetattr(torch, '_scaled_mm')",
+        "import_module('torch.testing._internal')",
+        "name = 'torch.distributed.tensor._redistribute'",
+        "from torchao.float8._x import y",
+    ],
+)
+def test_the_check_finds_private_names_however_they_are_written(source):
+    assert [*private_torch_names(ast.parse(source))]
+
+
+@pytest.mark.parametrize("source", ["import torch\ntorch.__version__", "self._torch.x", "'torch is not _here'"])
+def test_the_check_accepts_public_names(source):
+    assert not [*private_torch_names(ast.parse(source))]
+
+
+def test_only_a_few_files_stand_outside_of_a_room():
+    assert {Path(file).stem for file in FILES if Path(file).parent == Path("titanlite")} <= LOOSE_FILES
+    assert {room_of(module_of(file)) for file in FILES} <= FLOOR.keys(), "a room without a floor"
+
+
+def test_no_file_is_long():
+    long = {file: count.lines(file) for file in FILES if count.lines(file) > MAX_LINES_OF_A_FILE}
+    assert not long, f"above {MAX_LINES_OF_A_FILE} lines: {long}"
+
+
+def test_every_package_says_what_it_holds_and_imports_and_never_does():
+    for file in FILES:
+        if file.startswith("titanlite/") and file.count("/") > 1 and file.endswith("/__init__.py"):
+            docstring = ast.get_docstring(syntax_tree(file)) or ""
+            assert "import" in docstring and "ever " in docstring, f"{file}: {docstring!r}"
+            assert len(docstring.splitlines()) <= 5, file
+
+
+def test_the_reading_core_is_small():
+    lines = sum(count.lines(path) for path in count.core_files())
+    assert lines <= MAX_LINES_OF_THE_CORE, f"the reading core has {lines} lines; scripts/count.py shows where"
+
+
+def test_titanlite_is_small():
+    lines = sum(count.lines(file) for file in FILES if file.startswith("titanlite/"))
+    assert lines <= MAX_LINES_OF_TITANLITE, f"titanlite/ has {lines} lines; scripts/count.py shows where"
