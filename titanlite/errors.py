@@ -10,6 +10,10 @@ class UserError(Exception):
     """What was asked for can't be done; the message names the key, file or tensor, the value, and the remedy."""
 
 
+class RunFailed(UserError):
+    """A run that had started cannot continue: its data ended, a save failed, a loss was not finite."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word closest to `word`, or an empty string where none is close."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")

@@ -41,7 +41,7 @@ from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.load import to_toml
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment, new_archive_folder
 from titanlite.runtime.cluster import RankInfo
 
@@ -311,7 +311,7 @@ class Checkpoints:
         cause = flight.error or f"the save of step {flight.step} failed on another rank"
         words = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
         if self.settings.on_failure == "stop":
-            raise UserError(f'{words}; {stands} (checkpoint.on_failure = "warn" would go on)')
+            raise RunFailed(f'{words}; {stands} (checkpoint.on_failure = "warn" would go on)')
         self._log.warning(f"{words}; {stands}; training goes on")
         assert self.group is not None
         dist.destroy_process_group(self.group)  # who knows what a rank left in it

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from titanlite.errors import RunFailed
 
-class NonFinite(Exception):
+
+class NonFinite(RunFailed):
     """Training met a value that is not finite."""
 
 

@@ -112,8 +112,7 @@ def _run(
         return FAILED
     except ChildFailedError as error:
         terminal.stop()
-        _report(error.failures, folder)
-        return FAILED
+        return _report(error.failures, folder)
     except (KeyboardInterrupt, SignalException) as error:
         terminal.stop()
         number = getattr(error, "sigval", signal.SIGINT)
@@ -150,8 +149,8 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
     return {LAUNCHED: str(os.getpid())} | {name: value for name, value in wanted.items() if name not in environ}
 
 
-def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:
-    """Who failed first, and its traceback as the last thing on the console."""
+def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
+    """Print who failed first, with its traceback last; return the exit code."""
 
     def when(rank: int) -> float:
         """A rank that was killed left no word, and comes before those that may only have lost it; a rank that was
@@ -165,13 +164,14 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> None:
     message = failures[rank].message
     who = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
     if isinstance(message, dict):
-        kind, _, words = message["message"].partition(": ")
-        told = kind in ("UserError", "NonFinite", "ConfigError")  # what needs no traceback
-        text = words if told else message["extraInfo"]["py_callstack"].rstrip()
+        details = message["extraInfo"]
+        is_user_error = details.get("is_user_error", False)
+        text = message["message"].partition(": ")[2] if is_user_error else details["py_callstack"].rstrip()
     else:
         tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
         text = "\n".join([*tail, f"it left no word: {message or f'exit code {failures[rank].exitcode}'}"])
     print(f"\ntitanlite: {who}\n{text}", file=sys.stderr)
+    return REFUSED if failures[rank].exitcode == REFUSED else FAILED
 
 
 def _print_summary(job: Job, folder: Path) -> None:

@@ -26,7 +26,7 @@ from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data, validation_data
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
@@ -220,10 +220,10 @@ class Trainer:
             raise self._data_ended()
         return found
 
-    def _data_ended(self) -> UserError:
+    def _data_ended(self) -> RunFailed:
         size = "" if self.data.samples is None else f"it has {self.data.samples} windows, and "
         ended = f"the data ended after step {self.step - 1} of {self.job.config.training.steps}"
-        return UserError(f"{ended}: {size}training.repeat is false")
+        return RunFailed(f"{ended}: {size}training.repeat is false")
 
     @record_function("validation")
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's life: read its job, train, and leave word of what went wrong. `titanlite.train` is its entry."""
+"""Run one rank: read its job, train, write what went wrong where the launcher looks for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.resume import finished_message, make_way
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line, to_toml
-from titanlite.errors import UserError
-from titanlite.fault.nonfinite import NonFinite
+from titanlite.errors import RunFailed, UserError
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
@@ -27,78 +26,82 @@ from titanlite.train.trainer import Trainer
 
 
 def main(argv: list[str]) -> int:
-    """Train; the exit code. Whatever goes wrong is written where the launcher finds it."""
+    """Train and return the exit code: 2 for a user's mistake, 1 for a run that failed and for a bug."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even inside a collective
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
-        environ.pop(LAUNCHED, None)  # inherited: this is torchrun inside of a launched run, say
+        environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
         _exit_with_launcher(int(environ[LAUNCHED]))
     try:
-        if LAUNCHED not in environ:  # the launcher has checked it
-            check_torch()
-        where = rank_info(environ)
-        job = job_from(parse_command_line(argv, environ), world=where.world, training=True)
-        run(job, where, environ)
+        check_torch()
+        rank = rank_info(environ)
+        run(job_from(parse_command_line(argv, environ), world=rank.world, training=True), rank, environ)
         return 0
     except BaseException as error:
         write_error_file(error, environ)
-        if isinstance(error, ConfigError | UserError | NonFinite):
+        if isinstance(error, ConfigError | UserError):
             print(error if isinstance(error, ConfigError) else f"titanlite: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return 2 if isinstance(error, ConfigError) else 1
+            return 1 if isinstance(error, RunFailed) else 2
+        traceback.print_exc()
+        return 1
 
 
 def _exit_with_launcher(launcher: int) -> None:
-    """End this rank when its launcher is gone: killed, it ends nobody, and the next start would find the GPUs taken
-    and a stranger writing into its folder."""
+    """End this process soon after the launcher's: a killed launcher stops no rank, and ranks that stay would occupy
+    the GPUs and write into the folder of the next run."""
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        print("titanlite: the launcher is gone, and this rank leaves with it", file=sys.stderr, flush=True)
+        print("titanlite: launcher exited; stopping this rank", file=sys.stderr, flush=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Write what went wrong where an elastic agent looks for it, in its format, with the time to the microsecond:
-    its own handler writes seconds, and the ranks that only lost a peer follow within milliseconds."""
+    """Write the error in the elastic agent's format, with the time to the microsecond: torch's own handler writes
+    whole seconds, but the ranks that only lost a peer fail within milliseconds of the first."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
-    details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now)), "time": now}
+    details = {
+        "py_callstack": traceback.format_exc(),
+        "timestamp": str(int(now)),
+        "time": now,
+        "is_user_error": isinstance(error, ConfigError | UserError),  # one line is enough, without the traceback
+    }
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
 
 
-def run(job: Job, where: RankInfo, environ: dict[str, str]) -> None:
-    """Train a sound job on this rank."""
-    folder = Path(job.config.job.dump_folder)
-    device = pick_device(job.config.job.device, where.local_rank)
-    if device.type == "cuda" and job.config.quantize.linear.float8.enable:  # torchrun has no launcher that asked
+def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
+    """Train a valid job on this rank."""
+    config, folder = job.config, Path(job.config.job.dump_folder)
+    device = pick_device(config.job.device, rank.local_rank)
+    if device.type == "cuda" and config.quantize.linear.float8.enable:  # under torchrun no launcher has checked it
         from titanlite.parallel import float8
 
         float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))
-    with process_group(where, device, job.config.comm, folder, environ):
-        news = ["", ""]
-        if LAUNCHED not in environ:
-            if where.rank == 0:
-                done = finished_message(job.config)
-                news = [done, "" if done else make_way(job.config)]
-            dist.broadcast_object_list(news)
-        log = open_log(folder, where.rank, LAUNCHED in environ, where.rank in shown_ranks(environ))
-        for line in filter(None, news):
-            log.info(line)
-        if news[0]:
+    with process_group(rank, device, config.comm, folder, environ):
+        messages = ["", ""]
+        if LAUNCHED not in environ:  # otherwise the launcher did this
+            if rank.rank == 0:
+                finished = finished_message(config)
+                messages = [finished, "" if finished else make_way(config)]
+            dist.broadcast_object_list(messages)
+        finished, notice = messages
+        log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))
+        if finished or notice:
+            log.info(finished or notice)
+        if finished:
             return
-        if job.config.job.print_config:
-            log.info(to_toml(job.config))
-        trainer = Trainer(job, where, device, log)
+        if config.job.print_config:
+            log.info(to_toml(config))
+        trainer = Trainer(job, rank, device, log)
         for line in trainer.describe():
             log.info(line)
         trainer.train()

@@ -1,0 +1,42 @@
+"""A worker's exit code, what it prints and what it writes for its launcher, by the kind of error."""
+
+import json
+
+import pytest
+
+from tests.jobs import TINY
+from titanlite.errors import RunFailed, UserError
+from titanlite.fault.nonfinite import NonFinite
+from titanlite.train import worker
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (UserError("no such file"), 2, "titanlite: no such file\n"),
+        (RunFailed("the data ended"), 1, "titanlite: the data ended\n"),
+        (NonFinite("at step 3"), 1, "titanlite: at step 3\n"),
+        (ValueError("a bug"), 1, "Traceback"),
+    ],
+    ids=["user error", "failed run", "loss not finite", "bug"],
+)
+def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, printed):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(worker, "run", fail)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert worker.main([*TINY, f"--job.dump_folder={tmp_path}"]) == code
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"].startswith(f"{type(error).__name__}: ")
+    assert message["extraInfo"]["is_user_error"] == isinstance(error, UserError)
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
+    assert capsys.readouterr().err.startswith(printed)
+
+
+def test_a_config_error_names_every_fault_and_exits_with_2(monkeypatch, capsys):
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    assert worker.main(["--training.stepz=3", "--job.device=gpu"]) == 2
+    stderr = capsys.readouterr().err
+    assert "training.steps" in stderr and "job.device" in stderr and "Traceback" not in stderr
