@@ -181,5 +181,7 @@ def _config(words: list[str]) -> int:
         return 0
     ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
     print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
-    print(to_toml(job.config), end="")
+    if job.no_effect:
+        print(f"# {job.no_effect}")
+    print(to_toml(job.given), end="")
     return 0

@@ -22,8 +22,8 @@ def test_the_three_faults_of_one_command_line_are_all_named():
     text = faults(
         "--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3", world=2
     )
-    assert text.startswith("titanlite: 3 faults")
-    assert "training.stepz = 5" in text and "nearest is training.steps" in text
+    assert text.startswith("titanlite: 3 configuration errors; nothing was started")
+    assert "training.stepz = 5" in text and "unknown key; did you mean training.steps?" in text
     assert 'optimizer.lr = "x"' in text and "a number > 0" in text
     assert "3 does not divide 2 ranks; legal: 1, 2" in text
 
@@ -39,7 +39,9 @@ def test_a_rule_that_cannot_read_its_field_does_not_silence_the_next():
 
 
 def test_a_rule_is_silent_where_it_reads_a_bad_field():
-    assert "1 fault " in faults("--training.local_batch_size", "0", "--training.global_batch_size", "17", world=2)
+    assert "1 configuration error;" in faults(
+        "--training.local_batch_size", "0", "--training.global_batch_size", "17", world=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,13 +56,13 @@ def test_a_rule_is_silent_where_it_reads_a_bad_field():
         (["--model.overrides.dim", "100"], "must be a multiple of 2 x n_heads 8"),
         (["--model.overrides.vocab_size", "512"], "byte tokenizer's 256 tokens do not fit"),
         (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
-        (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD has no such value"),
+        (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD does not use this key"),
         (["--training.dataset", "text"], "needs a folder or file"),
         (["--training.dataset_path", "/data"], "has no path"),
-        (["--training.dtype", "float64"], 'all three are "float64"'),
+        (["--training.dtype", "float64"], 'use "float64" for all three types'),
         (
             ["--parallelism.data_parallel_shard_degree", "3"],
-            "does not fill 4 ranks with the other degrees' 1; legal: -1, 4",
+            "3 × 1 (other degrees) ≠ 4 ranks; use -1 or 4",
         ),
         (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
         (["--parallelism.fsdp_reshard_after_forward", "3"], "legal: 2"),

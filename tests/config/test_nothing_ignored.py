@@ -20,9 +20,9 @@ import torch.distributed as dist
 import titanlite
 from tests.conftest import PRELOAD
 from tests.jobs import TINY, job, trainer, weights
-from titanlite.config.load import ConfigError
-from titanlite.config.rules.parallel import _DEGREES, NOT_BUILT
-from titanlite.config.schema import keys
+from titanlite.config.load import ConfigError, toml_value
+from titanlite.config.rules.parallel import DEGREES, NOT_BUILT
+from titanlite.config.schema import keys, value_of
 from titanlite.verify.pool import Pool
 
 COSTS = ("blocked", "staging", "write")
@@ -45,7 +45,7 @@ def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
     for key in keys():
         section, name = key.split(".")[-2:]
         local = r"(?:settings|config|schedule|view)"  # a section passed on under a shorter name
-        read = re.search(rf"\b(?:{section}|{local})\.{name}\b", code) or name in _DEGREES.values()
+        read = re.search(rf"\b(?:{section}|{local})\.{name}\b", code) or name in DEGREES.values()
         if not read and not waits_for(key):
             unread.append(key)
     assert unread == []
@@ -175,9 +175,8 @@ REFUSED = {  # flipped to a value that can't be honoured here
     "training.dataset_path": ("/nowhere", "has no path"),
     "training.dtype": ("float64", "all three"),
     "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
-    "parallelism.data_parallel_shard_degree": ("2", "does not fill 1 rank"),
+    "parallelism.data_parallel_shard_degree": ("2", "2 × 1 (other degrees) ≠ 1 rank; use -1 or 1"),
     "profiling.enable_memory_snapshot": ("true", "a GPU's allocator"),
-    "parallelism.fsdp_reshard_after_forward": ("2", "must split 1 sharding ranks"),
 }
 # Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
@@ -245,6 +244,23 @@ ELSEWHERE = {
 }
 
 
+NO_EFFECT = {  # key: (flipped value, what else is set) that has nothing to do on one rank
+    "parallelism.fsdp_reshard_after_forward": ("2", ""),
+    "parallelism.fsdp_forward_prefetch": ("2", ""),
+    "parallelism.fsdp_backward_prefetch": ("2", ""),
+    "parallelism.fsdp_keep_whole": ("['norm.weight']", ""),
+    "parallelism.fsdp_blocks_per_group": ("2", ""),
+    "parallelism.defer_gradient_sync": ("true", "--training.global_batch_size=4"),
+    "parallelism.disable_loss_parallel": ("true", ""),
+    "parallelism.enable_async_tensor_parallel": ("true", "--compile.enable"),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": ("true", "--quantize.linear.float8.enable"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (
+        "true",
+        "--quantize.linear.float8.enable --quantize.linear.float8.enable_fsdp_float8_all_gather",
+    ),
+}
+
+
 def test_the_table_of_flips_is_complete():
     waiting = {key for key in keys() if waits_for(key)}
     assert keys().keys() - FLIPS.keys() - REFUSED.keys() - ELSEWHERE.keys() - waiting == set()
@@ -292,8 +308,41 @@ def test_two_runs_of_one_config_look_the_same(seen):
     assert seen["", 1].result() == seen["--training.seq_len=16", 1].result()
 
 
+@pytest.mark.parametrize("key", NO_EFFECT)
+def test_a_key_without_effect_on_one_rank_is_named_and_does_nothing(key):
+    """The run is given the same config as without the key; only what is written to files has its value."""
+    value, other_options = NO_EFFECT[key]
+    plain = job([*TINY, *other_options.split()], world=1)
+    flipped = job([*TINY, *other_options.split(), f"--{key}={value}"], world=1)
+    assert flipped.no_effect.startswith("no effect on 1 rank: ") and key in flipped.no_effect
+    assert flipped.config == plain.config
+    assert toml_value(value_of(flipped.given, key)).replace('"', "'") == value
+
+
+def test_keys_without_effect_are_named_in_one_line():
+    keys = (
+        "--parallelism.fsdp_forward_prefetch=2 --parallelism.defer_gradient_sync --parallelism.disable_loss_parallel"
+    )
+    options = [*TINY, "--model.overrides.n_kv_heads=2", *(f"--parallelism.{flag}" for flag in flags.split())]
+    assert job(options, world=1).no_effect == (
+        "no effect on 1 rank: parallelism.fsdp_forward_prefetch, parallelism.disable_loss_parallel, "
+        "parallelism.defer_gradient_sync"
+    )
+    assert job([*options, "--parallelism.data_parallel_replicate_degree=2"], world=2).no_effect == (
+        "no effect without sharding: parallelism.fsdp_forward_prefetch; without tensor parallel: "
+        "parallelism.disable_loss_parallel; without gradient accumulation: parallelism.defer_gradient_sync"
+    )
+    assert job(
+        [*options, "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=4"], 2
+    ).no_effect == (
+        "no effect without sharding: parallelism.fsdp_forward_prefetch; without data parallel: "
+        "parallelism.defer_gradient_sync"
+    )
+    assert job(TINY, world=1).no_effect == ""
+
+
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_flipped_key_that_cannot_be_honoured_is_refused(key):
+def test_a_flipped_key_that_cannot_be_honored_is_refused(key):
     value, says = REFUSED[key]
     with pytest.raises(ConfigError) as caught:
         job([*TINY, f"--{key}={value}"], world=1)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, run_to_end, trainer
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
@@ -319,24 +319,20 @@ def test_without_compile_nothing_is_compiled(pool, tmp_path):
     assert pool.run(compiled, str(tmp_path), "none", world=2)[0] == (set(), [0] * 5)
 
 
-@pytest.mark.parametrize(
-    ("key", "why"),
-    [
-        ("fsdp_forward_prefetch=1", "nothing is gathered; leave it out"),
-        ("fsdp_blocks_per_group=2", "nothing to gather or reduce on one rank; leave it out"),
-        ("defer_gradient_sync=true", "nothing to gather or reduce on one rank; leave it out"),
-    ],
-)
-def test_what_only_sharding_does_is_refused_on_one_rank(key, why):
-    with pytest.raises(ConfigError, match=why):
-        job([*TINY, "--training.mixed_precision_param=bfloat16", f"--parallelism.{key}"], 1)
-
-
-@pytest.mark.parametrize("layout", ["data_parallel_replicate_degree", "tensor_parallel_degree"])
-def test_where_nothing_is_sharded_nothing_is_gathered_ahead(layout):
-    argv = [*TINY, "--model.overrides.n_kv_heads=2", f"--parallelism.{layout}=2"]
-    with pytest.raises(ConfigError, match="nothing is gathered; leave it out"):
-        job([*argv, "--parallelism.fsdp_backward_prefetch=1"], 2)
+def test_a_config_tuned_for_a_cluster_trains_on_one_rank(pool, tmp_path):
+    """What only acts on several ranks changes nothing on one, where FSDP2 still casts the parameters."""
+    options = [*TINY, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=4"]
+    tuned = (
+        "fsdp_forward_prefetch=2 fsdp_backward_prefetch=2 fsdp_reshard_after_forward=8 fsdp_blocks_per_group=2 "
+        "fsdp_keep_whole=['norm.*'] defer_gradient_sync=true disable_loss_parallel=true"
+    )
+    tuned_options = [*options, *(f"--parallelism.{key}" for key in tuned.split())]
+    plain = pool.run(run_to_end, options, str(tmp_path / "plain"), world=1)[0]
+    found = pool.run(run_to_end, tuned_options, str(tmp_path / "tuned"), world=1)[0]
+    assert found["start"][-1].startswith("no effect on 1 rank: parallelism.fsdp_reshard_after_forward, ")
+    assert found["start"][:-1] == plain["start"]
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in plain["weights"].items())
+    assert "fsdp_forward_prefetch = 2" in (tmp_path / "tuned/config.toml").read_text()
 
 
 KEPT = "--parallelism.fsdp_keep_whole"
@@ -353,11 +349,8 @@ def test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step(pool, tmp_pat
     assert found == {"gather 2": 2 * groups - 1, "scatter 2": groups, "all_reduce 2": groups, "all_reduce 4": 1}
 
 
-def test_keeping_whole_is_refused_where_it_would_do_nothing(pool, tmp_path):
+def test_keeping_whole_is_refused_where_it_contradicts_something(pool, tmp_path):
     kept = f"{KEPT}=['norm.*']"
-    for world, replicas in ((1, 1), (2, 2)):
-        with pytest.raises(ConfigError, match="whole on every rank already"):
-            job([*TINY, kept, f"--parallelism.data_parallel_replicate_degree={replicas}"], world)
     with pytest.raises(ConfigError, match="one or the other"):
         job([*TINY, kept, "--training.enable_cpu_offload"], 2)
     for pattern, says in (("nothing.*", '"nothing.*" matches no parameter'), ("*", "matches every parameter")):

@@ -105,7 +105,7 @@ def test_a_bias_whose_row_contradicts_its_weight_is_refused_by_name():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "nothing to overlap"),
+        ([], "set compile.enable"),
         ([TP2], "set compile.enable"),
         ([TP2, "--compile.enable", "--compile.components=['loss']"], "set compile.enable"),
         ([TP2, "--compile.enable"], "GPUs that reach each other's memory"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,8 @@ from torch import nn
 from titanlite.checkpoint.load import DATA, Source, excluded
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
 from titanlite.config.job import Job
-from titanlite.config.load import to_toml
+from titanlite.config.load import to_toml, tomllib
 from titanlite.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _NO_NEWS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
 
@@ -43,7 +37,7 @@ def check_data(source: Source, job: Job, seed: int, fingerprint: str) -> None:
 
 def changes(source: Source, job: Job, model: nn.Module) -> list[str]:
     """Lines for the log."""
-    old, new = _settings(_read(source.folder)), _settings(to_toml(job.config))
+    old, new = _settings(_read(source.folder)), _settings(to_toml(job.given))
     differ = [
         f"{key} {_shown(old, key)} -> {_shown(new, key)}"
         for key in sorted(old.keys() | new.keys())

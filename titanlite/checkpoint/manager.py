@@ -270,7 +270,7 @@ class Checkpoints:
             seed, device = text["position"]["seed"], self._device.type
             return {
                 STATE: commit.to_json({**text, "streams": streams}),
-                CONFIG: to_toml(self._job.config).encode(),
+                CONFIG: to_toml(self._job.given).encode(),
                 ENVIRONMENT: commit.to_json(describe_environment(self._job, seed, device)),
             }
 

@@ -1,28 +1,34 @@
-"""The Job that a sound config describes; a ConfigError names everything that is wrong with any other. No torch."""
+"""The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, load
+from titanlite.config.rules import data, parallel, run
 from titanlite.config.rules.context import InvalidField, RuleContext
-from titanlite.config.rules.parallel import RULES, not_built
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, Section
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
 
 
 @dataclass(frozen=True)
 class Job:
-    """A config that was found sound, and what follows from it."""
+    """A valid config, and what follows from it."""
 
     config: JobConfig
+    """What the run does: keys that have no effect on this layout have their defaults."""
+    given: JobConfig
+    """The config as it was given: what is written to files and compared with other runs."""
+    no_effect: str
+    """One line that names the keys without effect and why, or nothing."""
     layout: Layout
     batch: Batch
     spec: ModelSpec
     model: Any
-    """The model's flavor, overrides applied."""
+    """The model's flavor with its overrides."""
     shape: ModelDims
 
     @property
@@ -32,28 +38,43 @@ class Job:
 
 
 def validation_seq_len(config: JobConfig) -> int:
-    """validation.seq_len, where it follows training.seq_len unless set."""
+    """Return validation.seq_len, or training.seq_len where it is not set."""
     return config.validation.seq_len or config.training.seq_len
 
 
 def job_from(line: CommandLine, *, world: int | None, training: bool) -> Job:
-    """The job that a command line asks for; ConfigError with all its faults.
+    """Return the job of a command line; raise ConfigError with all its faults.
 
-    `world` None takes the smallest number of ranks that fits. With `training`, techniques that are not built
+    `world` is the number of ranks; None takes the smallest that fits. With `training`, techniques that are not built
     yet are refused by name.
     """
     loaded = load(line)
     faults = list(loaded.faults)
-    judge = RuleContext(loaded, world)
-    for rule in RULES:
-        try:
-            faults += [judge.fault(key, why) for key, why in rule(judge)]
-        except InvalidField:
-            continue
+    context = RuleContext(loaded, world)
+    for rule in (*run.RULES, *parallel.RULES, *data.RULES):
+        # A field without a valid value has a fault already.
+        with suppress(InvalidField):
+            faults.extend(context.fault(key, why) for key, why in rule(context))
     if training:
-        faults += [judge.fault(key, why) for key, why in not_built(loaded)]
+        faults += [context.fault(key, why) for key, why in parallel.not_built(loaded.config)]
     if faults:
         raise ConfigError(faults)
-    config = loaded.config
-    batch = Batch.of(config.training.local_batch_size, config.training.global_batch_size, judge.layout.batch)
-    return Job(config, judge.layout, batch, judge.spec, judge.model, judge.shape)
+    given, layout = loaded.config, context.layout
+    batch = Batch.of(given.training.local_batch_size, given.training.global_batch_size, layout.batch)
+    idle = parallel.keys_without_effect(given, layout, batch)
+    reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
+    no_effect = "no effect " + "; ".join(reasons) if idle else ""
+    config = _with_defaults(given, "", set(idle))
+    return Job(config, given, no_effect, layout, batch, context.spec, context.model, context.shape)
+
+
+def _with_defaults(section: Any, prefix: str, keys: set[str]) -> Any:
+    """Return the section at `prefix` with these dotted keys at their defaults."""
+    changed: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            changed[name] = _with_defaults(value, f"{prefix}{name}.", keys)
+        elif prefix + name in keys:
+            changed[name] = field.default
+    return section.model_copy(update=changed)

@@ -1,13 +1,12 @@
-"""From files and command-line overrides to a JobConfig: one tree, judged once, every fault named.
+"""From files and command-line overrides to a JobConfig: one tree, checked once, with every fault named.
 
-Precedence: command line > later file > earlier file > default. What fields mean together is judged by check.py.
+Precedence: command line > later file > earlier file > default. Rules between keys are in rules/.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,21 +14,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.schema import JobConfig, Section, keys, legal, sections
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from titanlite.config.schema import JobConfig, Section, keys, legal, sections, value_of
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign, tomllib
 
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
+_SECTIONS = dict(sections())
+_KEYS = keys()
+_TABLES = tuple(f"{key}." for key, info in _KEYS.items() if legal(info.annotation) == "a table")
+
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: about which key (or file, or flag), with which value from where, and why."""
+    """One error: the key (or file, or flag), the reason, the value and where the value comes from."""
 
     key: str
     why: str
@@ -47,15 +45,15 @@ class ConfigError(Exception):
     def __str__(self) -> str:
         blocks: dict[str, list[str]] = {}
         for fault in self.faults:
-            head = fault.key
+            title = fault.key
             if fault.value is not None:
-                head += f" = {toml_value(fault.value)}"
+                title += f" = {toml_value(fault.value)}"
             if fault.origin:
-                head += f"   ({fault.origin})"
-            blocks.setdefault(head, []).append(f"      {fault.why}")
-        count = "1 fault" if len(blocks) == 1 else f"{len(blocks)} faults"
-        lines = [line for head, whys in blocks.items() for line in (f"  {head}", *whys)]
-        return "\n".join([f"titanlite: {count} in what was asked for; nothing was started", *lines])
+                title += f"   ({fault.origin})"
+            blocks.setdefault(title, []).append(f"      {fault.why}")
+        lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
+        count = f"{len(blocks)} configuration error{'s' * (len(blocks) != 1)}"
+        return "\n".join([f"titanlite: {count}; nothing was started", *lines])
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,12 @@ class Entry:
     value: Any
     origin: str
     text: str | None = None
-    """On the command line: the words before they were read as TOML."""
+    """On the command line: the text before it was read as TOML."""
 
 
 @dataclass
 class CommandLine:
-    """What stands behind `titanlite train` or a worker's module name."""
+    """The arguments of `titanlite train` or of a worker."""
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, Entry] = field(default_factory=dict)
@@ -82,23 +80,24 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
     line = CommandLine()
     rest = list(argv)
     while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            line.faults.append(Fault(word, "is not an option; options look like --section.key VALUE"))
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            line.faults.append(Fault(argument, "is not an option; options look like --section.key VALUE"))
             continue
-        name, equals, text = word[2:].partition("=")
+        name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
         values = [text] if equals else []
         while not equals and rest and not rest[0].startswith("--") and (name == "config" or not values):
             values.append(rest.pop(0))
         if name in ("config", "job.config_file"):
             if not values:
-                line.faults.append(Fault(word, "needs the name of a TOML file"))
+                line.faults.append(Fault(argument, "needs the name of a TOML file"))
             line.files += values
         elif "." not in name:
-            full = [f"--{key}" for key in keys() if key.rpartition(".")[2] == name]
-            known = " or ".join(full) or "--config, --help and --section.key VALUE"
-            line.faults.append(Fault(word, f"is not an option; {'did you mean' if full else 'known are'} {known}"))
+            matches = [f"--{key}" for key in keys() if key.rpartition(".")[2] == name]
+            known = " or ".join(matches) or "--config, --help and --section.key VALUE"
+            hint = "did you mean" if matches else "known are"
+            line.faults.append(Fault(argument, f"is not an option; {hint} {known}"))
         else:
             line.overrides.update([_override(name, values)])
     if not line.files:
@@ -107,6 +106,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
 
 
 def _override(name: str, values: list[str]) -> tuple[str, Entry]:
+    """Return the key and value of an override; without a value it is true, or false as `no_KEY`."""
     section, _, last = name.rpartition(".")
     if values:
         return name, Entry(_read_value(values[0]), "command line", values[0])
@@ -116,7 +116,7 @@ def _override(name: str, values: list[str]) -> tuple[str, Entry]:
 
 
 def _read_value(text: str) -> Any:
-    """A TOML value; what is none is a string."""
+    """Read a TOML value; anything else is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -125,17 +125,18 @@ def _read_value(text: str) -> Any:
 
 
 def find_config(name: str) -> Path | None:
-    """A config file as given, else in train_configs/."""
+    """Find a config file as given, else in train_configs/."""
     return next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
 
 
 def shipped_configs() -> list[str]:
+    """Return the names of the configs in train_configs/."""
     return sorted(path.name for path in SHIPPED.glob("*.toml"))
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config section by section: invalid fields hold their defaults and are listed."""
+    """A config in which invalid fields have their defaults and are listed."""
 
     config: JobConfig
     entries: dict[str, Entry]
@@ -144,7 +145,7 @@ class Loaded:
 
 
 def load(line: CommandLine) -> Loaded:
-    """Read the files, lay the overrides over them, and judge every key by itself."""
+    """Read the files, lay the overrides over them, and check every key by itself."""
     faults = list(line.faults)
     tree: dict[str, Entry] = {}
     for name in line.files:
@@ -158,19 +159,16 @@ def load(line: CommandLine) -> Loaded:
             faults.append(Fault(name, f"cannot be read as TOML: {error}"))
     for key, entry in line.overrides.items():
         _flatten({key: entry}, "", "command line", tree)
-    invalid = _translate(tree, faults)
+    _remove_unknown(tree, faults)
+    _apply_converters(tree)
+    invalid: set[str] = set()
     config = _build(JobConfig, "", tree, invalid, faults)
     assert isinstance(config, JobConfig)
     return Loaded(config, tree, invalid, faults)
 
 
-_SECTIONS = dict(sections())
-_KEYS = keys()
-_TABLES = tuple(f"{key}." for key, info in _KEYS.items() if legal(info.annotation) == "a table")
-
-
 def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str, Entry]) -> None:
-    """Add every leaf to the tree under its dotted name."""
+    """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():
         key = prefix + name
         if isinstance(value, dict) and key not in _KEYS | RENAMED:
@@ -184,9 +182,8 @@ def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str,
             tree[key] = entry
 
 
-def _translate(tree: dict[str, Entry], faults: list[Fault]) -> set[str]:
-    """Take out of the tree all keys that the schema doesn't have, with a fault or TorchTitan's leave."""
-    invalid = set()
+def _remove_unknown(tree: dict[str, Entry], faults: list[Fault]) -> None:
+    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing."""
     for key, entry in list(tree.items()):
         if key in _KEYS or key.startswith(_TABLES):
             continue
@@ -194,39 +191,39 @@ def _translate(tree: dict[str, Entry], faults: list[Fault]) -> set[str]:
         known = foreign(key)
         if known is not None:
             if known.off is not None and entry.value not in known.off:
-                what = "TorchTitan's key for what titanlite does not have: " if known.off else ""
-                faults.append(Fault(key, what + known.instead, entry.value, entry.origin))
+                faults.append(Fault(key, f"{known.instead} (a key of TorchTitan)", entry.value, entry.origin))
         elif key in _SECTIONS:
             faults.append(Fault(key, f"is a section: write [{key}] or --{key}.KEY", entry.value, entry.origin))
         else:
             faults.append(Fault(key, _suggest(key), entry.value, entry.origin))
+
+
+def _apply_converters(tree: dict[str, Entry]) -> None:
+    """Switch [quantize.linear.float8] on where model.converters names it, as TorchTitan's configs do."""
     converters = tree.get("model.converters")
-    if converters is not None and isinstance(converters.value, list):
-        for name in converters.value:
-            if name in FLOAT8_CONVERTERS:
-                tree.setdefault(
-                    "quantize.linear.float8.enable", Entry(True, f"{converters.origin}, by model.converters")
-                )
-    return invalid
+    names = converters.value if converters and isinstance(converters.value, list) else []
+    if converters and any(name in FLOAT8_CONVERTERS for name in names):
+        enable = Entry(True, f"{converters.origin}, by model.converters")
+        tree.setdefault("quantize.linear.float8.enable", enable)
 
 
 def _suggest(key: str) -> str:
-    """The nearest right spelling over all dotted keys: same section first, then the same name elsewhere."""
+    """Name the nearest right spelling over all dotted keys: same section first, then the same name elsewhere."""
     section, _, last = key.rpartition(".")
-    same_name = [k for k in _KEYS if k.rpartition(".")[2] == last]
+    same_name = [known for known in _KEYS if known.rpartition(".")[2] == last]
     close = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75) or same_name[:1]
     close = close or difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.6)
     if close:
-        return f"there is no such key; the nearest is {close[0]}"
+        return f"unknown key; did you mean {close[0]}?"
     if section in _SECTIONS:
-        return f"there is no such key; [{section}] has: {', '.join(_SECTIONS[section].model_fields)}"
-    return f"there is no section [{section or key}]; there are: {', '.join(_SECTIONS)}"
+        return f"unknown key; [{section}] has: {', '.join(_SECTIONS[section].model_fields)}"
+    return f"unknown section [{section or key}]; known are: {', '.join(_SECTIONS)}"
 
 
 def _build(
     cls: type[Section], prefix: str, tree: dict[str, Entry], invalid: set[str], faults: list[Fault]
 ) -> Section:
-    """One section from the tree; fields that don't fit are reported, and keep their defaults."""
+    """Build one section from the tree; fields that don't fit are reported and have their defaults."""
     values: dict[str, Any] = {}
     for name, info in cls.model_fields.items():
         key = prefix + name
@@ -245,24 +242,23 @@ def _build(
         return cls.model_validate(values)
     except ValidationError as error:
         bad = {str(e["loc"][0]) for e in error.errors()}
-    for name in cls.model_fields:
-        if name in bad:
-            info, entry = cls.model_fields[name], tree[prefix + name]
-            why = f"must be {legal(info.annotation, info.metadata)}"
-            if entry.value == "float16":
-                why += "; float16 would need loss scaling, which there is none of here"
-            faults.append(Fault(prefix + name, why, entry.value, entry.origin))
-            invalid.add(prefix + name)
+    for name in (name for name in cls.model_fields if name in bad):
+        info, entry = cls.model_fields[name], tree[prefix + name]
+        why = f"must be {legal(info.annotation, info.metadata)}"
+        if entry.value == "float16":
+            why += "; float16 would need loss scaling, which titanlite does not do"
+        faults.append(Fault(prefix + name, why, entry.value, entry.origin))
+        invalid.add(prefix + name)
     return cls.model_validate({name: value for name, value in values.items() if name not in bad})
 
 
 def _as_text(entry: Entry) -> Any:
-    """For a text field: words of the command line stay words, even if they look like a number."""
+    """Return the value of a text field: from the command line as typed, even if it looks like a number."""
     return entry.value if entry.text is None or isinstance(entry.value, str) else entry.text
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML; what TOML lacks (null) is written "none", which load() reads."""
+    """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -279,13 +275,9 @@ def toml_value(value: Any) -> str:
 
 
 def to_toml(config: JobConfig) -> str:
-    """The whole config as TOML that load() reads back to the same config."""
-    blocks = []
-    for name, cls in _SECTIONS.items():
-        section: Any = config
-        for part in name.split("."):
-            section = getattr(section, part)
-        values = {key: getattr(section, key) for key in cls.model_fields if f"{name}.{key}" not in _SECTIONS}
-        if values:
-            blocks.append("\n".join([f"[{name}]", *(f"{key} = {toml_value(v)}" for key, v in values.items())]))
-    return "\n\n".join(blocks) + "\n"
+    """Write the whole config as TOML that load() reads back to the same config."""
+    blocks: dict[str, list[str]] = {}
+    for key in _KEYS:
+        section, _, name = key.rpartition(".")
+        blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value_of(config, key))}")
+    return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"

@@ -443,6 +443,14 @@ def keys() -> dict[str, FieldInfo]:
     }
 
 
+def value_of(config: JobConfig, key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """What values a type allows, in words."""
     if get_origin(annotation) is Annotated:

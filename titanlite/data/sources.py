@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanlite.config.rules.parallel import STREAMS, is_streamed
+from titanlite.config.rules.data import STREAMS, is_streamed
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource

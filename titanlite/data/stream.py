@@ -27,7 +27,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.config.rules.parallel import RETRIES
+from titanlite.config.rules.data import RETRIES
 from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from titanlite.config.job import Job
-from titanlite.config.rules.parallel import BYTE_VOCABULARY
+from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.errors import UserError
 
 

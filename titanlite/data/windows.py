@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from titanlite.config.job import Job, validation_seq_len
-from titanlite.config.rules.parallel import is_streamed
+from titanlite.config.rules.data import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Cut, Packed, blank

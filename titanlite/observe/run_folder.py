@@ -60,7 +60,7 @@ def new_archive_folder(dump_folder: Path) -> Path:
 
 def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
     """Write config.toml and environment.json."""
-    (dump_folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
+    (dump_folder / "config.toml").write_text(to_toml(job.given), encoding="utf-8")
     environment = json.dumps(describe_environment(job, seed, device), indent=2)
     (dump_folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
 

@@ -74,7 +74,8 @@ def describe_start(
     }
     if config.job.description:
         rows = {"run": config.job.description, **rows}
-    return [f"{name:<10} {text}" for name, text in rows.items()]
+    lines = [f"{name:<10} {text}" for name, text in rows.items()]
+    return [*lines, job.no_effect] if job.no_effect else lines
 
 
 def _data_names(job: Job) -> str:

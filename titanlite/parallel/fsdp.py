@@ -16,8 +16,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from titanlite.config.job import Job
+from titanlite.config.schema import Training
+from titanlite.layout import Layout
 from titanlite.parallel import fsdp_schedule
 from titanlite.parallel.mesh import Mesh
+
+
+def does_something(layout: Layout, training: Training) -> bool:
+    """Return whether FSDP2 has anything to do: on one rank only to cast parameters or to fetch them from the host."""
+    casts = training.mixed_precision_param != training.dtype
+    return layout.fsdp * layout.dp_replicate > 1 or casts or training.enable_cpu_offload
 
 
 def shard(model: nn.Module, job: Job, mesh: Mesh, kept: list[nn.Parameter], tied: bool) -> None:

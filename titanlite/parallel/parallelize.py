@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from titanlite.config.job import Job
-from titanlite.config.rules.parallel import sharding_does_something
 from titanlite.errors import UserError
 from titanlite.parallel import compile, fsdp, recompute, replica_check, replicated, tensor
 from titanlite.parallel.build import _matching
@@ -76,6 +75,6 @@ def apply_in_order(
     if outside:
         recompute.apply(model, blocks, recomputing)
     # Sharding comes after everything that changes layers, since it takes their parameters away.
-    if sharding_does_something(job.layout, config.training):
+    if fsdp.does_something(job.layout, config.training):
         fsdp.shard(model, job, mesh, kept, tied=any(rule.tied for rule in table.values()))
     return names

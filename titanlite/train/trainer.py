@@ -56,7 +56,7 @@ class Trainer:
         self.step, self.tokens, self.consumed = 0, 0, 0
         if config.debug.deterministic:
             use_deterministic_algorithms()
-        self._agree("the config", _identity(config))
+        self._agree("the config", _identity(job.given))
         self._agree("the kind of device", device.type)
         self.mesh = build_mesh(job.layout, device.type)
         self.checkpoints = Checkpoints(job, place, device, log)

@@ -100,7 +100,7 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         if finished:
             return
         if config.job.print_config:
-            log.info(to_toml(config))
+            log.info(to_toml(job.given))
         trainer = Trainer(job, rank, device, log)
         for line in trainer.describe():
             log.info(line)

@@ -1,13 +1,12 @@
-"""What rules between fields read: the config without its invalid fields, and what earlier rules derived from it."""
+"""What a rule reads: the config without its invalid fields, and the values that earlier rules derived from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanlite.config.load import Fault, Loaded
-from titanlite.config.schema import Section
+from titanlite.config.schema import Section, value_of
 from titanlite.layout import Layout
 from titanlite.registry import ModelDims, ModelSpec
 
@@ -16,11 +15,11 @@ Faults = Iterator[tuple[str, str]]
 
 
 class InvalidField(Exception):
-    """A rule asked for a field that has no valid value."""
+    """A rule reads a field without a valid value, so it cannot be applied."""
 
 
-class _ConfigView:
-    """A section whose invalid fields can't be read."""
+class ConfigView:
+    """A section whose invalid fields raise InvalidField when they are read."""
 
     def __init__(self, section: Section, prefix: str, invalid: set[str]) -> None:
         self._section, self._prefix, self._invalid = section, prefix, invalid
@@ -30,50 +29,42 @@ class _ConfigView:
         if key in self._invalid:
             raise InvalidField(key)
         value = getattr(self._section, name)
-        return _ConfigView(value, key + ".", self._invalid) if isinstance(value, Section) else value
+        return ConfigView(value, key + ".", self._invalid) if isinstance(value, Section) else value
 
 
-@dataclass
 class RuleContext:
-    """What rules read: the config, and what earlier rules derived from it (None until they could)."""
+    """The config, and what earlier rules derived from it: reading it earlier raises InvalidField."""
 
-    loaded: Loaded
-    world: int | None
-    found_layout: Layout | None = None
-    found_spec: ModelSpec | None = None
-    found_model: Any = None
-    config: Any = field(init=False)
+    layout: Layout
+    spec: ModelSpec
+    model: Any
 
-    def __post_init__(self) -> None:
-        self.config = _ConfigView(self.loaded.config, "", self.loaded.invalid)
+    def __init__(self, loaded: Loaded, world: int | None) -> None:
+        self.loaded, self.world = loaded, world
+        self.config: Any = ConfigView(loaded.config, "", loaded.invalid)
 
-    @property
-    def layout(self) -> Layout:
-        return _readable(self.found_layout)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return _readable(self.found_spec)
-
-    @property
-    def model(self) -> Any:
-        return _readable(self.found_model)
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidField(name)
 
     @property
     def shape(self) -> ModelDims:
         return self.spec.shape(self.model)
 
     def fault(self, key: str, why: str) -> Fault:
-        """A fault at a key, with the value in force and where it came from."""
-        value: Any = self.loaded.config
-        for part in key.split("."):
-            value = getattr(value, part)
-        entries = [e for k, e in self.loaded.entries.items() if k == key or k.startswith(f"{key}.")]
+        """Return the fault of a key, with its value and where the value comes from."""
+        value = value_of(self.loaded.config, key)
+        entries = [entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")]
         origin = entries[-1].origin if entries else "default"
         return Fault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
 
 
-def _readable(value: Any) -> Any:
-    if value is None:
-        raise InvalidField
-    return value
+Rule = Callable[[RuleContext], Faults]
+
+
+class Rules(list[Rule]):
+    """The rules of one subject, in the order in which they run."""
+
+    def add(self, rule: Rule) -> Rule:
+        """Append a rule; used as a decorator."""
+        self.append(rule)
+        return rule

@@ -1,0 +1,115 @@
+"""Rules of data sets, batches and sequence lengths."""
+
+from __future__ import annotations
+
+from titanlite.config.rules.context import Faults, RuleContext, Rules
+
+RULES = Rules()
+
+BYTE_VOCABULARY = 256
+"""Tokens of the built-in byte tokenizer."""
+STREAMS = ("c4", "c4_test", "c4_validation")
+"""Data sets that are streamed under a short name."""
+RETRIES = 5
+"""Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
+
+
+def is_streamed(dataset: str) -> bool:
+    """Return whether a data set is streamed from the Hugging Face hub."""
+    return dataset in STREAMS or "/" in dataset
+
+
+@RULES.add
+def _batch_sizes_divide(context: RuleContext) -> Faults:
+    local, total = context.config.training.local_batch_size, context.config.training.global_batch_size
+    unit = local * context.layout.batch
+    if total != -1 and total % unit:
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        yield (
+            "training.global_batch_size",
+            f"must be a multiple of local_batch_size {local} x data-parallel degree {context.layout.batch} = {unit}; "
+            f"nearest: {f'{below} or ' if below else ''}{above}",
+        )
+
+
+@RULES.add
+def _sequences_fit_the_model(context: RuleContext) -> Faults:
+    longest = context.shape.max_seq_len
+    for section in ("training", "validation"):
+        if (getattr(context.config, section).seq_len or 0) > longest:
+            yield f"{section}.seq_len", f"the model has positions for {longest} tokens at most"
+
+
+@RULES.add
+def _chunks_have_tokens(context: RuleContext) -> Faults:
+    training, validation = context.config.training, context.config.validation
+    shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
+    if training.loss_chunks > shortest:
+        yield "training.loss_chunks", f"a sequence has {shortest} tokens; at most {shortest}"
+
+
+@RULES.add
+def _byte_tokenizer_fits_the_vocabulary(context: RuleContext) -> Faults:
+    model = context.config.model
+    if context.config.training.dataset == "tokens":
+        return  # token shards bring a tokenizer or need none
+    if not model.hf_assets_path and context.shape.vocab_size != BYTE_VOCABULARY:
+        yield (
+            "model.hf_assets_path",
+            f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit "
+            f"{model.name} {model.flavor} with its vocabulary of {context.shape.vocab_size}",
+        )
+
+
+@RULES.add
+def _data_sets_have_paths(context: RuleContext) -> Faults:
+    for section in ("training", "validation") if context.config.validation.enable else ("training",):
+        view = getattr(context.config, section)
+        if view.dataset.startswith("python-stdlib") and view.dataset_path:
+            yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; remove the key'
+        if view.dataset in ("text", "tokens") and not view.dataset_path:
+            yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
+
+
+@RULES.add
+def _streams_have_limits(context: RuleContext) -> Faults:
+    training, validation = context.config.training, context.config.validation
+    for part in training.mixture:
+        if is_streamed(part.dataset):
+            why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
+            yield "training.mixture", f"{why}; download it and use text, or tokens"
+    datasets = [("training", training.dataset)] * (not training.mixture)
+    datasets += [("validation", validation.dataset)] * validation.enable
+    streamed = [(section, name) for section, name in datasets if is_streamed(name)]
+    if streamed and training.packing == "first-fit":
+        section, name = streamed[0]
+        why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
+        yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
+    longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
+    limit = context.config.comm.train_timeout_seconds
+    if streamed and context.layout.world > 1 and longest_wait >= limit:
+        yield (
+            "training.dataloader.stall_timeout_seconds",
+            f"a dead stream is given up after {longest_wait:g} s, but other ranks only wait for "
+            f"comm.train_timeout_seconds = {limit}; raise that or lower this",
+        )
+
+
+@RULES.add
+def _mixtures_add_up(context: RuleContext) -> Faults:
+    training = context.config.training
+    parts = training.mixture
+    if not parts:
+        return
+    weights = [part.weight for part in parts]
+    if any(round(weight, 4) != weight for weight in weights):
+        yield "training.mixture", "weights must be multiples of 0.0001"
+    elif round(sum(weights), 9) != 1:
+        yield "training.mixture", f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}"
+    if not training.repeat:
+        yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
+    if training.dataset_path:
+        yield "training.dataset_path", "every source of training.mixture has its own path; remove the key"
+    for part in parts:
+        if part.dataset in ("text", "tokens") and not part.dataset_path:
+            yield "training.mixture", f'the data set "{part.dataset}" needs a folder or file in dataset_path'

@@ -1,0 +1,146 @@
+"""Rules of the model, the optimizer, checkpoints and what is observed."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from titanlite.config.rules.context import Faults, RuleContext, Rules
+from titanlite.config.schema import keys, value_of
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS
+from titanlite.errors import UserError
+from titanlite.registry import find_converter, get_model, get_optimizer
+
+RULES = Rules()
+
+_FOLDERS = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+)
+
+
+@RULES.add
+def _model_exists(context: RuleContext) -> Faults:
+    model = context.config.model
+    try:
+        context.spec = get_model(model.name, model.package)
+    except UserError as error:
+        yield ("model.name" if "registered as" in str(error) else "model.package"), str(error)
+        return
+    try:
+        context.model = context.spec.configure(model.flavor, model.overrides)
+    except UserError as error:
+        yield ("model.flavor" if "no flavor" in str(error) else "model.overrides"), str(error)
+
+
+@RULES.add
+def _converters_exist(context: RuleContext) -> Faults:
+    assert context.spec  # model.package is imported, which may register converters
+    for name in context.config.model.converters:
+        try:
+            find_converter("float8" if name in FLOAT8_CONVERTERS else name)
+        except UserError as error:
+            yield "model.converters", str(error)
+
+
+@RULES.add
+def _optimizer_has_the_keys(context: RuleContext) -> Faults:
+    assert context.spec  # model.package is imported, which may register the optimizer
+    try:
+        spec = get_optimizer(context.config.optimizer.name, context.config.model.package)
+    except UserError as error:
+        yield "optimizer.name", str(error)
+        return
+    for name in spec.unused:
+        if getattr(context.config.optimizer, name) != keys()[f"optimizer.{name}"].default:
+            yield f"optimizer.{name}", f"{spec.name} does not use this key; remove it, or use AdamW"
+
+
+@RULES.add
+def _schedule_fits_the_steps(context: RuleContext) -> Faults:
+    schedule = context.config.lr_scheduler
+    total = schedule.total_steps or context.config.training.steps
+    if schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
+        yield (
+            "lr_scheduler.decay_ratio",
+            f"{schedule.warmup_steps} warm-up steps and {round(total * schedule.decay_ratio)} decay steps exceed "
+            f"{total}; at most {max(0, total - schedule.warmup_steps) / total:.3g}",
+        )
+
+
+@RULES.add
+def _precisions_agree(context: RuleContext) -> Faults:
+    training = context.config.training
+    for name in ("mixed_precision_param", "mixed_precision_reduce"):
+        if (training.dtype == "float64") != (getattr(training, name) == "float64"):
+            yield (
+                f"training.{name}",
+                f'training.dtype is "{training.dtype}": use "float64" for all three types or for none of them',
+            )
+
+
+@RULES.add
+def _folders_are_inside_the_dump_folder(context: RuleContext) -> Faults:
+    for key in _FOLDERS:
+        if key in context.loaded.invalid:
+            continue
+        folder = PurePosixPath(value_of(context.loaded.config, key))
+        if not folder.name or folder.is_absolute() or ".." in folder.parts:
+            yield key, "must be the name of a folder inside job.dump_folder"
+
+
+@RULES.add
+def _cpu_has_what_is_used(context: RuleContext) -> Faults:
+    config = context.loaded.config  # an invalid field has its default here, which needs no GPU
+    if config.job.device != "cpu":
+        return
+    if config.training.dataloader.pin_memory:
+        yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield "checkpoint.async_mode", 'pinned memory is for copies from a GPU, and job.device is cpu; use "async"'
+    if config.profiling.enable_memory_snapshot:
+        yield (
+            "profiling.enable_memory_snapshot",
+            "records a GPU's allocator, and job.device is cpu; profiling.enable_profiling works on a CPU",
+        )
+
+
+@RULES.add
+def _checkpoints_are_enabled(context: RuleContext) -> Faults:
+    settings = context.config.checkpoint
+    if settings.enable:
+        return
+    if settings.load_step != -1:
+        yield "checkpoint.load_step", "nothing is resumed with checkpoint.enable = false; set it to true"
+    if settings.last_save_in_hf:
+        yield "checkpoint.last_save_in_hf", "nothing is saved with checkpoint.enable = false; set it to true"
+
+
+@RULES.add
+def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
+    settings, spec = context.config.checkpoint, context.spec
+    for name in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(settings, name) and spec.hf is None:
+            yield (
+                f"checkpoint.{name}",
+                f"{spec.name} has no Hugging Face names; `titanlite checkpoint export --format safetensors` writes "
+                "plain files of any model's checkpoint",
+            )
+    if settings.initial_load_in_hf and not settings.initial_load_path:
+        yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
+    if settings.initial_load_in_hf and not settings.initial_load_model_only:
+        yield "checkpoint.initial_load_model_only", "a Hugging Face folder contains weights only; use true"
+
+
+@RULES.add
+def _traces_fit_between_their_steps(context: RuleContext) -> Faults:
+    profiling = context.config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            "profiling.profile_freq",
+            f"{profiling.profiler_warmup} warm-up steps and {profiling.profiler_active} traced steps do not fit into "
+            f"{profiling.profile_freq}; at least {needed}",
+        )
