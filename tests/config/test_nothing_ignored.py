@@ -197,6 +197,7 @@ ELSEWHERE = {
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_asked_is_hsdp_had",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_the_recorded_forward_order_is_the_declared_one",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_the_recorded_backward_order_is_the_declared_one",
+    "parallelism.fsdp_reshard_after_forward": ACTIVE + "test_what_is_never_resharded_stays_whole",
     "parallelism.fsdp_blocks_per_group": ACTIVE + "test_blocks_in_one_group_share_a_gather",
     "parallelism.fsdp_keep_whole": ACTIVE + "test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step",
     "training.loss_chunks": "tests/train/test_chunked_loss.py::test_peak_memory_falls_as_computed",
@@ -320,21 +321,19 @@ def test_a_key_without_effect_on_one_rank_is_named_and_does_nothing(key):
 
 
 def test_keys_without_effect_are_named_in_one_line():
-    keys = (
-        "--parallelism.fsdp_forward_prefetch=2 --parallelism.defer_gradient_sync --parallelism.disable_loss_parallel"
-    )
+    flags = "fsdp_forward_prefetch=2 defer_gradient_sync=true disable_loss_parallel=true"
     options = [*TINY, "--model.overrides.n_kv_heads=2", *(f"--parallelism.{flag}" for flag in flags.split())]
+    replicated = [*options, "--parallelism.data_parallel_replicate_degree=2"]
+    split = [*options, "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=4"]
     assert job(options, world=1).no_effect == (
         "no effect on 1 rank: parallelism.fsdp_forward_prefetch, parallelism.disable_loss_parallel, "
         "parallelism.defer_gradient_sync"
     )
-    assert job([*options, "--parallelism.data_parallel_replicate_degree=2"], world=2).no_effect == (
+    assert job(replicated, world=2).no_effect == (
         "no effect without sharding: parallelism.fsdp_forward_prefetch; without tensor parallel: "
         "parallelism.disable_loss_parallel; without gradient accumulation: parallelism.defer_gradient_sync"
     )
-    assert job(
-        [*options, "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=4"], 2
-    ).no_effect == (
+    assert job(split, world=2).no_effect == (
         "no effect without sharding: parallelism.fsdp_forward_prefetch; without data parallel: "
         "parallelism.defer_gradient_sync"
     )

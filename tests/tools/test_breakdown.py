@@ -135,4 +135,4 @@ def test_a_config_that_is_refused_is_refused_here(tmp_path, capsys):
     from titanlite.tools.profile import profile
 
     assert profile(["--training.stepz", "5"]) == 2
-    assert "the nearest is training.steps" in capsys.readouterr().err
+    assert "did you mean training.steps?" in capsys.readouterr().err
