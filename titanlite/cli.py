@@ -1,187 +1,134 @@
-"""The `titanlite` command: its verbs, and their help."""
+"""The `titanlite` command: finds the module of a command, parses its options, and handles every error.
+
+A command's module has `add_arguments(parser)` and `run(arguments, overrides) -> exit code`. It is imported when its
+command is typed, and imports torch no earlier than in `run`. A parser with `takes_overrides` leaves `--config` and
+`--section.key VALUE` to config/load.py, which names all faults at once.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
-import signal
+import re
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from titanlite import __version__
+from titanlite.errors import RunFailed, UserError, format_table, nearest
 
-USAGE = """titanlite {version}: pretraining that you can read in an afternoon and prove on your laptop
+COMMANDS = {
+    "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
+    "config": ("titanlite.tools.config", "print the resolved config, its mesh, or the schema of all configs"),
+    "data": ("titanlite.tools.data", "tokenize text into shards on all cores, and inspect them"),
+    "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
+    "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
+    "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
+    "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
+    "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
+    "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
+}
+OVERVIEW = f"""titanlite {__version__}: pretraining that you can read in an afternoon and prove on your laptop
 
-  titanlite train  [--config FILE.toml …] [--section.key VALUE …]   train; the same as ./run_train.sh
-  titanlite config [--config FILE.toml …] [--section.key VALUE …]   print the resolved config
-                   [--world N]                                        judged for N ranks, not the fewest
-                   [--schedule]                                       which FSDP group gathers which ahead
-                   [--placements]                                     the mesh, its nodes, where parameters lie
-                   [--schema | --markdown]                            JSON schema of configs; docs/config.md
+usage: titanlite COMMAND …
 
-  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER]     text into token shards, on all cores
-  titanlite data show FOLDER                                        what a prepared folder holds
-  titanlite download REPO [--only tokenizer|weights] [--to FOLDER]  from the Hugging Face hub, into assets/hf
-  titanlite checkpoint ls|verify|show|diff|export|import|rm …       looks at checkpoints; Hugging Face, out and in
-  titanlite generate [--config FILE.toml …] [--prompt TEXT]         text from the newest checkpoint
-  titanlite tour                                                    train, kill, resume elsewhere, export: 3 minutes
-  titanlite verify [--model NAME] [--full] [--fault NAME|list]      is training on every mesh equal to one process?
-  titanlite profile [--config FILE.toml …]                          where the time of a step goes; traces
-  titanlite plot DUMP… [--out curves.html]                          curves of one or several runs
+{format_table([(name, summary) for name, (_, summary) in COMMANDS.items()], indent=2)}
 
-Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Several files overlay left to right;
-the command line wins over files. Environment: NGPU (processes on this node), LOG_RANK (whose output is shown),
-NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood as well).
-
-`titanlite train --help` lists every key.
+`titanlite COMMAND --help` shows a command's options with an example; `titanlite train --help` every config key.
 """
+OVERRIDES_HELP = """
+Config keys are options too: [--config FILE.toml …] [--section.key VALUE …]; `titanlite train --help` lists them.
+"""
+DOWNLOAD = """`titanlite download` was removed; use huggingface_hub's own command, e.g. for a tokenizer:
+  hf download REPO --include "tokenizer*" --local-dir DIR"""
 
 
 def run() -> NoReturn:
-    """The command as a process."""
-    words = sys.argv[1:]
-    trains = words[:1] == ["train"] and not {"--help", "-h"} & set(words)
-    if not trains:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `titanlite … | head` ends without a traceback
-    code = main(words)
-    if trains:  # the workers are gone, and the interpreter's own end, with torch in it, takes most of a second
-        with suppress(OSError):  # the console may be gone too
+    """Run the command as a process."""
+    code = main(sys.argv[1:])
+    if sys.argv[1:2] == ["train"]:  # the workers have exited; a normal exit with torch loaded takes most of a second
+        with suppress(OSError):  # the console may be closed too
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def main(words: list[str]) -> int:
-    """Run a verb; the exit code."""
-    verb, rest = (words[0], words[1:]) if words else ("--help", [])
-    if verb in ("--version", "version"):
-        print(f"titanlite {__version__}")
-        return 0
-    if verb in ("--help", "-h", "help"):
-        print(USAGE.format(version=__version__), end="")
-        return 0
-    if verb == "train":
-        if {"--help", "-h"} & set(rest):
-            return _help()
-        from titanlite.launch.launcher import launch
-
-        return launch(rest)
-    if verb == "config":
-        return _config(rest)
-    if verb == "data":
-        from titanlite.tools.data import data
-
-        return data(rest)
-    if verb == "download":
-        from titanlite.tools.download import download
-
-        return download(rest)
-    if verb == "verify":
-        from titanlite.verify.command import verify
-
-        return verify(rest)
-    if verb == "profile":
-        from titanlite.tools.profile import profile
-
-        return profile(rest)
-    if verb == "plot":
-        from titanlite.tools.plot import plot
-
-        return plot(rest)
-    if verb == "checkpoint":
-        from titanlite.tools.checkpoint import checkpoint
-
-        return checkpoint(rest)
-    if verb == "generate":
-        from titanlite.tools.generate import sample
-
-        return sample(rest)
-    if verb == "tour":
-        from titanlite.tools.tour import tour
-
-        return tour(rest)
-    from titanlite.errors import nearest
-
-    verbs = (
-        "train",
-        "config",
-        "data",
-        "download",
-        "checkpoint",
-        "generate",
-        "tour",
-        "verify",
-        "profile",
-        "plot",
-        "help",
-    )
-    close = nearest(verb, verbs)
-    hint = f"; did you mean {close}?" if close else ""
-    print(
-        f"titanlite: there is no verb {verb}{hint}\n\n{USAGE.format(version=__version__)}",
-        end="",
-        file=sys.stderr,
-    )
-    return 2
-
-
-def _help() -> int:
-    from titanlite.config.docs import help_text
-
-    print(USAGE.format(version=__version__))
-    print(help_text(), end="")
-    return 0
-
-
-def _config(words: list[str]) -> int:
-    """Print the resolved config, or what describes all configs."""
-    from titanlite.config.docs import json_schema, markdown
-    from titanlite.config.job import job_from
-    from titanlite.config.load import ConfigError, parse_command_line, to_toml
-
-    if "--schema" in words:
-        print(json_schema(), end="")
-        return 0
-    if "--markdown" in words:
-        print(markdown(), end="")
-        return 0
-    if {"--help", "-h"} & set(words):
-        return _help()
-    schedule, placements = "--schedule" in words, "--placements" in words
-    words = [word for word in words if word not in ("--schedule", "--placements")]
-    world: int | None = None
-    if "--world" in words:
-        at = words.index("--world")
-        number = words[at + 1] if at + 1 < len(words) else ""
-        if not number.isdigit() or int(number) < 1:
-            print(f"titanlite: --world needs a number of ranks, not {number or 'nothing'}", file=sys.stderr)
-            return 2
-        world, words = int(number), words[:at] + words[at + 2 :]
+def main(argv: list[str]) -> int:
+    """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is 130."""
+    arguments = argparse.Namespace()
     try:
-        job = job_from(parse_command_line(words, os.environ), world=world, training=False)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if schedule:
-        from titanlite.parallel import fsdp_schedule
+        if not argv or argv[0] in ("--help", "-h", "help"):
+            print(OVERVIEW, end="")
+            code = 0
+        elif argv[0] in ("--version", "version"):
+            print(f"titanlite {__version__}")
+            code = 0
+        else:
+            command = _command(argv[0])
+            arguments, overrides = parse_options(argv[0], command, argv[1:])
+            arguments.argv = argv
+            code = command.run(arguments, overrides)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"titanlite: {error}", file=sys.stderr)
+        return 1 if isinstance(error, RunFailed) else 2
+    except KeyboardInterrupt:
+        further = "; the same command continues from here" if getattr(arguments, "resumable", False) else ""
+        print(f"\ntitanlite: stopped{further}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `titanlite … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except SystemExit as done:  # how argparse ends after --help
+        return int(done.code or 0)
 
-        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
-        return 0
-    if placements:
-        from titanlite.errors import UserError
-        from titanlite.planner.placements import describe
 
-        per_node = os.environ.get("NGPU", "")
-        try:
-            print(describe(job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)))
-        except UserError as error:
-            print(f"titanlite: {error}", file=sys.stderr)
-            return 2
-        return 0
-    ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
-    print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
-    if job.no_effect:
-        print(f"# {job.no_effect}")
-    print(to_toml(job.given), end="")
-    return 0
+def _command(name: str) -> Any:
+    """Import a command's module."""
+    if name == "download":
+        raise UserError(DOWNLOAD)
+    if name not in COMMANDS:
+        close = nearest(name, COMMANDS)
+        hint = f"did you mean '{close}'?" if close else f"commands are: {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command '{name}'; {hint}")
+    return importlib.import_module(COMMANDS[name][0])
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors with the nearest right spelling."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.set_defaults(parser=self)  # that of a sub-command replaces its parent's
+
+    def error(self, message: str) -> NoReturn:
+        if choice := re.match(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            option, value, legal = choice.groups()
+            legal = re.sub(r"['\s]", "", legal).split(",")
+            close = nearest(value, legal)
+            what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
+            message = f"{what} '{value}'; " + (
+                f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
+            )
+        raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+
+
+def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return a command's own options, and the config overrides behind them."""
+    parser = Parser(prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve")
+    command.add_arguments(parser)
+    if parser.get_default("takes_overrides"):
+        parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
+    arguments, rest = parser.parse_known_args(argv)
+    own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())
+    for word in rest:
+        option = word.partition("=")[0]
+        close = nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
+        if close and option != "--config":
+            raise UserError(f"unknown option {option}; did you mean --{close}? (see {arguments.parser.prog} --help)")
+    if rest and not getattr(arguments, "takes_overrides", False):
+        raise UserError(f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)")
+    return arguments, rest

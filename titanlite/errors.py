@@ -1,13 +1,14 @@
-"""Errors that a user can cause: they say what is wrong and what would be right, and need no traceback."""
+"""Errors that a user can cause, which need no traceback, and the formatting that messages share."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
-    """What was asked for can't be done; the message names the key, file or tensor, the value, and the remedy."""
+    """A request that can't be carried out; the message names the key, file or tensor, the value, and the remedy."""
 
 
 class RunFailed(UserError):
@@ -15,25 +16,40 @@ class RunFailed(UserError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word closest to `word`, or an empty string where none is close."""
+    """Return the known word closest to `word`, or an empty string if none is close."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or its kind where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def some_of(lines: Sequence[str], most: int = 8) -> str:
-    """Indented lines, not all of them where there are many."""
+    """Return lines indented below a heading: the first `most`, then the number of the rest."""
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in the unit that a person would use."""
+    """Return a number of bytes in the largest unit of which there is at least one."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0) -> str:
+    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends."""
+    lines = [*([header] if header else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    formats = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=True)]
+    return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)
+
+
+def positive_int(text: str) -> int:
+    """Return a command-line option's whole number >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, not {text!r}")
+    return int(text)

@@ -16,6 +16,7 @@ import torch
 
 from tests.data.assets import make_assets
 from tests.launch.run import environment
+from titanlite.cli import main
 from titanlite.config.schema import Dataloader
 from titanlite.data import documents as documents_module
 from titanlite.data import prepare as module
@@ -28,7 +29,6 @@ from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
-from titanlite.tools.data import data
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,9 @@ def test_shards_hold_every_document_once_with_an_end_after_each(library, assets,
 COMMAND = """
 import sys
 from titanlite.data import prepare
-from titanlite.tools.data import data
 prepare.UNIT_BYTES = 1 << 18
 if __name__ == "__main__":
-    sys.exit(data(sys.argv[1:]))
+    sys.exit(main(["data", *sys.argv[1:]]))
 """
 
 
@@ -181,22 +180,22 @@ def test_a_line_that_is_no_document_is_named(tmp_path):
 
 
 def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_path, capsys):
-    assert data(["prepare", "--out", str(tmp_path / "out")]) == 2
+    assert main(["data", "prepare", "--out", str(tmp_path / "out")]) == 2
     assert "needs at least one SRC" in capsys.readouterr().err
-    assert data(["prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
+    assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
-    assert data(["prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
+    assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
     assert "data prepare has no option --worker; did you mean --workers?" in capsys.readouterr().err
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a" * 299 + "\x1b")
     two.write_text("b" * 99)
-    assert data(["prepare", str(one), str(two), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
+    assert main(["data", "prepare", str(one), str(two), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
     capsys.readouterr()
-    assert data(["show", str(tmp_path / "out")]) == 0
+    assert main(["data", "show", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "401 tokens, 2 documents, 2 shards" in shown and "75.1%" in shown and "24.9%" in shown
     assert "aaaa" in shown and "\x1b" not in shown
-    assert data(["show", str(tmp_path)]) == 2
+    assert main(["data", "show", str(tmp_path)]) == 2
 
 
 def test_a_cache_of_text_is_made_once_and_again_when_the_text_changes(assets, tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from tests.jobs import TINY
 from tests.launch.run import finish, records, start, train
 from titanlite.errors import UserError
-from titanlite.runtime.cluster import Nodes, gpus, nodes, processes, rank_info, store_address
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
+from titanlite.runtime.cluster import rank_info, store_address
 
 
 def free_port() -> str:
@@ -79,7 +80,7 @@ SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07
     ],
 )
 def test_the_nodes_that_variables_announce(environ, expected):
-    assert nodes(environ) == expected
+    assert find_nodes(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_the_nodes_that_variables_announce(environ, expected):
 )
 def test_half_an_announcement_is_an_error_that_names_the_variable(environ, says):
     with pytest.raises(UserError) as caught:
-        nodes(environ)
+        find_nodes(environ)
     assert says in str(caught.value)
 
 
@@ -117,10 +118,10 @@ def test_the_place_of_a_worker():
 
 
 def test_processes_on_a_node():
-    assert processes({"NGPU": "3"}, "cpu", 0) == 3
-    assert processes({}, "cuda", 8) == 8
-    assert processes({"PET_NPROC_PER_NODE": "4"}, "cpu", 0) == 4
-    assert processes({}, "cpu", 0) in (1, 2)
-    assert gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert count_processes({"NGPU": "3"}, "cpu", 0) == 3
+    assert count_processes({}, "cuda", 8) == 8
+    assert count_processes({"PET_NPROC_PER_NODE": "4"}, "cpu", 0) == 4
+    assert count_processes({}, "cpu", 0) in (1, 2)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     with pytest.raises(UserError, match="NGPU=0 must be a whole number >= 1"):
-        processes({"NGPU": "0"}, "cpu", 0)
+        count_processes({"NGPU": "0"}, "cpu", 0)

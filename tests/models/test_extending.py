@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.run import environment
-from titanlite.verify.command import verify
+from titanlite.cli import main
 from titanlite.verify.model_under_test import read_subject
 from titanlite.verify.runner import proof
 from titanlite.verify.table import Row
@@ -48,4 +48,4 @@ def test_the_pages_commands_are_understood(package, monkeypatch):
     command = [sys.executable, "-m", "titanlite", "config", *train.split()]
     subprocess.run(command, check=True, env=environment(PYTHONPATH=path))
     (words,) = re.findall(r"^titanlite verify (.*)$", PAGE, re.MULTILINE)
-    assert verify([*words.split(), "--fault", "list"]) == 0
+    assert main(["verify", *words.split(), "--fault", "list"]) == 0

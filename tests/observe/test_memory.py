@@ -1,8 +1,8 @@
 """What is told of memory."""
 
 from titanlite.launch.launcher import _worker_environment
+from titanlite.launch.nodes import Nodes
 from titanlite.observe.memory import Retries
-from titanlite.runtime.cluster import Nodes
 
 
 def test_retries_of_the_allocator_are_told_once_when_they_happen():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from titanlite.verify.command import fault_rows, verify
+from titanlite.cli import main
+from titanlite.verify.command import fault_rows
 from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.model_under_test import read_subject
 from titanlite.verify.runner import proof
@@ -48,7 +49,7 @@ def test_a_fault_is_noticed_and_named(llama, name):
 
 
 def test_the_command_says_what_failed_and_exits_1(capfd):
-    code = verify(["--fault", "divided-twice", "--model", "gpt2"])
+    code = main(["verify", "--fault", "divided-twice", "--model", "gpt2"])
     out, err = capfd.readouterr()
     assert code == 1 and "FAIL  gradient of " in out and not err
 
@@ -59,15 +60,15 @@ def test_the_command_says_what_failed_and_exits_1(capfd):
         ("--fault tie-brok", "did you mean tie-broken?"),
         ("--model lama3", "did you mean llama3?"),
         ("--fulll", "did you mean --full?"),
-        ("--model", "needs a value"),
+        ("--model", "expected one argument"),
         ("--out x.md", "add --full"),
     ],
 )
 def test_what_cannot_be_asked_exits_2_in_a_line(capfd, words, says):
-    code = verify(words.split())
+    code = main(["verify", *words.split()])
     err = capfd.readouterr().err
     assert code == 2 and says in err and err.count("\n") == 1
 
 
 def test_faults_are_listed_one_a_line(capfd):
-    assert verify(["--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(FAULTS)
+    assert main(["verify", "--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(FAULTS)

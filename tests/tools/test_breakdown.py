@@ -12,6 +12,7 @@ import pytest
 
 from tests.jobs import TINY, trainer
 from tests.launch.run import ROOT, environment
+from titanlite.cli import main
 from titanlite.data.loader import BatchPrefetcher, MicroBatch
 from titanlite.errors import UserError
 from titanlite.tools.breakdown import (
@@ -131,8 +132,6 @@ def test_the_command_prints_the_table_and_leaves_traces(tmp_path):
     assert (tmp_path / "profile/profile_traces/step-8/rank-0.json").exists()
 
 
-def test_a_config_that_is_refused_is_refused_here(tmp_path, capsys):
-    from titanlite.tools.profile import profile
-
-    assert profile(["--training.stepz", "5"]) == 2
+def test_profile_refuses_an_invalid_config(capsys):
+    assert main(["profile", "--training.stepz", "5"]) == 2
     assert "did you mean training.steps?" in capsys.readouterr().err

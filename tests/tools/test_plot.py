@@ -12,14 +12,21 @@ from xml.etree import ElementTree
 
 import pytest
 
+from titanlite.cli import main, parse_options
 from titanlite.errors import UserError
 from titanlite.observe.metrics import JsonLines, StepRecord
-from titanlite.tools.plot import plot
+from titanlite.tools import plot as plot_command
 from titanlite.tools.plot_charts import smooth, thin
 from titanlite.tools.plot_scale import Axis, tick_texts
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def plot(argv: list[str]) -> int:
+    """Run the command as cli.main does, with errors raised."""
+    arguments, overrides = parse_options("plot", plot_command, argv)
+    return plot_command.run(arguments, overrides)
 
 
 def record(step, loss, **changed):
@@ -244,7 +251,7 @@ def test_a_png_without_pillow_names_what_to_install(tmp_path, monkeypatch):
 def test_neither_torch_nor_pillow_is_imported_for_html(tmp_path):
     folder = write(tmp_path / "run", [record(1, 4.0)])
     code = (
-        "import sys; from titanlite.tools.plot import plot; plot(sys.argv[1:]); "
+        "import sys; from titanlite.cli import main; main(['plot', *sys.argv[1:]]); "
         "print({'torch', 'numpy', 'PIL', 'pydantic'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, str(folder), "--out", str(tmp_path / "out.html")]
@@ -255,14 +262,14 @@ def test_neither_torch_nor_pillow_is_imported_for_html(tmp_path):
 def test_faults_are_named_with_their_file(tmp_path):
     good = write(tmp_path / "good", [record(1, 4.0)])
     cases = [
-        ([], "dump folder"),
+        ([], "DUMP"),
         ([tmp_path / "none"], f"{tmp_path / 'none'} is no file or folder"),
         ([tmp_path], f"{tmp_path / 'metrics.jsonl'} does not exist; there is one in {good}"),
         ([good, good / "metrics.jsonl"], "more than once"),
-        ([good, "--x", "time"], "--x time: must be steps or tokens"),
+        ([good, "--x", "time"], "--x: unknown value 'time'; use steps, tokens"),
         ([good, "--out", "a.pdf"], "a.pdf: must end in .html or .png"),
-        ([good, "--out"], "--out needs a value"),
-        ([good, "--uot=a.png"], "no option --uot; did you mean --out?"),
+        ([good, "--out"], "--out: expected one argument"),
+        ([good, "--uot=a.png"], "unknown option --uot; did you mean --out?"),
         ([good, "--out", tmp_path / "absent" / "a.html"], f"{tmp_path / 'absent' / 'a.html'} can't be written"),
         ([good] * 9, "at most 8"),
     ]
@@ -290,7 +297,7 @@ def test_faults_are_named_with_their_file(tmp_path):
 
 
 def test_help_answers_without_a_run(capsys):
-    assert plot(["--help"]) == 0
+    assert main(["plot", "--help"]) == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("titanlite plot", "--out", "--x", "tokens"))
 

@@ -1,4 +1,4 @@
-"""Documentation from the schema: --help, docs/config.md and the JSON schema for editors."""
+"""What the schema says, for people and editors: --help, docs/config.md, and the JSON schema."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from titanlite.config.schema import JobConfig, Section, legal, sections
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
 
 
-def help_text() -> str:
-    """Return every key with its default and meaning, for a terminal."""
+def help_text(search: str = "") -> str:
+    """Return every key whose name or meaning contains `search`, with its default and meaning, for a terminal."""
     lines = []
     for name, cls in sections():
+        rows = [row for row in _rows(name, cls) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
+        if not rows:
+            continue
         lines.append(f"[{name}]  {_one_line(cls.__doc__)}")
-        for key, default, _, meaning in _rows(name, cls):
+        for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
             lines += textwrap.wrap(meaning, 104, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
@@ -23,20 +26,20 @@ def help_text() -> str:
 
 
 def json_schema() -> str:
-    """Return the JSON schema with which editors complete TOML files."""
+    """The schema that editors complete TOML files with."""
     return json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown() -> str:
-    """Return the text of docs/config.md."""
+    """docs/config.md."""
     out = [
         "# Config keys",
         "",
         "Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.",
         "",
         "A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command",
-        "line > later file > earlier file > default. All errors are named before anything starts (exit code 2).",
-        "**+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.",
+        "line > later file > earlier file > default. Every fault is named before anything starts, exit code 2.",
+        "Marked **+**: TorchTitan (v0.2.2) does not have it. **≠**: TorchTitan has another default or meaning.",
         "",
     ]
     for name, cls in sections():
@@ -54,28 +57,28 @@ def markdown() -> str:
         for key, default, values, meaning in rows:
             full = f"{name}.{key}"
             mark = " **+**" if full in NEW else ""
-            difference = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
-            cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + difference]
+            other = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
+            cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + other]
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         out.append("")
     out += [
         "## Keys of TorchTitan that titanlite does not have",
         "",
-        "They are accepted at a value that switches the feature off, so that a config loads as it is, and refused",
-        "by name otherwise.",
+        "They are accepted at the value that asks for nothing, so that a config loads as it is, and refused by name",
+        "otherwise.",
         "",
         "| key | accepted | otherwise |",
         "|---|---|---|",
     ]
     for key, known in FOREIGN.items():
         accepted = "any value" if known.off is None else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
-        out.append(f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |")
+        out.append(f"| `{key}` | {accepted} | {known.instead or 'it only tunes what is not there'} |")
     return "\n".join(out) + "\n"
 
 
 def _rows(name: str, cls: type[Section]) -> list[tuple[str, str, str, str]]:
-    """Return key, default, legal values and meaning of a section's own keys."""
-    nested = {section for section, _ in sections()}
+    """Key, default, legal values and meaning of a section's own keys."""
+    nested = {other for other, _ in sections()}
     return [
         (key, toml_value(info.default), legal(info.annotation, info.metadata), _one_line(info.description))
         for key, info in cls.model_fields.items()

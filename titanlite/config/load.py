@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from titanlite.config.schema import JobConfig, Section, keys, legal, sections, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign, tomllib
+from titanlite.errors import UserError
 
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
@@ -35,7 +36,7 @@ class Fault:
     origin: str = ""
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """All faults of a configuration."""
 
     def __init__(self, faults: list[Fault]) -> None:
@@ -53,7 +54,7 @@ class ConfigError(Exception):
             blocks.setdefault(title, []).append(f"      {fault.why}")
         lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
         count = f"{len(blocks)} configuration error{'s' * (len(blocks) != 1)}"
-        return "\n".join([f"titanlite: {count}; nothing was started", *lines])
+        return "\n".join([f"{count}; nothing was started", *lines])
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f'model.hf_assets_path = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
-                f'To fetch one: titanlite download REPO --only tokenizer --to "{folder}"'
+                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir "{folder}"'
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))

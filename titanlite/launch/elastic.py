@@ -21,7 +21,7 @@ SECONDS_TO_STOP = 2
 
 
 class RankLogs(LogsSpecs):
-    """logs/rank-N.log in the dump folder for each rank; what a rank raises goes to a file for the launcher."""
+    """One logs/rank-N.log in the dump folder per rank, and one file per rank for the error it raises."""
 
     def __init__(self, folder: Path, errors: Path) -> None:
         super().__init__()
@@ -45,37 +45,35 @@ class RankLogs(LogsSpecs):
 
 def run_workers(
     argv: list[str],
-    roll_call: NodeRendezvous,
+    rendezvous: NodeRendezvous,
     nodes: int,
     processes: int,
     folder: Path,
     extra_environ: dict[str, str],
 ) -> None:
-    """Run this node's workers to their end; ChildFailedError if one fails, SignalException on a signal."""
-    _silence("torch.distributed.elastic")  # the launcher tells it in its own words
-    rendezvous_handler_registry.register("titanlite", lambda _: roll_call)
+    """Run this node's workers until they exit; ChildFailedError if one fails, SignalException on a signal."""
+    _silence("torch.distributed.elastic")  # the launcher prints its own messages
+    rendezvous_handler_registry.register("titanlite", lambda _: rendezvous)
     os.environ.update(extra_environ)
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    patience: dict[str, Any] = (
-        {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in known else {}
-    )  # new in 2.13
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    new_in_2_13: dict[str, Any] = {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in fields else {}
     with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
         config = LaunchConfig(
             min_nodes=nodes,
             max_nodes=nodes,
             nproc_per_node=processes,
             logs_specs=RankLogs(folder, Path(errors)),
-            run_id=roll_call.get_run_id(),
-            rdzv_backend=roll_call.get_backend(),
+            run_id=rendezvous.get_run_id(),
+            rdzv_backend=rendezvous.get_backend(),
             max_restarts=0,
             monitor_interval=0.1,
-            **patience,
+            **new_in_2_13,
         )
         elastic_launch(config, sys.executable)("-m", "titanlite.train", *argv)
 
 
 def _silence(package: str) -> None:
-    """Each logger of torch's elastic package sets a level of its own, so their parent's alone does nothing."""
+    """Silence each logger of a package by itself: torch's elastic loggers ignore their parent's level."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(package):
             logging.getLogger(name).setLevel(logging.CRITICAL)

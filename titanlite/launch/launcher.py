@@ -1,7 +1,7 @@
 """`titanlite train` and ./run_train.sh: check everything, start the workers, own the terminal, return the exit code.
 
-The workers run under torch's elastic agent. No worker exists before the whole config and this machine were found
-fit; what fails later is told by the first rank that failed, its traceback last.
+The workers run under torch's elastic agent. None is started before the whole config and this machine were checked.
+When a run fails, the rank that failed first is named, with its traceback last.
 """
 
 from __future__ import annotations
@@ -12,61 +12,92 @@ import shutil
 import signal
 import socket
 import sys
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.resume import finished_message, last_saved_message, make_way
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import CommandLine, ConfigError, load, parse_command_line
-from titanlite.errors import UserError
+from titanlite.config.load import CommandLine, load, parse_command_line
+from titanlite.errors import RunFailed, UserError, nearest
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine
 from titanlite.observe.console import LAUNCHED, rank_log
-from titanlite.runtime import cluster
-from titanlite.runtime.cluster import Nodes, check_torch
+from titanlite.runtime.cluster import check_torch, cores, shown_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+EPILOG = """examples:
+  NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
+  titanlite train --config llama_8b.toml mine.toml --optimizer.lr 3e-4
+
+Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Later files override earlier ones, and
+the command line overrides files. Environment: NGPU (processes on this node), LOG_RANK (ranks whose output is shown),
+NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood too).
+"""
+
+
+class _KeysHelp(Action):
+    """--help with the config keys, all or those that a search word is found in."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+        from titanlite.config.docs import help_text
+        from titanlite.config.schema import keys
+
+        text = help_text(values)
+        if not text:
+            close = nearest(values, {part for key in keys() for part in key.split(".")})
+            raise UserError(f"no config key mentions '{values}'" + (f"; did you mean '{close}'?" if close else ""))
+        if not values:
+            parser.print_help()
+            print()
+        print(text, end="")
+        parser.exit()
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare --help; everything else is --config and config keys."""
+    parser.set_defaults(takes_overrides=True)
+    parser.epilog = EPILOG
+    parser.usage = "titanlite train [--config FILE.toml …] [--section.key VALUE …]"
+    about = "list every config key, or those that mention WORD"
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about)
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run the command."""
+    return launch(overrides)
 
 
 def launch(argv: list[str]) -> int:
-    """Train as the command line asks; the job's exit code."""
+    """Train the job of a command line and return its exit code; UserError before any worker is started."""
     environ = dict(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
-    try:
-        line = parse_command_line(argv, environ)
-        check_torch()
-        nodes = cluster.nodes(environ)
-        device, processes = _device_and_processes(line, environ)
-        world = nodes.count * processes
-        job = job_from(line, world=world, training=True)
-        shown = cluster.shown_ranks(environ)
-        if max(shown) >= world:
-            raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
-        check_machine(job, device, processes)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        print("titanlite: stopped before any worker was started", file=sys.stderr)
-        return INTERRUPTED
-    if news := finished_message(job.config):
-        print(f"titanlite: {news}")
+    line = parse_command_line(argv, environ)
+    check_torch()
+    nodes = find_nodes(environ)
+    device, processes = _device_and_processes(line, environ)
+    world = nodes.count * processes
+    job = job_from(line, world=world, training=True)
+    shown = shown_ranks(environ)
+    if max(shown) >= world:
+        raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
+    check_machine(job, device, processes)
+    if message := finished_message(job.config):
+        print(f"titanlite: {message}")
         return OK
     return _run(job, argv, nodes, device, processes, shown, environ)
 
 
 def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tuple[str, int]:
-    """The kind of device, and the workers on this node."""
+    """Return the kind of device, and the number of workers on this node."""
     choice = load(line).config.job.device
-    gpus = 0 if choice == "cpu" else cluster.gpus(environ)
+    gpus = 0 if choice == "cpu" else count_gpus(environ)
     device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
-    processes = cluster.processes(environ, device, gpus)
+    processes = count_processes(environ, device, gpus)
     if device == "cuda" and processes > gpus:
         raise UserError(f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu")
     return device, max(1, processes)
@@ -85,31 +116,30 @@ def _run(
 
     folder = Path(job.config.job.dump_folder)
     first = nodes.rank * processes
-    here = sorted(shown.intersection(range(first, first + processes))) or [first]
+    shown_here = sorted(shown.intersection(range(first, first + processes))) or [first]
     terminal = Terminal(
-        {rank: rank_log(folder, rank) for rank in here},
+        {rank: rank_log(folder, rank) for rank in shown_here},
         folder / "metrics.jsonl",
         job.config.training.steps,
         color=not job.config.metrics.disable_color_printing,
     )
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
-        roll_call = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (news := make_way(job.config)):
-            print(f"titanlite: {news}", flush=True)
-        roll_call.wait_for("folder", done_here=nodes.rank == 0)
+        rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
+        if nodes.rank == 0 and (message := make_way(job.config)):
+            print(f"titanlite: {message}", flush=True)
+        rendezvous.wait_for_node_0("the dump folder")
         terminal.start()
         run_workers(
             [*argv, f"--job.device={device}"],
-            roll_call,
+            rendezvous,
             nodes.count,
             processes,
             folder,
             _worker_environment(nodes, processes, environ),
         )
-    except (UserError, OSError) as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return FAILED
+    except OSError as error:  # the disk or the network, rather than a bug
+        raise RunFailed(str(error)) from None
     except ChildFailedError as error:
         terminal.stop()
         return _report(error.failures, folder)
@@ -128,54 +158,54 @@ def _run(
 
 
 def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
-    """How many processes, and which variables said so."""
+    """Return how many processes are started, and which variables said so."""
     count = f"{processes} process{'es' if processes > 1 else ''} on the {'GPUs' if device == 'cuda' else 'CPU'}"
-    by = "from NGPU" if "NGPU" in environ else "NGPU sets another number"
-    where = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
-    return f"{count} ({by}){where}"
+    reason = "from NGPU" if "NGPU" in environ else "NGPU sets another number"
+    node = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
+    return f"{count} ({reason}){node}"
 
 
 def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that workers get: who launched them, and others unless they are set."""
-    wanted = {
-        "OMP_NUM_THREADS": str(max(1, cluster.cores() // processes)),
+    """Return the variables that are added for workers: the launcher's process id, and defaults for unset ones."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
     }
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
-        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if nodes.count == 1:  # a laptop's host name need not resolve
-        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {LAUNCHED: str(os.getpid())} | {name: value for name, value in wanted.items() if name not in environ}
+        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {LAUNCHED: str(os.getpid())} | {name: value for name, value in defaults.items() if name not in environ}
 
 
 def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
-    """Print who failed first, with its traceback last; return the exit code."""
+    """Print which rank failed first, with its message or traceback last, and return the exit code."""
 
-    def when(rank: int) -> float:
-        """A rank that was killed left no word, and comes before those that may only have lost it; a rank that was
-        terminated was so by the elastic agent, because of another."""
+    def failed_at(rank: int) -> float:
+        """A killed rank writes no error file, and sorts before ranks that may only have lost it as a peer; a rank
+        that the elastic agent terminated because of another sorts last."""
         message = failures[rank].message
         if isinstance(message, dict):
             return message["extraInfo"].get("time", 0.0)
         return math.inf if failures[rank].exitcode == -signal.SIGTERM else 0.0
 
-    rank = min(failures, key=when)
-    message = failures[rank].message
-    who = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
+    rank = min(failures, key=failed_at)
+    message, exitcode = failures[rank].message, failures[rank].exitcode
     if isinstance(message, dict):
         details = message["extraInfo"]
-        is_user_error = details.get("is_user_error", False)
-        text = message["message"].partition(": ")[2] if is_user_error else details["py_callstack"].rstrip()
+        reason = message["message"].partition(": ")[2]
+        text = reason if details.get("is_user_error") else details["py_callstack"].rstrip()
     else:
-        tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
-        text = "\n".join([*tail, f"it left no word: {message or f'exit code {failures[rank].exitcode}'}"])
-    print(f"\ntitanlite: {who}\n{text}", file=sys.stderr)
-    return REFUSED if failures[rank].exitcode == REFUSED else FAILED
+        log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
+        text = "\n".join([*log_tail, f"exited without a traceback ({message or f'exit code {exitcode}'})"])
+    failed = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
+    print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
+    return REFUSED if exitcode == REFUSED else FAILED
 
 
 def _print_summary(job: Job, folder: Path) -> None:
-    """Where everything lies, and what to type next."""
+    """Print where the run's files are, and what to type next."""
     config = job.config
     rows = {"metrics": folder / "metrics.jsonl", "config": folder / "config.toml", "logs": folder / "logs"}
     lines = [f"{name:<12} {path}" for name, path in rows.items()]
@@ -185,5 +215,5 @@ def _print_summary(job: Job, folder: Path) -> None:
     if config.profiling.enable_profiling:
         lines.append(f"traces       {folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev")
     train = "./run_train.sh" if Path("run_train.sh").exists() else "titanlite train"
-    lines.append(f"next         {train} --help lists every key; train_configs/debug.toml is a config to begin with")
+    lines.append(f"next         {train} --help lists every key; train_configs/debug.toml is a config to start from")
     print("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))

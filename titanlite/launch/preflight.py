@@ -1,125 +1,152 @@
-"""Is this machine fit for the job? Asked by the launcher before any worker exists; every lack is named at once."""
+"""Check this machine for a job before any worker is started; every problem is named at once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
-from titanlite.runtime import cluster
+from titanlite.launch.nodes import gpu_bytes, gpu_capability
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.registry import Rule
 
+Check = Callable[[], object]
+"""Raises a UserError if it fails."""
+
 
 def check_machine(job: Job, device: str, processes: int) -> None:
-    """Name everything that this machine lacks for the job, before any worker is started."""
-    if faults := list(_lacks(job, device, processes)):
-        what = f"{job.config.model.name} {job.config.model.flavor}"
-        raise UserError("\n  ".join([f"this machine can't train {what} as asked; nothing was started", *faults]))
-
-
-def _lacks(job: Job, device: str, processes: int) -> Iterator[str]:
-    import torch
-
-    from titanlite.data.sources import validate_dataset
-    from titanlite.data.tokenizer import open_tokenizer
-    from titanlite.observe.memory import machine_bytes, state_bytes
-    from titanlite.observe.metrics import require_wandb
-    from titanlite.observe.profiler import require_gpu
-    from titanlite.optim import optimizer_bytes, trained_parameters
-    from titanlite.parallel import float8, tensor
+    """Raise a UserError that names everything this machine lacks for the job."""
     from titanlite.parallel.build import build_model
-    from titanlite.parallel.convert import build_converters
 
-    config = job.config
-    if device == "cuda" and not torch.cuda.is_available():
-        why = "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
-        yield f"there are GPUs, but torch {torch.__version__} can't use them: {why}"
-        return
-    if fault := _folder_fault(Path(config.job.dump_folder)):
-        yield fault
-    if device == "cpu" and config.training.dataloader.pin_memory:
-        yield "training.dataloader.pin_memory = true: pinned memory is for copies to a GPU, and there is none"
-    if device == "cpu" and config.parallelism.enable_async_tensor_parallel:
-        yield "parallelism.enable_async_tensor_parallel = true: it needs GPUs that reach each other's memory"
-    training, validation = config.training, config.validation
-    data = [("training", part.dataset, part.dataset_path) for part in training.mixture]
-    data = data or [("training", training.dataset, training.dataset_path)]
-    if validation.enable:
-        data.append(("validation", validation.dataset, validation.dataset_path))
-    checks: list[Callable[[], object]] = [lambda: open_tokenizer(job)]
-    checks += [lambda asked=asked: validate_dataset(*asked, job.shape.vocab_size) for asked in data]
-    built: list[tuple[nn.Module, dict[str, Rule]]] = []
-    checks.append(lambda: built.append(build_model(job)))
-    checks.append(lambda: build_converters(job))
-    if config.quantize.linear.float8.enable:
-        capability = cluster.gpu_capability() if device == "cuda" else None
-        checks.append(lambda: float8.check_device(job, device, capability))
-    if config.metrics.enable_wandb:
-        checks.append(require_wandb)
-    if config.profiling.enable_memory_snapshot:
-        checks.append(lambda: require_gpu(device))
+    problems = _messages([partial(_check_gpus, device)])
+    if not problems:
+        problems = _messages(_machine_checks(job, device))
+        try:
+            model, table = build_model(job)
+            problems += _messages(_model_checks(job, model, table, device, processes))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        model_name = f"{job.config.model.name} {job.config.model.flavor}"
+        lines = [f"this machine can't train {model_name} with this config; nothing was started", *problems]
+        raise UserError("\n  ".join(lines))
+
+
+def _messages(checks: Iterable[Check]) -> list[str]:
+    """Run checks and return the messages of those that fail."""
+    messages = []
     for check in checks:
         try:
             check()
         except UserError as error:
-            yield str(error)
-    if not built:
-        return
-    model, table = built[0]
-    optimizer = 0
-    try:
-        found = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
-        optimizer = optimizer_bytes(found, config)
-    except UserError as error:
-        yield str(error)
-    try:
-        tensor.check(model, table, job.layout.tp)
-        if config.quantize.linear.float8.enable:
-            float8.plan(model, job)
-    except UserError as error:
-        yield str(error)
-    elements = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = next(model.parameters()).element_size()
-    total = sum(state_bytes(elements, trained, size, optimizer))
-    each = total // job.layout.splits
-    has = cluster.gpu_bytes() if device == "cuda" else machine_bytes() // processes
-    if has is not None and each > has:
-        fits = [name for name in job.spec.flavors if _state_of(job, name, size) // job.layout.splits <= has]
-        smaller = f"; here: --model.flavor {' or '.join(fits)}" if fits else ""
-        yield (
-            f"memory: parameters, gradients and optimizer state take {format_bytes(total)} in all, "
-            f"{format_bytes(each)} in each of {job.layout.splits} ranks that share them, "
-            f"and there are {format_bytes(has)} for each\n"
-            f"      what could: {-(-total // has)} or more ranks like these, or {-(-total // (60 << 30))} or more "
-            f"GPUs of 80 GB{smaller}"
+            messages.append(str(error))
+    return messages
+
+
+def _machine_checks(job: Job, device: str) -> Iterator[Check]:
+    """Yield the checks that need no model."""
+    from titanlite.data.sources import validate_dataset
+    from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.observe.metrics import require_wandb
+    from titanlite.observe.profiler import require_gpu
+    from titanlite.parallel import float8
+    from titanlite.parallel.convert import build_converters
+
+    config, training, validation = job.config, job.config.training, job.config.validation
+    yield partial(_check_dump_folder, Path(config.job.dump_folder))
+    if device == "cpu":
+        if training.dataloader.pin_memory:
+            yield partial(_refuse_without_gpu, "training.dataloader.pin_memory")
+        if config.parallelism.enable_async_tensor_parallel:
+            yield partial(_refuse_without_gpu, "parallelism.enable_async_tensor_parallel")
+    yield partial(open_tokenizer, job)
+    datasets = [("training", part.dataset, part.dataset_path) for part in training.mixture]
+    datasets = datasets or [("training", training.dataset, training.dataset_path)]
+    if validation.enable:
+        datasets.append(("validation", validation.dataset, validation.dataset_path))
+    for section, name, path in datasets:
+        yield partial(validate_dataset, section, name, path, job.shape.vocab_size)
+    yield partial(build_converters, job)
+    if config.quantize.linear.float8.enable:
+        yield partial(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
+    if config.metrics.enable_wandb:
+        yield require_wandb
+    if config.profiling.enable_memory_snapshot:
+        yield partial(require_gpu, device)
+
+
+def _model_checks(job: Job, model: nn.Module, table: dict[str, Rule], device: str, processes: int) -> Iterator[Check]:
+    """Yield the checks of the model that was built, on the meta device."""
+    from titanlite.observe.memory import machine_bytes
+    from titanlite.parallel import float8, tensor
+
+    yield partial(tensor.check, model, table, job.layout.tp)
+    if job.config.quantize.linear.float8.enable:
+        yield partial(float8.plan, model, job)
+    available = gpu_bytes() if device == "cuda" else machine_bytes() // processes
+    yield partial(_check_memory, job, model, table, available)
+
+
+def _check_gpus(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"this node has GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false; "
+            "on the CPU: --job.device cpu"
         )
 
 
-def _state_of(job: Job, flavor: str, element_size: int) -> int:
-    """Bytes that training another flavor of the model keeps."""
-    from titanlite.observe.memory import state_bytes
-    from titanlite.optim import optimizer_bytes, trained_parameters
+def _check_dump_folder(folder: Path) -> None:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f'job.dump_folder = "{folder}": {existing} is not a folder that can be written to')
+
+
+def _refuse_without_gpu(key: str) -> None:
+    raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
+
+
+def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:
+    """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
     from titanlite.parallel.build import build_meta_model
 
-    model, table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
+    element_size = next(model.parameters()).element_size()
+    total = _state_size(job, model, table, job.config.optimizer.no_decay, element_size)
+    per_rank = total // job.layout.splits
+    if available is None or per_rank <= available:
+        return
+    fitting = []
+    for flavor in job.spec.flavors:
+        smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
+        if _state_size(job, smaller, smaller_table, (), element_size) // job.layout.splits <= available:
+            fitting.append(flavor)
+    raise UserError(
+        f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
+        f"{format_bytes(per_rank)} on each of the {job.layout.splits} ranks that share them, "
+        f"and a rank has {format_bytes(available)}\n"
+        f"      would fit on ≥ {-(-total // available)} such ranks, or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
+        + (f", or with --model.flavor {' or '.join(fitting)}" if fitting else "")
+    )
+
+
+def _state_size(
+    job: Job, model: nn.Module, table: dict[str, Rule], no_decay: Sequence[str], element_size: int
+) -> int:
+    """Return the bytes that training a model keeps on all ranks together, with parameters of `element_size` bytes."""
+    from titanlite.observe.memory import state_bytes
+    from titanlite.optim import optimizer_bytes, trained_parameters
+
     elements = sum(p.numel() for p in model.parameters())
-    trained = trained_parameters(model.named_parameters(), table, job.spec.blocks, no_decay=())
-    return sum(state_bytes(elements, elements, element_size, optimizer_bytes(trained, job.config)))
-
-
-def _folder_fault(folder: Path) -> str:
-    """Why nothing can be written to the dump folder, or an empty string."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
-        return ""
-    return f'job.dump_folder = "{folder}": {place} is not a folder that can be written to'
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    groups = trained_parameters(model.named_parameters(), table, job.spec.blocks, no_decay)
+    return sum(state_bytes(elements, trained, element_size, optimizer_bytes(groups, job.config)))

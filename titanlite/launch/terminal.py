@@ -1,4 +1,4 @@
-"""The launcher's side of the console: shows what chosen ranks write to their logs, and one live line of progress."""
+"""The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line of progress."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from titanlite.observe.metrics import duration
 
 
 class Follower:
-    """Complete new lines of a growing file that may not exist yet."""
+    """Reads the complete new lines of a growing file, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, ""
 
     def lines(self, last: bool = False) -> list[str]:
-        """Lines since the last call; with `last`, an unfinished one too."""
+        """Return the lines since the last call; with `last`, also one without a newline at its end."""
         try:
             with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run cut it
+                if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run truncated it
                     self._offset, self._rest = 0, ""
                 file.seek(self._offset)
                 text = self._rest + file.read()
                 self._offset = file.tell()
         except FileNotFoundError:
             return []
-        *whole, self._rest = text.split("\n")
+        *complete, self._rest = text.split("\n")
         if last and self._rest:
-            whole, self._rest = [*whole, self._rest], ""
-        return whole
+            complete, self._rest = [*complete, self._rest], ""
+        return complete
 
 
 class Terminal:
-    """Runs in a thread from `start` to `stop`; `stop` shows all that was written."""
+    """Shows logs in a thread from `start` to `stop`, which first shows everything written so far."""
 
     def __init__(self, logs: dict[int, Path], metrics: Path, steps: int, color: bool) -> None:
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps = Follower(metrics), steps
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()
-        self._colour = color and self._live
+        self._color = color and self._live
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
@@ -59,7 +59,9 @@ class Terminal:
     def _run(self) -> None:
         try:
             self._show_until_stopped()
-        except BrokenPipeError:  # nobody reads any more; the run goes on, and its logs have it all
+        except (
+            BrokenPipeError
+        ):  # as in `titanlite train | head`: training continues, and the log files have everything
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show_until_stopped(self) -> None:
@@ -72,11 +74,7 @@ class Terminal:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.text import Text
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
         with Progress(*columns, console=Console(), transient=True, refresh_per_second=4) as progress:
             task = progress.add_task("starting", total=self._steps, text="")
 
@@ -87,7 +85,7 @@ class Terminal:
                 self._show(show)
                 if record := self.last_record:
                     eta = duration((self._steps - record["step"]) * record["step_seconds"])
-                    text = f"eta {eta}  loss {record['loss']:.4f}  {record['tps']:,.0f} tokens/s a device"
+                    text = f"eta {eta}  loss {record['loss']:.4f}  {record['tps']:,.0f} tokens/s per device"
                     title = f"step {record['step']}/{self._steps}"
                     progress.update(task, completed=record["step"], description=title, text=text)
             self._show(show, last=True)
@@ -95,7 +93,7 @@ class Terminal:
     def _show(self, show: Any, last: bool = False) -> None:
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
-                line = colored(line) if self._colour else line
+                line = colored(line) if self._color else line
                 show(line if len(self._logs) == 1 else f"[rank {rank}] {line}")
         for line in self._metrics.lines():
             record = json.loads(line)

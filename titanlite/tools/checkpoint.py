@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,50 +34,66 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import printable
-from titanlite.errors import UserError, format_bytes, nearest, some_of
+from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.observe.metrics import duration
-from titanlite.tools.arguments import run_verb, split_flags, split_options
 
-USAGE = """  titanlite checkpoint ls [FOLDER] [--full]          steps, size, mesh, age, state (--full: every byte)
-  titanlite checkpoint verify FOLDER…                reads every byte; exit code 1 where one is not as written
-  titanlite checkpoint show FOLDER                   step, position in the data, tensors, config
-  titanlite checkpoint diff A B                      the first tensors that differ; exit code 1 if any does
-  titanlite checkpoint export FOLDER OUT [--format hf|safetensors] [--dtype float32|bfloat16|float16]
-                              [--tokenizer FOLDER] [--verify full|sizes] [--model.package NAME]
-  titanlite checkpoint import HF_FOLDER OUT [--config FILE.toml] [--model.name NAME] [--model.flavor FLAVOR]
-                                                     into a checkpoint for checkpoint.initial_load_path
-  titanlite checkpoint rm STEP_FOLDER… [--dry-run] [--force]
-
-FOLDER is a checkpoint (…/step-N), a folder of them (then its newest whole one is meant, where one is), or a run's
-dump folder; ls and verify look at all that are there.
-"""
 _SHOWN = 10
+_FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
 
-def checkpoint(words: list[str]) -> int:
-    """Run a verb; the exit code."""
-    verbs: dict[str, Callable[[list[str]], int]] = {
-        "ls": _ls,
-        "verify": _verify,
-        "show": _show,
-        "diff": _diff,
-        "export": _export,
-        "import": _import,
-        "rm": _rm,
-    }
-    if not words or {"--help", "-h"} & set(words):
-        print(USAGE, end="", file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] not in verbs:
-        close = nearest(words[0], verbs)
-        hint = f"did you mean {close}?" if close else f"there are: {', '.join(verbs)}"
-        print(f"titanlite: there is no `checkpoint {words[0]}`; {hint}", file=sys.stderr)
-        return 2
-    try:
-        return run_verb(lambda: verbs[words[0]](words[1:]))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the sub-commands."""
+    commands = parser.add_subparsers(metavar="|".join(_COMMANDS), required=True)
+
+    def command(name: str, about: str, example: str) -> ArgumentParser:
+        sub = commands.add_parser(
+            name, help=about, description=about, epilog=f"example: titanlite checkpoint {example}"
+        )
+        sub.set_defaults(command=name)
+        return sub
+
+    ls = command("ls", "list steps, size, mesh, age and state", "ls outputs --full")
+    ls.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_FOLDER)
+    ls.add_argument("--full", action="store_true", help="read every byte")
+    verify = command("verify", "read every byte; exit code 1 if a checksum differs", "verify outputs")
+    verify.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=_FOLDER)
+    show = command("show", "print the step, the position in the data, tensors and config", "show outputs")
+    show.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER)
+    diff = command("diff", "print the first tensors that differ; exit code 1 if any does", "diff outputs/a outputs/b")
+    diff.add_argument("a", type=Path, metavar="A", help=_FOLDER)
+    diff.add_argument("b", type=Path, metavar="B", help=_FOLDER)
+
+    out = command(
+        "export", "write the weights in Hugging Face's format, or as plain safetensors", "export outputs hf"
+    )
+    out.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER)
+    out.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist")
+    out.add_argument("--format", choices=("hf", "safetensors"), default="hf", help="default: hf")
+    dtypes = ("float32", "bfloat16", "float16")
+    out.add_argument("--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype")
+    out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the config's model.hf_assets_path")
+    out.add_argument(
+        "--verify", choices=("full", "sizes"), default="full", help="what to check first (default: full)"
+    )
+    about = "the package the model is in; needed if the checkpoint's config names one"
+    out.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
+
+    about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
+    into = command("import", about, "import Llama-3.2-1B start --model.flavor 1B")
+    into.epilog = f"{into.epilog}\n\nThe model is named by config keys: [--config FILE.toml …] [--model.KEY VALUE …]"
+    into.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors")
+    into.add_argument("out", type=Path, metavar="OUT", help="where step-0 is written")
+    into.set_defaults(takes_overrides=True)
+
+    rm = command("rm", "remove checkpoints, but never the last complete one", "rm outputs/checkpoint/step-500")
+    rm.add_argument("folders", nargs="+", type=Path, metavar="STEP_FOLDER", help="named step-N")
+    rm.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    rm.add_argument("--force", action="store_true", help="even the last complete one")
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run a sub-command."""
+    return _COMMANDS[arguments.command](arguments, overrides)
 
 
 # ---------------------------------------------------------------- which folders are meant
@@ -98,38 +115,27 @@ def _one(path: Path) -> Path:
     return found[0] if len(found) == 1 else next((f for f in reversed(found) if is_complete(f)), found[-1])
 
 
-def _paths(verb: str, words: list[str], names: str) -> list[Path]:
-    """As many paths as there are names; any number from one where the last name ends in an ellipsis."""
-    wanted = names.split()
-    many = wanted[-1].endswith("…")
-    if any(word.startswith("-") for word in words) or not (words if many else len(words) == len(wanted)):
-        raise UserError(f"`checkpoint {verb}` takes {names}, not {' '.join(words) or 'nothing'}")
-    return [Path(word) for word in words]
-
-
 # ---------------------------------------------------------------- looking
 
 
-def _ls(words: list[str]) -> int:
-    words, flags = split_flags(words, ("--full",))
-    (path,) = _paths("ls", words or ["outputs"], "FOLDER")
+def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
-    for folder in _all(path):
-        found = _faults(folder, full=bool(flags))
+    for folder in _all(arguments.folder):
+        found = _faults(folder, full=arguments.full)
         size, mesh = "?", "?"
         if (folder / MANIFEST).is_file() and not (found and MANIFEST in found[0]):
             manifest = read_manifest(folder)
             size = format_bytes(manifest.size) + (", weights" if manifest.weights_only else "")
             mesh = _mesh(folder)
-        verdict = f"damaged: {found[0]}" if found else "sound" if flags else "whole"
+        verdict = f"damaged: {found[0]}" if found else "sound" if arguments.full else "whole"
         rows.append((folder.name, size, mesh, f"{duration(time.time() - folder.stat().st_mtime)} ago", verdict))
-    _table(("step", "size", "mesh", "age", "state"), rows)
+    _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
 
 
-def _verify(words: list[str]) -> int:
+def _verify(arguments: Namespace, overrides: list[str]) -> int:
     bad = 0
-    for folder in (folder for path in _paths("verify", words, "FOLDER…") for folder in _all(path)):
+    for folder in (folder for path in arguments.folders for folder in _all(path)):
         found = _faults(folder, full=True)
         bad += bool(found)
         print(f"{folder}: " + (f"damaged{some_of(found)}" if found else "sound"))
@@ -144,8 +150,8 @@ def _faults(folder: Path, full: bool) -> list[str]:
         return [str(error)]
 
 
-def _show(words: list[str]) -> int:
-    folder = _one(_paths("show", words, "FOLDER")[0])
+def _show(arguments: Namespace, overrides: list[str]) -> int:
+    folder = _one(arguments.folder)
     manifest, state, environment = read_manifest(folder), read_state(folder), _environment(folder)
     optimizer = {name: t for name, t in manifest.tensors.items() if name.startswith("optimizer.")}
     kinds = sorted({name.rpartition(".")[2] for name in optimizer})
@@ -160,15 +166,15 @@ def _show(words: list[str]) -> int:
         for name, tensor in manifest.tensors.items()
         if name.startswith("model.")
     ]
-    _table(("tensor", "type", "shape", "placement"), rows)
+    _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable((folder / CONFIG).read_text(encoding="utf-8")), end="")
     return 0
 
 
-def _diff(words: list[str]) -> int:
+def _diff(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.checkpoint.load import load_tensors
 
-    sides = [_one(path) for path in _paths("diff", words, "A B")]
+    sides = [_one(path) for path in (arguments.a, arguments.b)]
     a, b = manifests = [read_manifest(side) for side in sides]
     rows: list[tuple[str, str]] = []
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
@@ -189,7 +195,7 @@ def _diff(words: list[str]) -> int:
         print(f"the same {len(a.tensors)} tensors")
         return 0
     if rows:
-        _table(("tensor", "differs"), rows[:_SHOWN])
+        _print_table(("tensor", "differs"), rows[:_SHOWN])
     total = len(a.tensors.keys() | b.tensors.keys())
     print(f"{len(rows)} of {total} tensors differ, and {others} of the optimizer's single numbers")
     return 1
@@ -202,36 +208,30 @@ def _what(tensor: Tensor) -> str:
 # ---------------------------------------------------------------- out and in
 
 
-def _export(words: list[str]) -> int:
-    defaults = {"--format": "hf", "--dtype": "", "--tokenizer": "", "--verify": "full", "--model.package": ""}
-    words, options = split_options("checkpoint export", words, defaults)
-    source, target = _paths("export", words, "FOLDER OUT")
-    folder, dtypes = _one(source), ("float32", "bfloat16", "float16")
-    _legal("--format", options["--format"], ("hf", "safetensors"))
-    _legal("--verify", options["--verify"], ("full", "sizes"))
-    _legal("--dtype", options["--dtype"], ("", *dtypes))
+def _export(arguments: Namespace, overrides: list[str]) -> int:
+    folder, target = _one(arguments.folder), arguments.out
     if target.exists():
         raise UserError(f"{target} exists; nothing is written over it")
     manifest = read_manifest(folder)
-    if found := faults(folder, manifest, manifest.files if options["--verify"] == "full" else ()):
+    if found := faults(folder, manifest, manifest.files if arguments.verify == "full" else ()):
         raise CorruptCheckpoint(f"{folder} is damaged, and nothing was exported:{some_of(found)}")
-    write = _write_hf if options["--format"] == "hf" else _write_plain
-    write(folder, manifest, target, options)
+    write = _write_hf if arguments.format == "hf" else _write_plain
+    write(folder, manifest, target, arguments)
     print(f"exported step {manifest.step}: {target}")
     return 0
 
 
-def _write_plain(folder: Path, manifest: Manifest, target: Path, options: dict[str, str]) -> None:
+def _write_plain(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
     import torch
 
     from titanlite.checkpoint.hf.export import export, fetch_from, plain_outputs
 
-    outputs = plain_outputs(manifest, getattr(torch, options["--dtype"] or _config(folder).checkpoint.export_dtype))
+    outputs = plain_outputs(manifest, getattr(torch, arguments.dtype or _config(folder).checkpoint.export_dtype))
     config = {CONFIG: (folder / CONFIG).read_bytes()}
     export(target, outputs, config, fetch_from(folder, manifest))
 
 
-def _write_hf(folder: Path, manifest: Manifest, target: Path, options: dict[str, str]) -> None:
+def _write_hf(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
     import torch
 
     from titanlite.checkpoint.hf.export import export, fetch_from
@@ -240,7 +240,7 @@ def _write_hf(folder: Path, manifest: Manifest, target: Path, options: dict[str,
     from titanlite.registry import get_model
 
     config = _config(folder)
-    named, asked = config.model.package, options["--model.package"]
+    named, asked = config.model.package, arguments.package
     if named and not asked:
         raise UserError(
             f'{folder}: the model is of the package "{named}", which is imported only where you say so: '
@@ -253,9 +253,9 @@ def _write_hf(folder: Path, manifest: Manifest, target: Path, options: dict[str,
     }
     if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
         raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
-    assets = options["--tokenizer"] or config.model.hf_assets_path
+    assets = arguments.tokenizer or config.model.hf_assets_path
     if assets and not (Path(assets) / "tokenizer.json").is_file():
-        if options["--tokenizer"]:
+        if arguments.tokenizer:
             raise UserError(f"--tokenizer {assets}: there is no tokenizer.json")
         print(
             f"titanlite: no tokenizer is exported: {assets} is not here; --tokenizer FOLDER says where",
@@ -264,23 +264,22 @@ def _write_hf(folder: Path, manifest: Manifest, target: Path, options: dict[str,
         tokenizer = None
     else:
         tokenizer = JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
-    dtype = getattr(torch, options["--dtype"] or config.checkpoint.export_dtype)
+    dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     beside = documents(translation.config, dtype, tokenizer)
     export(target, translation.outputs(dtype), beside, fetch_from(folder, manifest))
 
 
-def _import(words: list[str]) -> int:
+def _import(arguments: Namespace, overrides: list[str]) -> int:
     import torch
 
     from titanlite.checkpoint.hf.export import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
 
-    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    source, target = _paths("import", words[:first], "HF_FOLDER OUT")
+    source, target = arguments.folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints; nothing is written among them")
-    loaded = load(parse_command_line(words[first:], os.environ))
+    loaded = load(parse_command_line(overrides, os.environ))
     if loaded.faults:
         raise ConfigError(loaded.faults)
     config = loaded.config
@@ -297,21 +296,20 @@ def _import(words: list[str]) -> int:
 # ---------------------------------------------------------------- removing
 
 
-def _rm(words: list[str]) -> int:
-    words, flags = split_flags(words, ("--dry-run", "--force"))
-    folders = [path.resolve() for path in _paths("rm", words, "STEP_FOLDER…")]
+def _rm(arguments: Namespace, overrides: list[str]) -> int:
+    folders = [path.resolve() for path in arguments.folders]
     for folder in folders:
         if step_of(folder.name) is None or not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} is no committed checkpoint: those are named step-N, and have a {MANIFEST}")
     for root in {folder.parent for folder in folders}:
         going = {folder for folder in folders if folder.parent == root}
         whole = {step_folder(root, step) for step in committed(root) if is_complete(step_folder(root, step))}
-        if whole & going and not whole - going and "--force" not in flags:
+        if whole & going and not whole - going and not arguments.force:
             raise UserError(f"{root} would have no whole checkpoint left; --force removes them all the same")
     for folder in folders:
-        if "--dry-run" not in flags:
+        if not arguments.dry_run:
             _remove(folder)
-        print(f"{'would remove' if '--dry-run' in flags else 'removed'} {folder}")
+        print(f"{'would remove' if arguments.dry_run else 'removed'} {folder}")
     return 0
 
 
@@ -328,11 +326,6 @@ def _remove(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- words
-
-
-def _legal(option: str, value: str, legal: Iterable[str]) -> None:
-    if value not in legal:
-        raise UserError(f"{option} {value}: there are {', '.join(filter(None, legal))}")
 
 
 def _config(folder: Path) -> JobConfig:
@@ -354,19 +347,18 @@ def _mesh(folder: Path) -> str:
     return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns; in color on a terminal, and plain where a program reads."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, on a terminal with damaged checkpoints in red."""
+    for line in format_table([[printable(cell) for cell in row] for row in rows], header).splitlines():
+        print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)
 
-        table = Table(*head, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*(Text(cell, style="red" if cell.startswith("damaged") else "") for cell in row))
-        Console().print(table)
-        return
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    for row in [head, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+_COMMANDS: dict[str, Callable[[Namespace, list[str]], int]] = {
+    "ls": _ls,
+    "verify": _verify,
+    "show": _show,
+    "diff": _diff,
+    "export": _export,
+    "import": _import,
+    "rm": _rm,
+}

@@ -1,71 +1,80 @@
-"""`titanlite data prepare` and `titanlite data show`."""
+"""`titanlite data`: tokenize text into shards, and inspect what a folder of shards holds."""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from titanlite.data.documents import text_files
 from titanlite.data.prepare import ConsoleProgress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
-from titanlite.errors import UserError
+from titanlite.errors import UserError, format_table, positive_int
 from titanlite.runtime.cluster import cores
-from titanlite.tools.arguments import run_resumable, split_options
-
-USAGE = """  titanlite data prepare SRC… --out FOLDER [--tokenizer FOLDER] [--workers N]
-      Tokenize text (.txt, .jsonl, .parquet files, or folders of them) into shards. Without --tokenizer bytes are
-      tokens. A run that was killed goes on where it stopped.
-  titanlite data show FOLDER
-      Counts, the share of each source, and a few decoded windows.
-"""
 
 
-def data(words: list[str]) -> int:
-    """Run a verb; the exit code."""
-    asked = not words or bool({"--help", "-h"} & set(words))
-    if not asked and words[0] == "prepare":
-        return run_resumable(lambda: _prepare(words[1:]))
-    if not asked and words[0] == "show" and len(words) == 2:
-        return run_resumable(lambda: _show(Path(words[1])))
-    print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare `prepare` and `show`."""
+    commands = parser.add_subparsers(metavar="prepare|show", required=True)
+    about = "tokenize text into shards; a stopped run continues where it stopped"
+    making = commands.add_parser("prepare", help=about, description=about)
+    making.epilog = (
+        "example: titanlite data prepare books/ wiki.jsonl --tokenizer assets/hf/Llama-3.1-8B --out shards"
+    )
+    making.add_argument(
+        "sources", nargs="+", metavar="SRC", help=".txt, .jsonl or .parquet files, or folders of them"
+    )
+    making.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written")
+    making.add_argument("--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)")
+    making.add_argument("--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores")
+    making.set_defaults(run=_prepare, resumable=True)
+    about = "print the counts, the share of each source, and a few decoded windows"
+    showing = commands.add_parser("show", help=about, description=about, epilog="example: titanlite data show shards")
+    showing.add_argument("folder", type=Path, metavar="FOLDER", help="made by `titanlite data prepare`")
+    showing.set_defaults(run=_show)
 
 
-def _prepare(words: list[str]) -> int:
-    defaults = {"--out": "", "--tokenizer": "", "--workers": str(cores())}
-    sources, options = split_options("data prepare", words, defaults)
-    if not sources or not options["--out"]:
-        raise UserError("data prepare needs at least one SRC, and --out FOLDER")
-    if not options["--workers"].isdigit() or int(options["--workers"]) < 1:
-        raise UserError(f"--workers {options['--workers']} must be a whole number >= 1")
-    documents = {source: text_files(source, source) for source in sources}
-    workers = int(options["--workers"])
-    out = Path(options["--out"])
-    manifest = prepare(documents, options["--tokenizer"], out, workers, ConsoleProgress(), _say)
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run `prepare` or `show`."""
+    return arguments.run(arguments)
+
+
+def _prepare(arguments: Namespace) -> int:
+    documents = {source: text_files(source, source) for source in arguments.sources}
+
+    def say(text: str) -> None:
+        print(f"titanlite: {text}", file=sys.stderr)
+
+    manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, ConsoleProgress(), say)
     counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
-    print(f"{counts} in {len(manifest['shards'])} shards: {out}")
-    print(f'to train on them: --training.dataset tokens --training.dataset_path "{out}"')
+    print(f"{counts} in {len(manifest['shards'])} shards: {arguments.out}")
+    print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"')
     return 0
 
 
-def _say(text: str) -> None:
-    print(f"titanlite: {text}", file=sys.stderr)
-
-
-def _show(folder: Path) -> int:
+def _show(arguments: Namespace) -> int:
+    folder = arguments.folder
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder} was not made by `titanlite data prepare`: it has no manifest.json")
     tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
     source = ShardSource("data show", folder, manifest["vocab_size"], manifest["end"])
-    print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {len(manifest['shards'])} shards")
+    total = manifest["tokens"]
+    print(f"{total:,} tokens, {manifest['documents']:,} documents, {len(manifest['shards'])} shards")
     print(
         f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}"
     )
-    for name, counts in manifest["sources"].items():
-        share = counts["tokens"] / manifest["tokens"]
-        print(f"  {share:6.1%}  {counts['tokens']:,} tokens, {counts['documents']:,} documents  {name}")
+    rows = [
+        (
+            f"{counts['tokens'] / total:.1%}",
+            f"{counts['tokens']:,} tokens",
+            f"{counts['documents']:,} documents",
+            name,
+        )
+        for name, counts in manifest["sources"].items()
+    ]
+    print(format_table(rows, align=">>>", indent=2))
     for tenth in (1, 5, 9):
         start = source.tokens * tenth // 10
         text = tokenizer.decode(source.read(start, min(64, source.tokens - start)).tolist())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from titanlite.checkpoint.load import load_weights
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
     committed,
@@ -20,45 +19,45 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, parse_command_line
-from titanlite.data.tokenizer import open_tokenizer
-from titanlite.errors import UserError, some_of
-from titanlite.parallel.build import build_model
-from titanlite.parallel.init import allocate
-from titanlite.runtime.distributed import pick_device
-from titanlite.tools.arguments import run_verb
-from titanlite.train.generate import generate
+from titanlite.config.load import parse_command_line
+from titanlite.errors import some_of
 
-USAGE = """  titanlite generate --config FILE.toml [--prompt TEXT] [--tokens N] [--temperature T] [--checkpoint PATH]
-      Text from the newest whole checkpoint in the config's job.dump_folder, or from PATH, a checkpoint or a folder
-      of them, of any mesh. Other options are overrides: --section.key VALUE.
-"""
-SHORT = {f"--{name}": f"--generate.{name}" for name in ("prompt", "tokens", "temperature")}
+if TYPE_CHECKING:
+    import torch
+
+ALIASES = ("prompt", "tokens", "temperature")
+"""Options that are keys of the section [generate]."""
 
 
-def sample(words: list[str]) -> int:
-    """Run the verb; the exit code."""
-    if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
-        return 0
-    try:
-        return run_verb(lambda: _sample(words))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.set_defaults(takes_overrides=True)
+    parser.epilog = 'example: titanlite generate --config outputs/config.toml --prompt "def " --tokens 100'
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    parser.add_argument("--tokens", metavar="N", help="tokens to generate")
+    parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="a checkpoint, or a folder of them (default: the latest complete one in the config's job.dump_folder)",
+    )
 
 
-def _sample(words: list[str]) -> int:
-    path, words = _take(words, "--checkpoint")
-    words = [
-        word.replace(name, SHORT[name], 1) if (name := word.partition("=")[0]) in SHORT else word for word in words
-    ]
-    job = job_from(parse_command_line(words, os.environ), world=None, training=False)
-    folder = chosen(Path(path) if path else checkpoint_root(job.config))
-    tokenizer = open_tokenizer(job)
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Load the model and print what it generates."""
+    from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.runtime.distributed import pick_device
+    from titanlite.train.generate import generate
+
+    given = [(name, getattr(arguments, name)) for name in ALIASES]
+    overrides += [f"--generate.{name}={value}" for name, value in given if value is not None]
+    job = job_from(parse_command_line(overrides, os.environ), world=None, training=False)
+    folder = choose_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
+    device = pick_device(job.config.job.device, 0)
     text = generate(
-        [load_model(job, folder, device := pick_device(job.config.job.device, 0))],
-        tokenizer,
+        [load_model(job, folder, device)],
+        open_tokenizer(job),
         job.config.generate,
         job.positions,
         read_state(folder)["position"]["seed"],
@@ -69,42 +68,27 @@ def _sample(words: list[str]) -> int:
     return 0
 
 
-def _split(word: str) -> tuple[str, str]:
-    """An option, and its value with the sign between them."""
-    name, equals, value = word.partition("=")
-    return name, equals + value
-
-
-def _take(words: list[str], option: str) -> tuple[str, list[str]]:
-    """The value of an option, and the other words."""
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option and equals:
-            return value, words[:at] + words[at + 1 :]
-        if name == option:
-            if at + 1 == len(words):
-                raise UserError(f"{option} needs a path")
-            return words[at + 1], words[:at] + words[at + 2 :]
-    return "", words
-
-
-def chosen(path: Path) -> Path:
-    """A checkpoint, or the newest whole one of a folder of them."""
+def choose_checkpoint(path: Path) -> Path:
+    """Return a checkpoint, or the latest complete one in a folder of them."""
     if not committed(path):
         read_manifest(path)  # or an error that names it
         return path
     newest = latest_complete(path)
     if newest is None:
-        raise CorruptCheckpoint(f"no checkpoint in {path} is whole")
+        raise CorruptCheckpoint(f"no checkpoint in {path} is complete")
     return step_folder(path, newest)
 
 
 def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """The job's model on one device, with a checkpoint's weights, verified as checkpoint.verify_on_load says."""
+    """Return the job's model on one device with a checkpoint's weights, checked as checkpoint.verify_on_load says."""
+    from titanlite.checkpoint.load import load_weights
+    from titanlite.parallel.build import build_model
+    from titanlite.parallel.init import allocate
+
     manifest = read_manifest(folder)
     full = job.config.checkpoint.verify_on_load == "full"
-    if found := faults(folder, manifest, manifest.files if full else ()):
-        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(found)}")
+    if damage := faults(folder, manifest, manifest.files if full else ()):
+        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")
     model, _ = build_model(job)
     allocate(model, device)
     load_weights(folder, model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from argparse import ArgumentParser, Namespace
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,29 +18,28 @@ from statistics import median
 
 from titanlite import __version__
 from titanlite.errors import UserError
-from titanlite.tools.arguments import split_options
 from titanlite.tools.plot_charts import RUN_COLOURS, Chart, Curve, Page
 from titanlite.tools.plot_html import html
 
-USAGE = """titanlite plot DUMP… [--out curves.html|curves.png] [--x steps|tokens]
 
-  Draws loss (training and validation), gradient norm, learning rate and throughput of one or several runs.
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.epilog = "example: titanlite plot outputs/a outputs/b --out curves.html"
+    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a run's dump folder or metrics.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("curves.html"), help=".html (the default) or .png")
+    parser.add_argument("--x", choices=("steps", "tokens"), default="steps", help="the horizontal axis")
 
-  DUMP   a run's dump folder, or a metrics.jsonl itself; a run that is still going is drawn as far as it is
-  --out  where to: .html (default curves.html; read values by hovering, light and dark) or .png
-  --x    over steps (default) or tokens
-"""
 
-
-def plot(words: list[str]) -> int:
-    """Run the verb; the exit code. What the user got wrong raises UserError."""
-    if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
-        return 0
-    dumps, out, over = _parse(words)
-    files = [_metrics_file(dump) for dump in dumps]
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Draw the runs' curves into one file."""
+    out = arguments.out
+    if out.suffix.lower() not in (".html", ".png"):
+        raise UserError(f"--out {out}: must end in .html or .png")
+    if len(arguments.dumps) > len(RUN_COLOURS):
+        raise UserError(f"{len(arguments.dumps)} runs; at most {len(RUN_COLOURS)} are drawn in one file")
+    files = [_metrics_file(dump) for dump in arguments.dumps]
     runs = [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
-    page = _page(runs, over)
+    page = _page(runs, arguments.x)
     try:
         out.write_bytes(_png(page) if out.suffix.lower() == ".png" else html(page).encode())
     except OSError as error:
@@ -75,22 +75,6 @@ class Run:
         s1, t1 = self.steps[i].step, self.steps[i].tokens
         s0, t0 = (self.steps[i - 1].step, self.steps[i - 1].tokens) if i else (0, 0)
         return t0 + (t1 - t0) * (step - s0) / (s1 - s0) if s1 > s0 else t1
-
-
-def _parse(words: list[str]) -> tuple[list[Path], Path, str]:
-    """Dumps, the file to write, and what to draw over."""
-    others, options = split_options("plot", words, {"--out": "curves.html", "--x": "steps"})
-    dumps = [Path(word) for word in others]
-    out, over = Path(options["--out"]), options["--x"]
-    if over not in ("steps", "tokens"):
-        raise UserError(f"--x {over}: must be steps or tokens")
-    if out.suffix.lower() not in (".html", ".png"):
-        raise UserError(f"--out {out}: must end in .html or .png")
-    if not dumps:
-        raise UserError("plot needs the dump folder of a run, or its metrics.jsonl: titanlite plot ./outputs")
-    if len(dumps) > len(RUN_COLOURS):
-        raise UserError(f"{len(dumps)} runs can't be told apart; at most {len(RUN_COLOURS)} are drawn in one file")
-    return dumps, out, over
 
 
 def _metrics_file(dump: Path) -> Path:

@@ -1,31 +1,34 @@
-"""`titanlite profile`: train a few steps, say where their time went, and leave the traces."""
+"""`titanlite profile`: train a few steps, show where their time went, and keep the traces."""
 
 from __future__ import annotations
 
 import os
-import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.errors import UserError
-from titanlite.launch.launcher import FAILED, OK, REFUSED, launch
-from titanlite.runtime.cluster import nodes
+from titanlite.config.load import load, parse_command_line
+from titanlite.errors import format_table
+from titanlite.launch.launcher import launch
+from titanlite.launch.nodes import find_nodes
 from titanlite.tools.breakdown import COMMUNICATION, KINDS, Breakdown, read
 
 WARM_UP, TRACED = 5, 3
 """Steps; compiling and the first allocations are over before the traced ones."""
 
 
-def profile(words: list[str]) -> int:
-    """Run the job's first steps as `titanlite train` would; the exit code."""
-    try:
-        config = load(parse_command_line(words, os.environ)).config
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare that the config is all the command takes."""
+    parser.set_defaults(takes_overrides=True)
+    parser.epilog = "example: NGPU=2 titanlite profile --config debug.toml --compile.enable"
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run the job's first steps as `titanlite train` would, then print the table."""
+    config = load(parse_command_line(overrides, os.environ)).config
     folder, steps = Path(config.job.dump_folder) / "profile", WARM_UP + TRACED
-    ours = [
+    profiled = [
         f"--job.dump_folder={folder}",
         f"--training.steps={steps}",
         "--profiling.enable_profiling",
@@ -37,34 +40,34 @@ def profile(words: list[str]) -> int:
         "--checkpoint.no_enable",
         "--generate.no_at_end",
     ]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says when it starts and stops
-    if code := launch([*words, *ours]):
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+    if code := launch([*overrides, *profiled]):
         return code
-    if nodes(os.environ).rank > 0:
-        return OK
+    if find_nodes(os.environ).rank > 0:
+        return 0
     traces = folder / config.profiling.save_traces_folder / f"step-{steps}"
-    try:
-        ranks = [read(traces / f"rank-{rank}.json") for rank in range(len(list(traces.iterdir())))]
-    except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return FAILED
-    print(f"\n{table(ranks)}\n\ntraces       {traces}, for https://ui.perfetto.dev")
-    return OK
+    ranks = [read(traces / f"rank-{rank}.json") for rank in range(len(list(traces.iterdir())))]
+    print(f"\n{step_table(ranks)}\n\ntraces       {traces}, for https://ui.perfetto.dev")
+    return 0
 
 
-def table(ranks: list[Breakdown]) -> str:
-    """Mean over the ranks, and of each kind the rank that spent most on it."""
-    several = len(ranks) > 1
+def step_table(ranks: Sequence[Breakdown]) -> str:
+    """Return each kind's mean over the ranks, and the rank that spent the most on it."""
     step = mean(rank.step for rank in ranks)
-    head = f"{'where a step goes':<24}{'ms':>9}{'share':>8}" + (f"{'most':>10}  rank" if several else "")
-    lines = [head]
+    rows = []
     for kind in KINDS:
-        taken = [rank.kinds[kind] for rank in ranks]
-        line = f"  {kind:<22}{1000 * mean(taken):>9.1f}{100 * mean(taken) / step:>7.1f}%"
-        lines.append(line + (f"{1000 * max(taken):>10.1f}{taken.index(max(taken)):>6}" if several else ""))
-    lines.append(f"  {'the step':<22}{1000 * step:>9.1f}{100:>7.1f}%")
+        seconds = [rank.kinds[kind] for rank in ranks]
+        longest = max(seconds)
+        share = f"{100 * mean(seconds) / step:.1f}%"
+        rows.append(
+            (kind, f"{1000 * mean(seconds):.1f}", share, f"{1000 * longest:.1f}", f"{seconds.index(longest)}")
+        )
+    rows.append(("the step", f"{1000 * step:.1f}", "100.0%", "", ""))
+    columns = 5 if len(ranks) > 1 else 3
+    header = ("where a step goes", "ms", "share", "most", "rank")
+    lines = [format_table([row[:columns] for row in rows], header[:columns], align="<>>>>")]
     if hidden := mean(rank.hidden for rank in ranks):
         exposed = mean(rank.kinds[COMMUNICATION] for rank in ranks)
         lines.append(f"{100 * hidden / (hidden + exposed):.0f}% of the communication is hidden behind computation")
-    lines.append(f"Means of {TRACED} traced steps; being traced makes small operations look slower than they are.")
+    lines.append(f"Means of {TRACED} traced steps; tracing makes small operations look slower than they are.")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""`titanlite tour`: the promises on this machine, in under three minutes on two cores, without network.
+"""`titanlite tour`: check the main promises on this machine, in under three minutes on two cores, without network.
 
-Every step is a command that a person could type, and says what it proves; the first that does not hold ends the tour.
+Every step is a command that a person could type, and prints what it proves; the first failed check ends the tour.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.errors import UserError
-from titanlite.tools.arguments import run_verb, split_options
 
-USAGE = """  titanlite tour [--to FOLDER]
-      Trains the debug model on a mesh, kills it, resumes it on another, and takes it to transformers. FOLDER, by
-      default a temporary one, must be empty; what was made stays there.
-"""
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
 RUN = f"--training.steps {STEPS} --training.seq_len 64 --training.global_batch_size 8 --training.local_batch_size 2"
 RUN += f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} --job.device cpu --generate.no_at_end"
@@ -35,91 +31,91 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.tools.generate import chosen, load_model
+from titanlite.tools.generate import choose_checkpoint, load_model
 from pathlib import Path
 config, checkpoints, exported = sys.argv[1:]
-ours = load_model(job_from(parse_command_line(["--config", config], {}), world=None, training=False),
-                  chosen(Path(checkpoints)), torch.device("cpu"))
-theirs = AutoModelForCausalLM.from_pretrained(exported)
+model = load_model(job_from(parse_command_line(["--config", config], {}), world=None, training=False),
+                  choose_checkpoint(Path(checkpoints)), torch.device("cpu"))
+exported_model = AutoModelForCausalLM.from_pretrained(exported)
 tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
-    print((ours(tokens) - theirs(tokens).logits).abs().max().item())
+    print((model(tokens) - exported_model(tokens).logits).abs().max().item())
 """
 
 
-def tour(words: list[str]) -> int:
-    """Run the verb; the exit code."""
-    if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
-        return 0
-    return run_verb(lambda: _tour(words))
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    about = "an empty folder, where everything is kept (default: a temporary one)"
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help=about)
+    parser.epilog = "example: titanlite tour --to tour"
 
 
-def _tour(words: list[str]) -> int:
-    others, options = split_options("tour", words, {"--to": ""})
-    if others:
-        raise UserError(f"tour has no use for {' '.join(others)}")
-    folder = Path(options["--to"] or tempfile.mkdtemp(prefix="titanlite-tour-"))
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Take every step of the tour."""
+    folder = arguments.to or Path(tempfile.mkdtemp(prefix="titanlite-tour-"))
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: the folder must be empty")
-    began, run, alone, exported = time.monotonic(), folder / "run", folder / "alone", folder / "exported"
+    start = time.monotonic()
+    run, single, exported = folder / "run", folder / "single", folder / "exported"
     checkpoints = run / "checkpoint"
 
-    _say("1", "4 processes train a Llama of a million parameters: FSDP 2 x tensor parallel 2. Then kill -9 for all.")
+    _print_step(
+        "1", "Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all."
+    )
     _train_and_kill(run)
-    at, saved = _records(run)[-1]["step"], latest_complete(checkpoints)
-    _proved(saved is not None and at - saved <= 2 * INTERVAL, f"killed at step {at}, and step-{saved} is whole")
+    killed_at, saved = _records(run)[-1]["step"], latest_complete(checkpoints)
+    recent = saved is not None and killed_at - saved <= 2 * INTERVAL
+    _check(recent, f"killed at step {killed_at}, and checkpoint step-{saved} is complete")
 
-    _say("2", "The same run goes on with 2 processes, FSDP 2 and no tensor parallel, then validates.")
+    _print_step("2", "Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
     out = _titanlite(f"train {RUN} --job.dump_folder {run}", NGPU="2")
-    _proved(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh, without being told")
+    _check(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh without any option")
     steps = [record["step"] for record in _records(run) if "loss" in record]
-    _proved(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has every step of {STEPS} once")
+    _check(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has each of the {STEPS} steps once")
 
-    _say("3", "The same training in one process that nobody kills.")
-    _titanlite(f"train {RUN} --job.dump_folder {alone}", NGPU="1")
-    pairs = zip(_records(run), _records(alone), strict=True)
+    _print_step("3", "Run the same training uninterrupted in one process.")
+    _titanlite(f"train {RUN} --job.dump_folder {single}", NGPU="1")
+    pairs = zip(_records(run), _records(single), strict=True)
     worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
-    _proved(worst < 1e-4, f"no loss, of training or validation, is further than {worst:.1e} from it")
+    _check(worst < 1e-4, f"training and validation losses differ by at most {worst:.1e}")
 
-    _say("4", "Look at the checkpoints, and export the last one to Hugging Face's format.")
+    _print_step("4", "List and verify the checkpoints, and export the last one to Hugging Face's format.")
     print(_titanlite(f"checkpoint ls {run} --full"), end="")
     _titanlite(f"checkpoint verify {run}")
-    _proved(True, "every byte is as it was written")
+    _check(True, "every byte matches its checksum")
     _titanlite(f"checkpoint export {run} {exported}")
-    _proved(
-        (exported / "config.json").is_file(), f"exported: {', '.join(sorted(p.name for p in exported.iterdir()))}"
-    )
+    names = ", ".join(sorted(path.name for path in exported.iterdir()))
+    _check((exported / "config.json").is_file(), f"exported {names}")
 
-    _say("5", "Read it with transformers, which shares no code with titanlite.")
+    _print_step("5", "Load it with transformers, which shares no code with titanlite.")
     if find_spec("transformers"):
-        apart = float(_run([sys.executable, "-c", _PROGRAM, f"{run}/config.toml", f"{checkpoints}", f"{exported}"]))
-        _proved(apart < 1e-5, f"its logits are within {apart:.1e} of titanlite's")
+        worst = float(_run([sys.executable, "-c", _PROGRAM, f"{run}/config.toml", f"{checkpoints}", f"{exported}"]))
+        _check(worst < 1e-5, f"its logits are within {worst:.1e} of titanlite's")
     else:
-        print("   left out: transformers is not installed here")
+        print("   skipped: transformers is not installed")
 
-    _say("6", "What a model writes after so few steps:")
+    _print_step("6", "Generate text with the model after so few steps:")
     print(_titanlite(f"generate --config {run}/config.toml --tokens 60 --prompt def").rstrip())
-    print(f"\n{time.monotonic() - began:.0f} seconds; everything is in {folder}")
+    print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
     return 0
 
 
-def _say(number: str, text: str) -> None:
+def _print_step(number: str, text: str) -> None:
     print(f"\n{number}  {text}", flush=True)
 
 
-def _proved(holds: bool, what: str) -> None:
+def _check(holds: bool, claim: str) -> None:
     if not holds:
-        raise UserError(f"this does not hold: {what}")
-    print(f"   proved: {what}", flush=True)
+        raise UserError(f"FAILED: {claim}")
+    print(f"   proved: {claim}", flush=True)
 
 
-def _titanlite(words: str, **environ: str) -> str:
-    return _run([sys.executable, "-m", "titanlite", *words.split()], **environ)
+def _titanlite(command: str, **environ: str) -> str:
+    return _run([sys.executable, "-m", "titanlite", *command.split()], **environ)
 
 
 def _run(command: list[str], **environ: str) -> str:
-    """What a command printed; an error with all of it where it fails."""
+    """Return what a command printed; UserError with all of it if the command fails."""
     shown = " ".join(["titanlite", *command[3:]]) if command[1] == "-m" else "python …"
     print("   " + " ".join([*(f"{k}={v}" for k, v in environ.items()), shown]), flush=True)
     done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
@@ -129,20 +125,20 @@ def _run(command: list[str], **environ: str) -> str:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl about steps and validations; of a run that was killed the last may be cut."""
-    path, found = run / "metrics.jsonl", []
+    """Return the step and validation records of metrics.jsonl; a killed run may have cut off the last line."""
+    path, records = run / "metrics.jsonl", []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n") and {"loss", "validation_loss"} & (record := json.loads(line)).keys():
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _train_and_kill(run: Path) -> None:
-    """Start a run on 4 ranks, and kill all its processes at once after some steps."""
-    words = f"train {RUN} --parallelism.tensor_parallel_degree 2 --job.dump_folder {run}"
-    print(f"   NGPU=4 titanlite {words}", flush=True)
+    """Start a run on 4 ranks, and kill all its processes at once when it has reached step KILL_AFTER."""
+    arguments = f"train {RUN} --parallelism.tensor_parallel_degree 2 --job.dump_folder {run}"
+    print(f"   NGPU=4 titanlite {arguments}", flush=True)
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "titanlite", *words.split()]
+        command = [sys.executable, "-m", "titanlite", *arguments.split()]
         process = subprocess.Popen(command, env={**os.environ, "NGPU": "4"}, stdout=log, stderr=log)
         deadline = time.monotonic() + SECONDS_TO_START
         try:
@@ -153,19 +149,19 @@ def _train_and_kill(run: Path) -> None:
         finally:
             _kill_all(process)
         log.seek(0)
-        raise UserError(f"the run was to be killed at step {KILL_AFTER}, and did not come that far:\n{log.read()}")
+        raise UserError(f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}")
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for a process and all that it started, which have process groups of their own."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    """Send SIGKILL to a process and all its descendants, which have process groups of their own."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
-    for pid, parent in (map(int, line.split()) for line in listed.splitlines()):
+    for pid, parent in (map(int, line.split()) for line in listing.splitlines()):
         children.setdefault(parent, []).append(pid)
-    doomed = [process.pid]
-    for pid in doomed:
-        doomed += children.get(pid, [])
-    for pid in doomed:
+    family = [process.pid]
+    for pid in family:
+        family += children.get(pid, [])
+    for pid in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.resume import finished_message, make_way
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, parse_command_line, to_toml
+from titanlite.config.load import parse_command_line, to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
         return 0
     except BaseException as error:
         write_error_file(error, environ)
-        if isinstance(error, ConfigError | UserError):
-            print(error if isinstance(error, ConfigError) else f"titanlite: {error}", file=sys.stderr)
+        if isinstance(error, UserError):
+            print(f"titanlite: {error}", file=sys.stderr)
             return 1 if isinstance(error, RunFailed) else 2
         traceback.print_exc()
         return 1
@@ -72,7 +72,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "py_callstack": traceback.format_exc(),
         "timestamp": str(int(now)),
         "time": now,
-        "is_user_error": isinstance(error, ConfigError | UserError),  # one line is enough, without the traceback
+        "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)

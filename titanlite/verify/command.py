@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import shlex
-import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.load import ConfigError
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_subject
 from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
@@ -23,82 +22,56 @@ from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
 
-USAGE = """titanlite verify [--model NAME] [--config FILE.toml …] [--model.KEY VALUE …] [--full [--out FILE.md]]
-                 [--fault NAME|list]
-
-  Trains a few steps on up to 8 local processes, for a table of layouts and techniques, and compares each row with
-  the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed. The exit code
-  is 0 if all rows are equal, 1 if one is not.
-
-  --model      a registered model, the same as --model.name; by default its flavor for debugging is taken
-  --config     a config whose [model] section says which model; all else is the table's
-  --full       every layout with every recomputation, accumulation and variant, the rest covered in pairs; stopped,
-               the same command goes on. Writes --out (default parity-MODEL.md), and its rows beside it
-  --fault      put a known fault in, to see that the table notices it; list prints their names
-"""
-OPTIONS = ("--model", "--full", "--out", "--fault", "--config", "--help")
+DESCRIPTION = """Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
+each row with the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed.
+The exit code is 0 if all rows are equal, 1 if one is not."""
 
 
-def verify(words: list[str]) -> int:
-    """Run the verb; the exit code."""
-    if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options; of the config keys only [model]'s are accepted."""
+    parser.set_defaults(takes_overrides=True)
+    parser.description = DESCRIPTION
+    parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
+    parser.add_argument(
+        "--model", metavar="NAME", help="the same as --model.name; by default its flavor for debugging"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every layout with every recomputation, accumulation and variant, the rest covered in pairs; a stopped "
+        "run continues where it stopped",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.md", help="the page that --full writes (default: parity-MODEL.md)"
+    )
+    parser.add_argument(
+        "--fault", metavar="NAME", help="put a known fault in, which the table must notice; list prints their names"
+    )
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run the table's rows, or those that can show a fault."""
+    if arguments.out and not arguments.full:
+        raise UserError("--out is the page that --full writes: remove it, or add --full")
+    if arguments.fault and arguments.full:
+        raise UserError("--fault runs the rows that can show the fault: remove --full")
+    if arguments.fault == "list":
+        from titanlite.verify.known_faults import FAULTS
+
+        print("\n".join(FAULTS))
         return 0
-    try:
-        asked, rest = _options(words)
-        if "out" in asked and "full" not in asked:
-            raise UserError("--out says where --full writes; leave it out, or add --full")
-        if "fault" in asked and "full" in asked:
-            raise UserError("--fault runs the rows that can show the fault; leave --full out")
-        if asked.get("fault") == "list":
-            from titanlite.verify.known_faults import FAULTS
-
-            print("\n".join(FAULTS))
-            return 0
-        subject = read_subject(rest, os.environ)
-        rows = _rows(subject, asked)
-        return _run(subject, rows, asked, shlex.join(["titanlite", "verify", *words]))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        further = "; the same command goes on from here" if "--full" in words else ""
-        print(f"\ntitanlite: stopped{further}", file=sys.stderr)
-        return 130
+    arguments.resumable = arguments.full
+    model = [f"--model.name={arguments.model}"] if arguments.model else []
+    subject = read_subject([*overrides, *model], os.environ)
+    return _run(subject, _rows(subject, arguments), arguments, shlex.join(["titanlite", *arguments.argv]))
 
 
-def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own options, and the words that say which model."""
-    asked: dict[str, str] = {}
-    others: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name == "--full" and not equals:
-            asked["full"] = "yes"
-        elif name in ("--model", "--out", "--fault"):
-            if not equals and (not rest or rest[0].startswith("--")):
-                raise UserError(f"{name} needs a value; `titanlite verify --help` shows which")
-            asked[name[2:]] = value if equals else rest.pop(0)
-        elif name.startswith("-") and "." not in name and name not in OPTIONS:
-            close = nearest(name, OPTIONS)
-            hint = f"did you mean {close}?" if close else f"there are: {', '.join(OPTIONS)}"
-            raise UserError(f"verify has no option {name}; {hint}")
-        else:
-            others.append(word)
-    return asked, others + ([f"--model.name={asked['model']}"] if "model" in asked else [])
-
-
-def _rows(subject: ModelUnderTest, asked: dict[str, str]) -> list[Row]:
-    if "fault" in asked:
-        return fault_rows(subject, asked["fault"])
+def _rows(subject: ModelUnderTest, arguments: Namespace) -> list[Row]:
+    if arguments.fault:
+        return fault_rows(subject, arguments.fault)
     of = choices(subject.layouts, list(subject.variants))
     compiled = [row for row in INDUCTOR if row.layout in subject.layouts]
-    return [*(full(of) if "full" in asked else pairwise(of)), *compiled]
+    return [*(full(of) if arguments.full else pairwise(of)), *compiled]
 
 
 def fault_rows(subject: ModelUnderTest, name: str) -> list[Row]:
@@ -117,20 +90,20 @@ def fault_rows(subject: ModelUnderTest, name: str) -> list[Row]:
     return rows
 
 
-def _run(subject: ModelUnderTest, rows: Sequence[Row], asked: dict[str, str], command: str) -> int:
+def _run(subject: ModelUnderTest, rows: Sequence[Row], arguments: Namespace, command: str) -> int:
     """Run what is not known yet, and tell it row by row."""
     from titanlite.verify.report import Printed, page
     from titanlite.verify.runner import proof
 
     began, printed = time.monotonic(), Printed()
-    out = Path(asked.get("out") or f"parity-{subject.name.split()[0]}.md")
-    book = Book(out.with_suffix(".jsonl"), subject) if "full" in asked else None
+    out = arguments.out or Path(f"parity-{subject.name.split()[0]}.md")
+    book = Book(out.with_suffix(".jsonl"), subject) if arguments.full else None
     known = book.passed if book else {}
-    printed.head(_introduction(subject, rows, asked.get("fault", ""), len(known)))
+    printed.head(_introduction(subject, rows, arguments.fault or "", len(known)))
     results: list[Result] = []
     with proof(subject) as run:
         for number, row in enumerate(rows, 1):
-            result = known.get(row) or run(row, asked.get("fault", ""))
+            result = known.get(row) or run(row, arguments.fault or "")
             results.append(result)
             if row not in known:
                 printed.row(number, result)

@@ -13,12 +13,12 @@ from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from tests.parallel.float8.jobs import AG, BFLOAT16, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
+from titanlite.launch.nodes import gpu_capability
 from titanlite.launch.preflight import check_machine
 from titanlite.parallel.build import build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.float8 import Float8, check_device, plan
 from titanlite.planner.placements import describe
-from titanlite.runtime.cluster import gpu_capability
 from titanlite.verify.pool import RankFailed
 
 LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']

@@ -17,7 +17,8 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_meta_model
 from titanlite.registry import Box, HuggingFace, ModelSpec, WeightTransform
-from titanlite.tools.download import FILES
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenize
     }
     files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in found.items()}
     if tokenizer and tokenizer.assets:
-        assets = [Path(tokenizer.assets) / name for name in FILES["tokenizer"]]
+        assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
         files |= {path.name: path.read_bytes() for path in assets if path.is_file()}
     return files
 

@@ -1,0 +1,114 @@
+"""The nodes of a job and this node's processes and GPUs, read from the environment and the driver. No torch.
+
+Reads three families of variables: plain ones (NNODES NODE_RANK MASTER_ADDR MASTER_PORT), Kubeflow's PET_*, SLURM_*.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.errors import UserError
+from titanlite.runtime.cluster import DEFAULT_PORT, cores, read_number, slurm_master
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job as one launcher sees them."""
+
+    count: int
+    rank: int
+    master_addr: str
+    master_port: int
+    source: str
+    """The variables that this was read from."""
+
+
+def find_nodes(environ: Mapping[str, str]) -> Nodes:
+    """Return the nodes that the environment announces, by default this one only."""
+    if "NNODES" in environ:
+        source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
+    elif "PET_NNODES" in environ:
+        source, prefix = "PET_*", "PET_"
+    elif read_number(environ, "SLURM_NNODES", 1) > 1 or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _slurm_nodes(environ)
+    else:
+        return Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")
+    count = read_number(environ, f"{prefix}NNODES", 1)
+    if count == 1:
+        return Nodes(1, 0, "127.0.0.1", 0, source)
+    endpoint = environ.get("PET_RDZV_ENDPOINT", "") if prefix else ""
+    host, _, port = endpoint.partition(":")
+    addr = environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host
+    if not addr:
+        raise UserError(
+            f"{prefix}NNODES={count} announces several nodes, but MASTER_ADDR is not set: "
+            "it is the host name of the node with NODE_RANK=0, the same on all nodes"
+        )
+    if f"{prefix}NODE_RANK" not in environ:
+        raise UserError(
+            f"{prefix}NNODES={count} announces several nodes, but {prefix}NODE_RANK is not set: 0 to {count - 1}"
+        )
+    rank = read_number(environ, f"{prefix}NODE_RANK", 0)
+    if rank >= count:
+        raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
+    default_port = int(port) if port.isdigit() else read_number(environ, "MASTER_PORT", DEFAULT_PORT)
+    return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port), source)
+
+
+def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
+    count = read_number(environ, "SLURM_NNODES", 1)
+    tasks = read_number(environ, "SLURM_STEP_NUM_TASKS", count)
+    if tasks > count:
+        raise UserError(
+            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: use --ntasks-per-node=1, "
+            "or run `python -m titanlite.train` for one task per GPU"
+        )
+    addr, port = slurm_master(environ)
+    return Nodes(count, read_number(environ, "SLURM_NODEID", 0), addr, port, "SLURM_*")
+
+
+def count_processes(environ: Mapping[str, str], device: str, gpus: int) -> int:
+    """Return the number of workers on this node: NGPU, else one per GPU, else two on the CPU."""
+    if "NGPU" in environ:
+        return read_number(environ, "NGPU", 1, least=1)
+    if environ.get("PET_NPROC_PER_NODE", "").isdigit():
+        return read_number(environ, "PET_NPROC_PER_NODE", 1, least=1)
+    return gpus if device == "cuda" else min(2, cores())
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return the number of NVIDIA GPUs that this process may use, counted without torch."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return len([part for part in listed if part and part != "-1"])
+    if device_files := [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]:
+        return len(device_files)
+    if shutil.which("nvidia-smi"):  # WSL has no device files
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        return len([line for line in listing.stdout.splitlines() if line.startswith("GPU ")])
+    return 0
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU; None if unknown."""
+    sizes = [int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()]
+    return min(sizes, default=None)
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the oldest GPU; None if unknown."""
+    versions = [text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)]
+    return min(((int(major), int(minor)) for major, minor in versions), default=None)
+
+
+def _query_gpus(field: str) -> list[str]:
+    """Return a field of each GPU from the driver; asking torch would allocate some of their memory."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()

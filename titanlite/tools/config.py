@@ -1,0 +1,47 @@
+"""`titanlite config`: the resolved config, what follows from it for the mesh, and the schema of all configs."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+
+from titanlite.config.docs import json_schema, markdown
+from titanlite.config.job import job_from
+from titanlite.config.load import parse_command_line, to_toml
+from titanlite.errors import positive_int
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.set_defaults(takes_overrides=True)
+    parser.epilog = "example: titanlite config --config llama_8b.toml --world 8 --placements"
+    parser.add_argument("--world", type=positive_int, metavar="N", help="check for N ranks (default: the fewest)")
+    shows = parser.add_mutually_exclusive_group()
+    shows.add_argument("--schedule", action="store_true", help="print the FSDP prefetch schedule")
+    shows.add_argument("--placements", action="store_true", help="print the mesh, its nodes and parameter placements")
+    shows.add_argument("--schema", action="store_true", help="print the JSON schema of configs")
+    shows.add_argument("--markdown", action="store_true", help="print docs/config.md")
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Print the resolved config, or what was requested instead."""
+    if arguments.schema or arguments.markdown:
+        print(json_schema() if arguments.schema else markdown(), end="")
+        return 0
+    job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=False)
+    if arguments.schedule:
+        from titanlite.parallel import fsdp_schedule
+
+        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+    elif arguments.placements:
+        from titanlite.planner.placements import describe
+
+        per_node = os.environ.get("NGPU", "")
+        print(describe(job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)))
+    else:
+        ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
+        print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
+        if job.no_effect:
+            print(f"# {job.no_effect}")
+        print(to_toml(job.given), end="")
+    return 0
