@@ -110,9 +110,7 @@ class Parser(argparse.ArgumentParser):
             legal = re.sub(r"['\s]", "", legal).split(",")
             close = nearest(value, legal)
             what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
-            message = f"{what} '{value}'; " + (
-                f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
-            )
+            message = f"{what} '{value}'; " + (f"did you mean '{close}'?" if close else f"use {', '.join(legal)}")
         raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 

@@ -1,4 +1,4 @@
-"""What the schema says, for people and editors: --help, docs/config.md, and the JSON schema."""
+"""Documentation from the schema: --help, docs/config.md and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def help_text(search: str = "") -> str:
 
 
 def json_schema() -> str:
-    """The schema that editors complete TOML files with."""
+    """Return the JSON schema with which editors complete TOML files."""
     return json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown() -> str:
-    """docs/config.md."""
+    """Return the text of docs/config.md."""
     out = [
         "# Config keys",
         "",
         "Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.",
         "",
         "A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command",
-        "line > later file > earlier file > default. Every fault is named before anything starts, exit code 2.",
-        "Marked **+**: TorchTitan (v0.2.2) does not have it. **≠**: TorchTitan has another default or meaning.",
+        "line > later file > earlier file > default. All errors are named before anything starts (exit code 2).",
+        "**+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.",
         "",
     ]
     for name, cls in sections():
@@ -57,28 +57,28 @@ def markdown() -> str:
         for key, default, values, meaning in rows:
             full = f"{name}.{key}"
             mark = " **+**" if full in NEW else ""
-            other = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
-            cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + other]
+            difference = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
+            cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + difference]
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         out.append("")
     out += [
         "## Keys of TorchTitan that titanlite does not have",
         "",
-        "They are accepted at the value that asks for nothing, so that a config loads as it is, and refused by name",
-        "otherwise.",
+        "They are accepted at a value that switches the feature off, so that a config loads as it is, and refused",
+        "by name otherwise.",
         "",
         "| key | accepted | otherwise |",
         "|---|---|---|",
     ]
     for key, known in FOREIGN.items():
         accepted = "any value" if known.off is None else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
-        out.append(f"| `{key}` | {accepted} | {known.instead or 'it only tunes what is not there'} |")
+        out.append(f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |")
     return "\n".join(out) + "\n"
 
 
 def _rows(name: str, cls: type[Section]) -> list[tuple[str, str, str, str]]:
-    """Key, default, legal values and meaning of a section's own keys."""
-    nested = {other for other, _ in sections()}
+    """Return key, default, legal values and meaning of a section's own keys."""
+    nested = {section for section, _ in sections()}
     return [
         (key, toml_value(info.default), legal(info.annotation, info.metadata), _one_line(info.description))
         for key, info in cls.model_fields.items()
