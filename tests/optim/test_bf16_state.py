@@ -11,7 +11,7 @@ from tests.allocated import Allocated
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import QUIET, TINY, full, job, run_to_end, trainer
 from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer_bytes
-from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, rounded
+from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, round_at_random
 from titanlite.parallel.dtensor import box_of, local_part
 
 NARROW = "--optimizer.state_dtype=bfloat16"
@@ -22,7 +22,7 @@ def test_rounding_takes_a_neighbour_and_is_right_in_the_mean():
     values = torch.tensor([1.0, 1.001, -1.001, 3.14159, 1e-30, -2.5e20, 0.0])
     draws = 20000
     bits = random_bits((slice(0, draws), slice(0, len(values))), 5, values.device)
-    found = rounded(values.expand(draws, -1).contiguous(), bits)
+    found = round_at_random(values.expand(draws, -1).contiguous(), bits)
     assert found.dtype == torch.bfloat16
     for value, column in zip(values, found.double().unbind(1), strict=True):
         step = abs(value.item()) / 128
@@ -30,7 +30,9 @@ def test_rounding_takes_a_neighbour_and_is_right_in_the_mean():
         assert (column - value).abs().max() <= step
         assert (column.mean() - value.double()).abs() <= 4 * step / draws**0.5, value
     strange = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    assert torch.equal(rounded(strange, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool())
+    assert torch.equal(
+        round_at_random(strange, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool()
+    )
 
 
 def test_random_bits_depend_on_the_place_in_the_full_tensor_alone():
@@ -104,7 +106,7 @@ def test_only_some_parameters_state_is_wide_at_a_time(monkeypatch):
     assert [*chunk_by_numel(parameters, 2500)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
     assert [*chunk_by_numel(parameters, 10)] == [slice(i, i + 1) for i in range(8)] and not [*chunk_by_numel([])]
     trained = [TrainedParam(str(n), p, "column", True, True) for n, p in enumerate(parameters)]
-    monkeypatch.setattr(bf16_state, "chunk_by_numel", lambda these: chunk_by_numel(these, 1000))
+    monkeypatch.setattr(bf16_state, "chunk_by_numel", lambda parameters: chunk_by_numel(parameters, 1000))
     optimizer = build_optimizer(trained, job([*TINY, NARROW, FOREACH], 1).config)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

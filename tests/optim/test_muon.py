@@ -58,7 +58,7 @@ def step_seen(argv: list[str], folder: str) -> dict:
     """The collectives of one optimizer step, the matrices orthogonalized here, and the elements sent."""
     run = trainer(argv, folder)
     calls: Counter[str] = Counter()
-    original, orthogonalize = dist.all_to_all_single, muon.orthogonalized
+    original, orthogonalize = dist.all_to_all_single, muon.orthogonalize
 
     def counted(received, sent, *splits, **how):
         calls["all-to-all"] += 1
@@ -71,11 +71,11 @@ def step_seen(argv: list[str], folder: str) -> dict:
 
     for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
-    muon.dist.all_to_all_single, muon.orthogonalized = counted, owned
+    muon.dist.all_to_all_single, muon.orthogonalize = counted, owned
     try:
         run.runner.optimizer.step()
     finally:
-        muon.dist.all_to_all_single, muon.orthogonalized = original, orthogonalize
+        muon.dist.all_to_all_single, muon.orthogonalize = original, orthogonalize
     held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
     assert held == optimizer_bytes(run.trained, run.job.config)
     return {**calls, "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)}
@@ -114,9 +114,9 @@ def test_owners_have_about_equal_work():
 
 def test_a_batch_has_work_for_every_rank_however_large_its_matrices_are():
     large = [torch.empty(4, 4)] * 10
-    assert [*chunk_by_numel(large, most=16)] == [slice(n, n + 1) for n in range(10)]
-    assert [*chunk_by_numel(large, most=16, least=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert [*chunk_by_numel(large, most=96, least=4)] == [slice(0, 6), slice(6, 10)]
+    assert [*chunk_by_numel(large, max_numel=16)] == [slice(n, n + 1) for n in range(10)]
+    assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert [*chunk_by_numel(large, max_numel=96, min_count=4)] == [slice(0, 6), slice(6, 10)]
 
 
 def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
@@ -125,7 +125,7 @@ def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
     boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
     for rank in range(4):
         route = _plan(boxes, [torch.Size((8, 8))] * 8, rank).gather
-        assert len(route.come) == 4 and all(p.source // 2 == p.target // 2 for p in (*route.out, *route.come))
+        assert len(route.recv) == 4 and all(t.source // 2 == t.target // 2 for t in (*route.send, *route.recv))
 
 
 def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
@@ -158,7 +158,7 @@ def test_many_batches_of_matrices_are_worked_off_like_one(pool, tmp_path):
 
 def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "chunk_by_numel", lambda these, least: chunk_by_numel(these, 200))
+        patch.setattr(muon, "chunk_by_numel", lambda matrices, min_count: chunk_by_numel(matrices, 200))
         return three_steps(argv, folder)
 
 

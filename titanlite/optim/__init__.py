@@ -1,6 +1,6 @@
-"""Optimizers, the gradient norm and the learning rate: which parameters are trained, and how. The public face.
+"""Optimizers, the gradient norm and the learning rate; the public face of the package.
 
-May import config, registry, runtime, and parallel for views of sharded tensors. Never knows data or checkpoints.
+May import parallel (views of sharded tensors) and what lies below it. Never knows data, checkpoints or the trainer.
 """
 
 from titanlite.optim.build import (
@@ -14,15 +14,3 @@ from titanlite.optim.build import (
     sgd,
     trained_parameters,
 )
-
-__all__ = [
-    "TrainedParam",
-    "adam",
-    "adam_options",
-    "build_optimizer",
-    "groups",
-    "implementation",
-    "optimizer_bytes",
-    "sgd",
-    "trained_parameters",
-]

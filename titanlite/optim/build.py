@@ -1,8 +1,8 @@
-"""The optimizer: which parameters are trained, with weight decay only where the config wants it, by which algorithm.
+"""Build the optimizer: which parameters it trains, which of them decay, and by which algorithm.
 
 An algorithm is a registered function from the trained parameters and the config to a torch optimizer; `groups` makes
-what most of them need. What the loop does to any optimizer is to set `lr` and `training_step` in its groups before
-every step.
+the parameter groups that most of them need. Before every step the trainer sets `lr` and `training_step` in each
+group; it does nothing else to an optimizer.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer, import_
 
 @dataclass(frozen=True)
 class TrainedParam:
-    """A parameter that is trained, and what an optimizer may want to know of it."""
+    """A parameter that is trained, with what an optimizer may need to know about it."""
 
     name: str
     parameter: nn.Parameter
     role: Role
     decays: bool
     is_hidden_matrix: bool
-    """A matrix inside of a block, from hidden values to hidden values; no embedding, head or norm."""
+    """A matrix inside a block that maps hidden values to hidden values: not an embedding, head or norm."""
 
 
 def trained_parameters(
     parameters: Iterable[tuple[str, nn.Parameter]], table: dict[str, Rule], blocks: str, no_decay: Sequence[str]
 ) -> list[TrainedParam]:
-    """Every parameter that is not frozen; each pattern of `no_decay` must match something."""
+    """Return every parameter that is not frozen. Each pattern of `no_decay` must match at least one of them."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not named:
         raise UserError("model.freeze leaves nothing to train")
@@ -47,44 +47,42 @@ def trained_parameters(
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')
 
-    def exempt(name: str) -> bool:
-        return (
+    def decays(name: str) -> bool:
+        return not (
             ("norms" in no_decay and table[name].tensor == "norm" and name.endswith(".weight"))
             or ("biases" in no_decay and name.endswith(".bias"))
             or any(fnmatchcase(name, pattern) for pattern in no_decay)
         )
 
-    found = []
-    for name, parameter in named:
+    def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
         role = table[name].tensor
-        inside = name.startswith(f"{blocks}.") and role in ("column", "row", "whole")
-        found.append(
-            TrainedParam(name, parameter, role, not exempt(name), is_hidden_matrix=inside and parameter.dim() == 2)
-        )
-    return found
+        return name.startswith(f"{blocks}.") and role in ("column", "row", "whole") and parameter.dim() == 2
+
+    return [
+        TrainedParam(name, parameter, table[name].tensor, decays(name), is_hidden_matrix(name, parameter))
+        for name, parameter in named
+    ]
 
 
 def build_optimizer(trained: Sequence[TrainedParam], config: JobConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """The optimizer that the config names, its state as narrow as asked for."""
+    """Build the optimizer that the config names, with its state in optimizer.state_dtype."""
     optimizer: torch.optim.Optimizer = import_object(_spec(config).build)(trained, config)
     return BF16State(optimizer, seed) if config.optimizer.state_dtype == "bfloat16" else optimizer
 
 
 def groups(trained: Sequence[TrainedParam], settings: schema.Optimizer, **more: Any) -> list[dict[str, Any]]:
-    """Parameter groups, with their parameters' names, for what decays and what does not."""
-    return [
-        {"params": alike, "weight_decay": settings.weight_decay if decays else 0.0, **more}
-        for decays in (True, False)
-        # One kernel can't take sharded tensors together with whole ones.
-        for sharded in (True, False)
-        if (
-            alike := [
+    """Return parameter groups, with parameter names, for what decays and what does not; `more` goes into each."""
+    found = []
+    for decays in (True, False):
+        for sharded in (True, False):  # one fused kernel cannot take sharded and plain tensors together
+            params = [
                 (item.name, item.parameter)
                 for item in trained
                 if item.decays == decays and isinstance(item.parameter, DTensor) == sharded
             ]
-        )
-    ]
+            if params:
+                found.append({"params": params, "weight_decay": settings.weight_decay if decays else 0.0, **more})
+    return found
 
 
 def adam(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:
@@ -97,13 +95,9 @@ def sgd(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optim
 
 
 def adam_options(settings: schema.Optimizer) -> dict[str, Any]:
-    """What torch's Adam and AdamW are told."""
-    return {
-        "lr": settings.lr,
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        **_flags(settings),
-    }
+    """Return the keyword arguments of torch's Adam and AdamW."""
+    betas = (settings.beta1, settings.beta2)
+    return {"lr": settings.lr, "betas": betas, "eps": settings.eps, **_flags(settings)}
 
 
 def _flags(settings: schema.Optimizer) -> dict[str, bool]:
@@ -111,12 +105,12 @@ def _flags(settings: schema.Optimizer) -> dict[str, bool]:
 
 
 def implementation(settings: schema.Optimizer) -> str:
-    """How the step is really computed: torch 2.11 to 2.13 have no fused SGD for sharded parameters."""
+    """Return the implementation that runs: torch 2.11 to 2.13 lack a fused SGD for sharded parameters."""
     return "foreach" if (settings.name, settings.implementation) == ("SGD", "fused") else settings.implementation
 
 
 def optimizer_bytes(trained: Sequence[TrainedParam], config: JobConfig) -> int:
-    """What the optimizer will keep of this rank's parts of the parameters."""
+    """Return the bytes of optimizer state for this rank's parts of the parameters."""
     spec, total = _spec(config), 0
     for item in trained:
         tensors = spec.matrix_states if item.is_hidden_matrix and spec.matrix_states is not None else spec.states

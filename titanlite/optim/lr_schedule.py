@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of (config, step): nothing to save, nothing to get wrong on resume."""
+"""The learning rate as a pure function of (config, step), so that a resume needs no schedule state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from titanlite.config.schema import JobConfig
 
 
 def learning_rate(config: JobConfig, step: int) -> float:
-    """The rate of optimizer step `step`, the first being 1: linear warm-up, plateau, decay to the minimum.
+    """Return the learning rate of a step, the first being 1: linear warm-up, plateau, decay to the minimum.
 
-    Neither the first nor the last step has a rate of zero: both ramps end one step outside the run.
+    Both ramps end one step outside the run, so that neither the first nor the last step has a rate of zero.
     """
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
@@ -22,14 +22,15 @@ def learning_rate(config: JobConfig, step: int) -> float:
         factor = 1.0
     else:
         progress = min(1.0, (step - (total - decay)) / (decay + 1)) if step <= total else 1.0
-        factor = _decayed(schedule.decay_type, progress)
+        factor = _decay(schedule.decay_type, progress)
         factor = schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
     return config.optimizer.lr * factor
 
 
-def _decayed(shape: str, progress: float) -> float:
-    if shape == "linear":
+def _decay(decay_type: str, progress: float) -> float:
+    """Return the factor after this fraction of the decay."""
+    if decay_type == "linear":
         return 1 - progress
-    if shape == "sqrt":
+    if decay_type == "sqrt":
         return 1 - math.sqrt(progress)
     return 0.5 * (1 + math.cos(math.pi * progress))

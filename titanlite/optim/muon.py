@@ -1,14 +1,15 @@
-"""Muon: the momentum of a hidden matrix is orthogonalized before it is added; AdamW takes all other parameters.
+"""Muon: orthogonalize the momentum of a hidden matrix before adding it; AdamW updates all other parameters.
 
-The algorithm is torch.optim.Muon's. There each operation on a sharded matrix communicates; here a matrix is gathered
-once, by one rank that owns it, orthogonalized there, and the parts of the result are sent to where they belong: two
-all-to-alls for a batch of matrices, whatever the mesh. A batch has a matrix for every rank, where there are as many,
-and its owners have about equal work.
+The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates. Here one rank
+owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of the result. That is two
+all-to-alls for a batch of matrices, whatever the mesh. A batch has at least one matrix for every rank if there are
+that many, and its owners have about equal work.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,33 +32,30 @@ EPS = 1e-7
 
 
 def muon(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:
-    """Muon for the hidden matrices, computing in the type of the forward pass; AdamW for the rest."""
+    """Build Muon for the hidden matrices, computing in the dtype of the forward pass, with AdamW for the rest."""
     matrices = [item for item in trained if item.is_hidden_matrix]
     if not matrices:
-        raise UserError("optimizer.name: Muon finds no trained matrix inside of the model's blocks; use AdamW")
-    others = [item for item in trained if not item.is_hidden_matrix]
-    parameters = [
-        *groups(matrices, config.optimizer, matrices=True),
-        *groups(others, config.optimizer, matrices=False),
-    ]
+        raise UserError("optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW")
+    rest = [item for item in trained if not item.is_hidden_matrix]
+    parameters = [*groups(matrices, config.optimizer, matrices=True), *groups(rest, config.optimizer, matrices=False)]
     dtype = getattr(torch, config.training.mixed_precision_param)
     return Muon(parameters, dtype, **adam_options(config.optimizer))
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """U V' of a matrix U S V', about, by Newton-Schulz iterations in the matrix's own type."""
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations in the matrix's own dtype."""
     a, b, c = COEFFICIENTS
-    flat = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-    flat = flat / flat.norm().clamp(min=EPS)
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    wide = wide / wide.norm().clamp(min=EPS)
     for _ in range(ITERATIONS):
-        gram = flat @ flat.T
-        flat = torch.addmm(flat, torch.addmm(gram, gram, gram, beta=b, alpha=c), flat, beta=a)
-    return flat if matrix.size(0) <= matrix.size(1) else flat.T
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if matrix.size(0) <= matrix.size(1) else wide.T
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part of a matrix on its way from a rank to another."""
+    """A region of a matrix that one rank sends to another, or to itself."""
 
     matrix: int
     source: int
@@ -66,17 +64,16 @@ class Transfer:
 
 
 class Route:
-    """One collective: the parcels that this rank sends, in the order of their targets, and those that arrive, in the
-    order of their sources."""
+    """One all-to-all: what this rank sends, ordered by target, and what it receives, ordered by source."""
 
-    def __init__(self, parcels: Sequence[Transfer], rank: int, ranks: int) -> None:
-        self.out = sorted((p for p in parcels if p.source == rank), key=lambda p: p.target)
-        self.come = sorted((p for p in parcels if p.target == rank), key=lambda p: p.source)
-        self.out_sizes, self.recv_sizes = [0] * ranks, [0] * ranks
-        for parcel in self.out:
-            self.out_sizes[parcel.target] += _elements(parcel.box)
-        for parcel in self.come:
-            self.recv_sizes[parcel.source] += _elements(parcel.box)
+    def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int) -> None:
+        self.send = sorted((t for t in transfers if t.source == rank), key=lambda t: t.target)
+        self.recv = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
+        self.send_sizes, self.recv_sizes = [0] * ranks, [0] * ranks
+        for transfer in self.send:
+            self.send_sizes[transfer.target] += _numel(transfer.box)
+        for transfer in self.recv:
+            self.recv_sizes[transfer.source] += _numel(transfer.box)
 
 
 @dataclass(frozen=True)
@@ -89,23 +86,23 @@ class Plan:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for the groups with `matrices`."""
+    """AdamW for all groups but those with `matrices`."""
 
     def __init__(self, parameters: list[dict[str, Any]], dtype: torch.dtype, **adamw: Any) -> None:
         super().__init__(parameters, **adamw)
         self._dtype = dtype
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        mine = {
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        local_boxes = {
             name: box_of(matrix)
             for group in self.param_groups
             if group["matrices"]
             for name, matrix in zip(group["param_names"], group["params"], strict=True)
         }
-        everyone = [mine] * self._ranks
-        if several:
-            dist.all_gather_object(everyone, mine)
-        self._boxes = {name: tuple(boxes[name] for boxes in everyone) for name in mine}
+        all_boxes = [local_boxes] * self._ranks
+        if distributed:
+            dist.all_gather_object(all_boxes, local_boxes)
+        self._boxes = {name: tuple(boxes[name] for boxes in all_boxes) for name in local_boxes}
         self._plans: dict[tuple[str, ...], Plan] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,25 +111,25 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        every = self.param_groups
+        all_groups = self.param_groups
         try:
-            self.param_groups = [group for group in every if not group["matrices"]]
+            self.param_groups = [group for group in all_groups if not group["matrices"]]
             super().step()
         finally:
-            self.param_groups = every
+            self.param_groups = all_groups
         matrices = [
             (name, matrix, group)
-            for group in every
+            for group in all_groups
             if group["matrices"]
-            # A matrix without a name is a stranger's, such as one that shows what the state looks like.
+            # Unnamed: the probe from checkpoint/state.py.
             for name, matrix in zip(group.get("param_names", [""]), group["params"], strict=True)
             if matrix.grad is not None
         ]
-        for run in chunk_by_numel([matrix for _, matrix, _ in matrices], least=self._ranks):  # work for every rank
+        for run in chunk_by_numel([matrix for _, matrix, _ in matrices], min_count=self._ranks):
             self._step_together(matrices[run])
 
     def _step_together(self, matrices: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        updates = self._orthogonalised(
+        updates = self._orthogonalize(
             [name for name, _, _ in matrices],
             [matrix.shape for _, matrix, _ in matrices],
             [self._momentum(matrix) for _, matrix, _ in matrices],
@@ -140,11 +137,11 @@ class Muon(torch.optim.AdamW):
         for (_, matrix, group), update in zip(matrices, updates, strict=True):
             local, lr = local_part(matrix), group["lr"]
             local.mul_(1 - lr * group["weight_decay"])
-            # As large, by root mean square, as AdamW's usual step: one rate serves both.
+            # The root mean square is that of a usual AdamW step, so that one learning rate serves both.
             local.add_(update, alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
 
     def _momentum(self, matrix: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the matrix's gradient, with Nesterov's momentum."""
+        """Return this rank's part of the matrix's gradient with Nesterov momentum."""
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix, requires_grad=False)
@@ -153,55 +150,56 @@ class Muon(torch.optim.AdamW):
         running.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(running, MOMENTUM).to(self._dtype)
 
-    def _orthogonalised(
+    def _orthogonalize(
         self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """This rank's parts of the orthogonalized matrices, of whose momentum it has the parts."""
+        """Return this rank's parts of the orthogonalized matrices, given its parts of the matrices."""
         if self._ranks == 1 or names == [""]:
-            return [orthogonalized(part) for part in parts]
+            return [orthogonalize(part) for part in parts]
         key = tuple(names)
         if key not in self._plans:
             self._plans[key] = _plan([self._boxes[name] for name in names], shapes, self._rank)
         plan, like = self._plans[key], parts[0]
-        whole = {number: like.new_empty(shapes[number]) for number in plan.owned}
-        for parcel, content in _exchange(plan.gather, lambda parcel: parts[parcel.matrix], like):
-            whole[parcel.matrix][parcel.box] = content.view_as(whole[parcel.matrix][parcel.box])
-        whole = {number: orthogonalized(matrix) for number, matrix in whole.items()}
-        for parcel, content in _exchange(plan.scatter, lambda p: whole[p.matrix][p.box], like):
-            parts[parcel.matrix] = content.view_as(parts[parcel.matrix])
+        owned = {number: like.new_empty(shapes[number]) for number in plan.owned}
+        for t, content in _exchange(plan.gather, lambda t: parts[t.matrix], like):
+            owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
+        owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
+        for t, content in _exchange(plan.scatter, lambda t: owned[t.matrix][t.box], like):
+            parts[t.matrix] = content.view_as(parts[t.matrix])
         return parts
 
 
 def _exchange(
     route: Route, content: Callable[[Transfer], torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
-    """Send what starts here, and return what arrives."""
-    sent = torch.cat([like.new_empty(0), *(content(parcel).flatten() for parcel in route.out)])
+    """Run the all-to-all of a route; return what arrived, flat, with its transfer."""
+    sent = torch.cat([like.new_empty(0), *(content(transfer).flatten() for transfer in route.send)])
     received = like.new_empty(sum(route.recv_sizes))
-    dist.all_to_all_single(received, sent, route.recv_sizes, route.out_sizes)
-    return zip(route.come, received.split([_elements(parcel.box) for parcel in route.come]), strict=True)
+    dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes)
+    return zip(route.recv, received.split([_numel(transfer.box) for transfer in route.recv]), strict=True)
 
 
 def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> Plan:
-    """Who owns which matrix of a batch, and what of it goes through `rank`; all ranks find the same owners."""
+    """Choose the owners for a batch of matrices, the same on all ranks, and the routes of `rank`; `boxes` holds the
+    region of each matrix on each rank."""
     ranks = len(boxes[0])
     owners = owners_of(shapes, ranks)
     gather, scatter = [], []
-    for number, (by_rank, owner) in enumerate(zip(boxes, owners, strict=True)):
-        holders: dict[tuple[tuple[int, int], ...], list[Transfer]] = {}
-        for other, box in enumerate(by_rank):
-            if _elements(box):
-                scatter.append(Transfer(number, owner, other, box))
-                place = tuple((part.start, part.stop) for part in box)
-                holders.setdefault(place, []).append(Transfer(number, other, owner, box))
-        # Replicas are the mesh's outermost dimension, and far apart: each owner's own one sends.
-        gather += [same[owner * len(same) // ranks] for same in holders.values()]
+    for number, (box_by_rank, owner) in enumerate(zip(boxes, owners, strict=True)):
+        replicas: dict[tuple[tuple[int, int], ...], list[Transfer]] = {}
+        for holder, box in enumerate(box_by_rank):
+            if _numel(box):
+                scatter.append(Transfer(number, owner, holder, box))
+                region = tuple((part.start, part.stop) for part in box)
+                replicas.setdefault(region, []).append(Transfer(number, holder, owner, box))
+        # Replicas are the outermost dimension of the mesh and far apart: the owner's own replica sends.
+        gather += [same[owner * len(same) // ranks] for same in replicas.values()]
     owned = tuple(number for number, owner in enumerate(owners) if owner == rank)
     return Plan(owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """A rank for each matrix: the largest work first, each to whoever has least."""
+    """Return a rank for each matrix: the largest work first, each to the rank with the least work so far."""
     work = [min(shape) ** 2 * max(shape) for shape in shapes]
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(shapes)
@@ -211,8 +209,5 @@ def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
     return owners
 
 
-def _elements(box: Box) -> int:
-    size = 1
-    for part in box:
-        size *= part.stop - part.start
-    return size
+def _numel(box: Box) -> int:
+    return math.prod(part.stop - part.start for part in box)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.fault.nonfinite import NonFiniteGuard
-from titanlite.optim.muon import Muon, orthogonalized
+from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
 from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
@@ -217,9 +217,9 @@ def _clip_by_local_norm() -> Iterator[None]:
 @_fault("Muon orthogonalises each rank's own part of a matrix", Row("dp2"), Row("tp2"))
 def _parts_orthogonalised() -> Iterator[None]:
     def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [orthogonalized(part) for part in parts]
+        return [orthogonalize(part) for part in parts]
 
-    with _replaced(Muon, _orthogonalised=apart):
+    with _replaced(Muon, _orthogonalize=apart):
         yield
 
 
