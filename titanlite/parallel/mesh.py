@@ -23,6 +23,12 @@ class Mesh:
     loss: dist.ProcessGroup
     """Who sums the loss and the valid tokens."""
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All process groups of these views."""
+        views = (self.world, self.fsdp, self.tp)
+        return [*(group for view in views for group in view.get_all_groups()), self.loss]
+
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     # It warns of every gradient and norm that two dimensions split, where nothing can be done.

@@ -1,4 +1,4 @@
-"""Everything random is a function of the job: seeds derived from names and numbers, never from a rank's history."""
+"""Seeds: everything random is a function of names and numbers of the job, never of a rank's history."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A 63-bit seed from names and numbers."""
+    """Return a 63-bit seed derived from names and numbers."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def agree_on_seed(configured: int | None) -> int:
-    """The configured seed, or one that rank 0 draws for all."""
+    """Return the configured seed, or one that rank 0 draws for all ranks."""
     seed = [secrets.randbits(31) if configured is None else configured]
     dist.broadcast_object_list(seed, src=0)
     return seed[0]
 
 
 def reseed(seed: int, step: int, micro_batch: int, batch_coordinate: int, tensor_coordinate: int) -> None:
-    """Seed dropout for one micro-batch, so that a resume needs no generator state."""
+    """Seed dropout for one micro-batch, so that a checkpoint needs no generator state."""
     torch.manual_seed(derive_seed("dropout", seed, step, micro_batch, batch_coordinate, tensor_coordinate))
 
 
 def use_deterministic_algorithms() -> None:
-    """An operation without a deterministic form becomes an error."""
+    """Make an operation without a deterministic form an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,9 +1,9 @@
-"""The device of a rank, and the process group of a job."""
+"""The device of a rank, the process group of a job, and the timeouts of collectives."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,23 +17,23 @@ from titanlite.runtime.cluster import RankInfo, store_address
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
-    """The device of a rank for job.device."""
+    """Return the device of a rank for a value of job.device; raise UserError where it has none."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError('job.device = "cuda", but torch finds no usable GPU here')
-    if torch.cuda.device_count() == 1:  # srun may show each task its own GPU alone
+        raise UserError('job.device = "cuda", but torch finds no usable GPU on this node')
+    if torch.cuda.device_count() == 1:  # srun can give each task only its own GPU
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
-        raise UserError(f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()} on this node")
+        raise UserError(f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
 
 
 @contextmanager
 def process_group(
-    place: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
+    rank: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
 ) -> Iterator[None]:
-    """The job's process group while the context lasts."""
+    """Create the job's process group, and destroy it on success."""
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -46,32 +46,33 @@ def process_group(
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     dist.init_process_group(
         backend,
-        store=_store(place, environ, timeout),
-        rank=place.rank,
-        world_size=place.world,
+        store=_store(rank, environ, timeout),
+        rank=rank.rank,
+        world_size=rank.world,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     yield
-    # Only after success: with peers stuck in a collective this would block, and bury what went wrong.
+    # Only on success: with peers stuck in a collective this would block and hide the error.
     dist.destroy_process_group()
 
 
-def _store(place: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """Where the ranks meet. An elastic agent's store outlives an attempt: stale addresses in it would be found
-    by the next one, therefore every attempt has a prefix of its own."""
-    address = store_address(environ, place.world)
+def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    """Return the store through which the ranks find each other.
+
+    An elastic agent's store outlives an attempt. Every attempt has its own prefix, or it would find stale addresses.
+    """
+    address = store_address(environ, rank.world)
     if address is None:
         return dist.HashStore()
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return dist.TCPStore(*address, place.world, is_master=place.rank == 0, timeout=timeout)
+    return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
 
 
-def set_collective_timeout(seconds: float, spared: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every group of this process but one. (Private in torch 2.11 to 2.13; tried on both.)"""
-    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-
-    for group in _world.pg_map.keys() - {spared}:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Change the timeout of collectives of the group of all ranks and of these groups."""
+    assert dist.group.WORLD
+    for group in (dist.group.WORLD, *groups):
+        group.set_timeout(timedelta(seconds=seconds))

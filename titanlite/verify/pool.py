@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.runtime.distributed import set_collective_timeout
@@ -160,7 +161,7 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
                 if number != groups:
                     _make_groups(number, rank, world, port, timeout)
                     groups = number
-                set_collective_timeout(timeout)  # a run may have left another
+                set_collective_timeout(timeout, _world.pg_map)  # a run may have left another
                 function, args = pickle.loads(work)
                 answer = pickle.dumps(function(*args))
             except BaseException:
