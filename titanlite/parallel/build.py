@@ -1,10 +1,14 @@
-"""The plain model on the meta device, before any technique is applied; and parameters that two modules share."""
+"""The plain model on the meta device with its table, what every technique receives, and ties between modules.
+
+The table covers the whole model, so that names and patterns mean the same on a rank that holds a part of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,37 +17,64 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec, Rule, assign
 
+if TYPE_CHECKING:
+    from titanlite.parallel.convert import Converter
+    from titanlite.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every technique receives beside a part of the model."""
+
+    job: Job
+    mesh: Mesh
+    table: dict[str, Rule]
+    """The row of every parameter of the whole model."""
+    device: torch.device
+    converters: Sequence[Converter] = ()
+
+    def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
+        """Return a part's blocks by their number in the whole model."""
+        return {int(n): block for n, block in part.get_submodule(self.job.spec.blocks).named_children()}
+
 
 def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
-    """The model on the meta device, in training.dtype, frozen where asked; and each parameter's row of its table."""
+    """Return the whole model on the meta device, in training.dtype and with model.freeze applied, and its table."""
     model, table = build_meta_model(job.spec, job.model, job.positions)
     for parameter in model.parameters():  # buffers keep their own types
         parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
-    for name in _matching(model, "model.freeze", job.config.model.freeze):
+    for name in match_parameters(table, "model.freeze", job.config.model.freeze):
         model.get_parameter(name).requires_grad_(False)
     return model, table
 
 
-def _matching(model: nn.Module, key: str, patterns: list[str]) -> list[str]:
-    """Parameters that a key's patterns name, by their first name or a tie's second; each must match something."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = list(model.named_parameters(remove_duplicate=False))
-    found: dict[str, None] = {}
+def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
+    """Return a model on the meta device and the row of each of its parameters."""
+    with torch.device("meta"):
+        model = spec.module(flavor, positions)
+    names = [name for name, _ in model.named_parameters()]
+    return model, assign(spec.rules(flavor), names, ties=shared_names(model))
+
+
+def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str]) -> list[str]:
+    """Return the parameters that a key's patterns match, by either name of a tie; each pattern must match one."""
+    first_names = {alias: name for name, rule in table.items() for alias in (name, rule.tied) if alias}
+    matched: dict[str, None] = {}
     for pattern in patterns:
-        names = [first[id(parameter)] for name, parameter in every if fnmatchcase(name, pattern)]
+        names = [name for alias, name in first_names.items() if fnmatchcase(alias, pattern)]
         if not names:
             raise UserError(f'{key}: "{pattern}" matches no parameter')
-        found |= dict.fromkeys(names)
-    return list(found)
+        matched |= dict.fromkeys(names)
+    return list(matched)
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """The second name of every parameter that two modules share, to its first."""
-    first: dict[int, str] = {}
+    """Map the second name of every parameter that two modules share to its first."""
+    first_names: dict[int, str] = {}
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            ties[name] = first[id(parameter)]
+        if first_names.setdefault(id(parameter), name) != name:
+            ties[name] = first_names[id(parameter)]
     return ties
 
 
@@ -52,11 +83,3 @@ def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
     for second, first in ties.items():
         module, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(module), attribute, model.get_parameter(first))
-
-
-def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
-    """A model on the meta device, and each parameter's row of its table."""
-    with torch.device("meta"):
-        model = spec.module(flavor, positions)
-    names = [name for name, _ in model.named_parameters()]
-    return model, assign(spec.rules(flavor), names, ties=shared_names(model))

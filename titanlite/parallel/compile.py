@@ -1,39 +1,27 @@
-"""torch.compile of every block, whole graph. The method is compiled, not the module: names stay, and FSDP2's hooks
-stay outside of the graph."""
+"""torch.compile of every block, as one graph.
+
+The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside of the graph.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from titanlite.config.schema import Compile
+from titanlite.parallel.build import Context
+from titanlite.runtime.torch_private import set_activation_memory_budget
 
 
-def apply(model: nn.Module, blocks: str, settings: Compile, memory_budget: float | None = None) -> None:
-    """Compile the forward method of every block; of what its backward pass needs, that share may stay."""
-    backend = settings.backend if memory_budget is None else _within(memory_budget, settings.backend)
-    for block in model.get_submodule(blocks).children():
+def apply(model: nn.Module, context: Context) -> list[str]:
+    """Compile the forward method of every block, within the activation memory budget if there is one."""
+    settings, recomputing = context.job.config.compile, context.job.config.activation_checkpoint
+    if not (settings.enable and "model" in settings.components):
+        return []
+    has_budget = recomputing.mode == "memory_budget"
+    set_activation_memory_budget(recomputing.memory_budget if has_budget else 1.0)
+    for block in context.blocks(model).values():
         block.forward = torch.compile(  # type: ignore[method-assign]
-            block.forward, fullgraph=True, backend=backend
+            block.forward, fullgraph=True, backend=settings.backend
         )
-
-
-def _within(budget: float, name: str) -> Callable[..., Any]:
-    """A backend under an activation memory budget, which is set only while a block's graph is made."""
-    # Private in torch 2.11 to 2.13 (tried on both): the public region_activation_memory_budget is not in 2.11.
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._functorch import config
-
-    compile_graph = lookup_backend(name)
-    settings: dict[str, Any] = {"activation_memory_budget": budget}
-    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a tensor-parallel mesh in a graph has no size
-        settings["unsafe_treat_script_objects_as_zero_size"] = True
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        with config.patch(settings):
-            return compile_graph(graph, inputs)
-
-    return backend
+    kept = f", keeping at most {recomputing.memory_budget:g} of the activations" if has_budget else ""
+    return [f"Applied torch.compile to every block, backend {settings.backend}{kept}"]

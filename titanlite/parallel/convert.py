@@ -1,12 +1,12 @@
-"""Converters: what changes a model's layers before anything else looks at them, such as float8.
+"""Converters: what swaps a model's layers before anything else looks at them, such as float8.
 
-A converter swaps modules in place and leaves parameters, with their names, where they are: names are in checkpoints,
-and the model's table says how each begins. The trainer knows two moments of it, and nothing else.
+A converter leaves every parameter in place under its name: checkpoints and the model's table know it by that. The
+trainer calls it twice: once to convert, and whenever the weights changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -14,24 +14,27 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
-from titanlite.parallel.build import shared_names
+from titanlite.parallel.build import Context, shared_names
 from titanlite.registry import find_converter, import_object
 
 
 class Converter(Protocol):
-    """Built with the Job, on every rank alike."""
+    """Built with the Job, identically on every rank.
+
+    One that needs the mesh or the model's table has `apply(model, context)`, a technique's signature, for `convert`.
+    """
 
     def convert(self, model: nn.Module) -> list[str]:
-        """Swap layers of a whole model on the meta device, first of all; lines that say what was done."""
+        """Swap layers of a model part on the meta device; return lines for the log."""
         ...
 
     def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
-        """The weights are new: after a step, and before the first one."""
+        """React to new weights: before the first step and after each one."""
         ...
 
 
 def build_converters(job: Job) -> list[Converter]:
-    """Those that a job asks for, in the order of model.converters; float8 last where only its section asks."""
+    """Build the job's converters in the order of model.converters, float8 last if only its section enables it."""
     names = ["float8" if name in FLOAT8_CONVERTERS else name for name in job.config.model.converters]
     if job.config.quantize.linear.float8.enable:
         names.append("float8")
@@ -40,16 +43,18 @@ def build_converters(job: Job) -> list[Converter]:
     return [import_object(find_converter(name))(job) for name in dict.fromkeys(names)]
 
 
-def convert(model: nn.Module, converters: Sequence[Converter], say: Callable[[str], object]) -> None:
-    """Let each converter do its work; an error names the first that did not leave the parameters' names."""
-    for converter in converters:
+def apply(model: nn.Module, context: Context) -> list[str]:
+    """Run each converter; an error names the first that changed the parameters' names."""
+    notes = []
+    for converter in context.converters:
         names, ties = {name for name, _ in model.named_parameters()}, shared_names(model)
-        for line in converter.convert(model):
-            say(line)
-        if strange := sorted(names ^ {name for name, _ in model.named_parameters()}):
-            what = "took away" if strange[0] in names else "made"
+        technique = getattr(converter, "apply", None)
+        notes += technique(model, context) if technique else converter.convert(model)
+        if changed := sorted(names ^ {name for name, _ in model.named_parameters()}):
+            verb = "removed" if changed[0] in names else "added"
             raise UserError(
-                f"the converter {type(converter).__name__} {what} the parameter {strange[0]}: parameters keep their "
-                "names, which checkpoints and the model's table know"
+                f"the converter {type(converter).__name__} {verb} the parameter {changed[0]}: a converter must keep "
+                "parameter names, since checkpoints and the model's table refer to them"
             )
         assert shared_names(model) == ties, f"{type(converter).__name__} broke a tie"
+    return notes

@@ -1,25 +1,22 @@
-"""Views of a tensor that may be a DTensor: this rank's part, and where it lies in the full tensor."""
+"""Views of a tensor that may be a DTensor: this rank's shard, and where it lies in the full tensor."""
 
 from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
 
-# Private in torch 2.11 to 2.13 (tried on 2.13); the public API tells a shard's shape, not where it lies.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from titanlite.registry import Box
+from titanlite.runtime import torch_private
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, as plain values in the same memory."""
+    """Return this rank's shard as a plain tensor in the same memory."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # torchao's class around a weight that is gathered in float8 keeps it there (private; tried on torchao 0.18).
-    return getattr(local, "_tensor", local)
+    return torch_private.unwrap_float8_weight(local)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, in the same memory; a DTensor's local part has no class of its own."""
+    """Return the same tensor in the same memory, the shard of a DTensor being a plain tensor."""
     local = local_part(tensor)
     if not isinstance(tensor, DTensor):
         return local
@@ -28,13 +25,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def shard_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the full tensor."""
-    place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(place[1])
+def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return where this rank's shard begins in the full tensor."""
+    return torch_private.shard_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Where this rank's part lies in the full tensor."""
-    offset = shard_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
-    return tuple(slice(start, start + size) for start, size in zip(offset, local_part(tensor).shape, strict=True))
+    """Return the region of the full tensor that this rank holds."""
+    sizes = local_part(tensor).shape
+    return tuple(slice(start, start + size) for start, size in zip(shard_offset(tensor), sizes, strict=True))

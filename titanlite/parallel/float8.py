@@ -1,9 +1,9 @@
 """Float8: linear layers multiply in float8, through torchao; the first converter.
 
 A linear layer's input, weight and output gradient are scaled into float8's range and rounded right before each
-product; parameters, gradients and optimizer state stay what they are. With scales of whole tensors, weights can be
+product; parameters, gradients and optimizer state stay as they are. With one scale per tensor, weights can be
 gathered in float8, and tensor parallel gathers activations in float8. Which layers are converted, and why the others
-are not, is decided here without torchao, and said at the start.
+are not, is decided here without torchao and logged at the start.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.parallel.build import shared_names
-from titanlite.registry import Rule, assign
+from titanlite.parallel.build import Context
+from titanlite.parallel.gloo_float8 import gather_activations_as_bytes
+from titanlite.registry import Rule
+from titanlite.runtime.torch_private import float8_cast
 
 MULTIPLE = 16
-"""Widths that GPUs multiply float8 in."""
+"""GPUs multiply float8 matrices whose widths this number divides."""
 KEY = "quantize.linear.float8"
 Cast = Callable[[DTensor], DTensor]
 
@@ -43,27 +45,30 @@ class Float8:
         if find_spec("torchao") is None:
             raise UserError(
                 f"{KEY}.enable = true: the package torchao is not installed; {sys.executable} -m pip install "
-                '"torchao>=0.18", or leave the key out'
+                '"torchao>=0.18", or remove the key'
             )
-        self._job, self._settings = job, job.config.quantize.linear.float8
+        self._settings = job.config.quantize.linear.float8
 
-    def convert(self, model: nn.Module) -> list[str]:
-        layers = plan(model, self._job)
-        with _quietly():
+    def apply(self, model: nn.Module, context: Context) -> list[str]:
+        layers = plan(model, context.job, context.table)
+        with _quiet_import():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         config = Float8LinearConfig.from_recipe_name(self._settings.recipe_name)
         config = replace(config, emulate=self._settings.emulate)
-        for gathered in {layer.gathered for layer in layers if not layer.left}:
-            names = {layer.name for layer in layers if not layer.left and layer.gathered == gathered}
+        for gathered in (False, True):
+            names = {layer.name for layer in layers if not layer.skip_reason and layer.gathered == gathered}
             convert_to_float8_training(
                 model,
                 module_filter_fn=lambda module, name, names=names: name in names,
                 config=replace(config, enable_fsdp_float8_all_gather=gathered),
             )
-        _gather_as_bytes_on_a_cpu()
+            for name in names:
+                setattr(model.get_submodule(name), _WHOLE_TENSOR_SCALE, self._settings.recipe_name == "tensorwise")
+        if context.device.type == "cpu":
+            gather_activations_as_bytes()
         # A converted layer's output is a view, and torch 2.13 warns of changing one in place, as nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        return _table(layers, self._job)
+        return _table(layers, context.job)
 
     def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
         if self._settings.precompute_float8_dynamic_scale_for_fsdp:
@@ -74,26 +79,21 @@ class Float8:
 
 
 def check_device(job: Job, device: str, capability: tuple[int, int] | None) -> None:
-    """A UserError where this kind of device, a GPU of this compute capability, can't multiply float8 as asked."""
+    """Raise UserError if this device, a GPU of this compute capability, can't multiply float8 as configured."""
     settings = job.config.quantize.linear.float8
     if settings.emulate:
         return
     instead = f"{KEY}.emulate computes in high precision with float8's rounding"
     if capability and capability < (8, 9):
-        what = "there is a GPU of compute capability {}.{}, and float8 needs 8.9".format(*capability)
-        raise UserError(f"{KEY}.enable = true: {what} or newer; {instead}")
-    if device == "cpu" and settings.recipe_name != "tensorwise" and not _scales_rows_on_a_cpu():
-        what = f"torch {torch.__version__} has no scales of rows on a CPU (2.13 has); use tensorwise"
-        raise UserError(f'{KEY}.recipe_name = "{settings.recipe_name}": {what}, or {instead}')
+        reason = "this GPU has compute capability {}.{}, and float8 needs 8.9".format(*capability)
+        raise UserError(f"{KEY}.enable = true: {reason} or newer; {instead}")
+    if device == "cpu" and settings.recipe_name != "tensorwise" and not has_rowwise_scales_on_cpu():
+        reason = f"torch {torch.__version__} can't scale rows on a CPU (2.13 can); use tensorwise"
+        raise UserError(f'{KEY}.recipe_name = "{settings.recipe_name}": {reason}, or {instead}')
 
 
-def _scales_rows_on_a_cpu() -> bool:
-    matrix, scales = torch.zeros(MULTIPLE, MULTIPLE).to(torch.float8_e4m3fn), torch.ones(MULTIPLE, 1)
-    try:
-        torch._scaled_mm(matrix, matrix.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
+def has_rowwise_scales_on_cpu() -> bool:
+    return torch.__version__ >= (2, 13)
 
 
 # ---------------------------------------------------------------- which layers
@@ -101,71 +101,73 @@ def _scales_rows_on_a_cpu() -> bool:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, and what becomes of it."""
+    """A linear layer, and what happens to it."""
 
     name: str
     rows: int
     columns: int
-    left: str
-    """Why it is left in high precision, or nothing."""
-    whole: str
-    """Why FSDP gathers its weight in high precision, where float8 was asked for, or nothing."""
+    skip_reason: str
+    """Why it stays in high precision; empty if it is converted."""
+    gather_reason: str
+    """Why FSDP gathers its weight in high precision although the config asks for float8; else empty."""
     gathered: bool
     """FSDP gathers its weight in float8."""
 
 
-def plan(model: nn.Module, job: Job) -> list[Layer]:
-    """Every linear layer's fate. A UserError where nothing would be had of what was asked for."""
+def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
+    """Decide for every linear layer of a model part; raise UserError where the config would have no effect."""
     settings = job.config.quantize.linear.float8
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    split = ("column", "row", "head")  # the roles of linear layers, which other parts may hold
+    all_names = {*linear, *(name.removesuffix(".weight") for name, rule in table.items() if rule.tensor in split)}
     for pattern in settings.filter_fqns:
-        if not any(pattern in name for name in linear):
+        if not any(pattern in name for name in all_names):
             close = nearest(pattern, linear)
-            hint = f"; the nearest is {close}" if close else ""
-            raise UserError(f'{KEY}.filter_fqns: "{pattern}" is in no linear layer\'s name{hint}')
-    table = assign(job.spec.rules(job.model), (n for n, _ in model.named_parameters()), ties=shared_names(model))
-    layers = [_judge(name, module, table.get(f"{name}.weight"), job) for name, module in linear.items()]
-    converted = [layer for layer in layers if not layer.left]
+            hint = f"; did you mean {close}?" if close else ""
+            raise UserError(f'{KEY}.filter_fqns: "{pattern}" is not in the name of any linear layer{hint}')
+    layers = [_decide(name, module, table.get(f"{name}.weight"), job) for name, module in linear.items()]
+    converted = [layer for layer in layers if not layer.skip_reason]
     if not converted:
-        raise UserError(f"{KEY}.enable: no layer can be converted:{_reasons(layers, 'left')}")
+        raise UserError(f"{KEY}.enable: no layer can be converted:{_reasons(layers, 'skip_reason')}")
     if settings.enable_fsdp_float8_all_gather and not any(layer.gathered for layer in converted):
-        raise UserError(
-            f"{KEY}.enable_fsdp_float8_all_gather: no weight can be gathered so:{_reasons(converted, 'whole')}"
-        )
+        reasons = _reasons(converted, "gather_reason")
+        raise UserError(f"{KEY}.enable_fsdp_float8_all_gather: no weight can be gathered in float8:{reasons}")
     return layers
 
 
-def _reasons(layers: Sequence[Layer], which: str) -> str:
-    return some_of([f"{layer.name}: {getattr(layer, which)}" for layer in layers])
+def _reasons(layers: Sequence[Layer], field: str) -> str:
+    return some_of([f"{layer.name}: {getattr(layer, field)}" for layer in layers])
 
 
-def _judge(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
-    """`rule` is None where the weight has its place in the table under another name."""
+def _decide(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
+    """Decide about one layer; `rule` is None if the table has its weight under another name."""
     settings, tp = job.config.quantize.linear.float8, job.layout.tp
     rows, columns = module.weight.shape
-    left = next((f'filter_fqns has "{pattern}"' for pattern in settings.filter_fqns if pattern in name), "")
-    if not left and (rule is None or rule.tied):
-        left = "it shares its weight"
-    elif not left and type(module) is not nn.Linear:
-        left = f"{type(module).__name__} is more than a linear layer"
-    elif not left and tp > 1 and rule and rule.tensor == "whole":
-        left = "tensor parallel keeps it whole"
-    split_rows, split_columns = _ranks(rule, tp)
-    if not left and (rows % (MULTIPLE * split_rows) or columns % (MULTIPLE * split_columns)):
-        left = f"{rows // split_rows} x {columns // split_columns} on a rank, and {MULTIPLE} must divide both"
-    elif not left and rule and rule.tensor == "head" and (odd := _odd_chunk(job)):
-        left = f"training.loss_chunks has one of {odd} tokens, and {MULTIPLE} must divide all"
-    whole = ""
+    skip = next((f'filter_fqns has "{pattern}"' for pattern in settings.filter_fqns if pattern in name), "")
+    if not skip and (rule is None or rule.tied):
+        skip = "it shares its weight"
+    elif not skip and type(module) is not nn.Linear:
+        skip = f"{type(module).__name__} is more than a linear layer"
+    elif not skip and tp > 1 and rule and rule.tensor == "replicated":
+        skip = "tensor parallel replicates it"
+    by_rows = rule is None or rule.tensor in ("column", "head", "embedding")
+    split_rows, split_columns = (tp, 1) if by_rows else (1, tp)  # over how many ranks each is split
+    local_rows, local_columns = rows // split_rows, columns // split_columns
+    if not skip and (rows % (MULTIPLE * split_rows) or columns % (MULTIPLE * split_columns)):
+        skip = f"{local_rows} x {local_columns} on a rank, and {MULTIPLE} must divide both"
+    elif not skip and rule and rule.tensor == "head" and (odd := _odd_chunk(job)):
+        skip = f"training.loss_chunks has one of {odd} tokens, and {MULTIPLE} must divide all"
+    reason = ""
     if any(fnmatchcase(f"{name}.weight", pattern) for pattern in job.config.parallelism.fsdp_keep_whole):
-        whole = "it is kept whole"
-    elif rows // split_rows % job.layout.fsdp:
-        whole = f"{rows // split_rows} rows do not split evenly over {job.layout.fsdp} ranks"
-    asked = settings.enable_fsdp_float8_all_gather and not left
-    return Layer(name, rows, columns, left, whole if asked else "", asked and not whole)
+        reason = "parallelism.fsdp_keep_whole replicates it"
+    elif local_rows % job.layout.fsdp:
+        reason = f"{local_rows} rows do not split evenly over {job.layout.fsdp} ranks"
+    wanted = settings.enable_fsdp_float8_all_gather and not skip
+    return Layer(name, rows, columns, skip, reason if wanted else "", wanted and not reason)
 
 
 def _odd_chunk(job: Job) -> int:
-    """Tokens of a chunk of the loss that a weight's gradient can't be summed over in float8; 0 if there is none."""
+    """Return the tokens of a loss chunk that float8 can't sum a weight's gradient over, or 0."""
     training, float8 = job.config.training, job.config.quantize.linear.float8
     if training.loss_chunks == 1 or float8.emulate or float8.recipe_name == "rowwise_with_gw_hp":
         return 0
@@ -174,90 +176,59 @@ def _odd_chunk(job: Job) -> int:
     return next((size for size in sizes if size % MULTIPLE), 0)
 
 
-def _ranks(rule: Rule | None, tp: int) -> tuple[int, int]:
-    """Over how many ranks tensor parallel splits the rows and the columns of a weight."""
-    by_rows = rule is None or rule.tensor in ("column", "head", "embedding")
-    return (tp, 1) if by_rows else (1, tp)
-
-
 def _table(layers: Sequence[Layer], job: Job) -> list[str]:
-    """Lines for the log: a row for each layer, one for those of all blocks that are alike."""
+    """Return lines for the log: a row for each layer, and one for those of all blocks that are alike."""
     settings, high = job.config.quantize.linear.float8, job.config.training.mixed_precision_param
     rows: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
         pattern = re.sub(rf"^({re.escape(job.spec.blocks)})\.\d+\.", r"\1.*.", layer.name)
-        fate = f"{high}: {layer.left}" if layer.left else "float8"
-        fate += ", gathered in float8" * layer.gathered
-        fate += f", gathered in {high}: {layer.whole}" * bool(layer.whole)
-        rows[pattern, f"{layer.rows} x {layer.columns}", fate] += 1
-    converted = sum(not layer.left for layer in layers)
-    how = [settings.recipe_name] + ["emulated"] * settings.emulate
-    how += ["scales precomputed"] * settings.precompute_float8_dynamic_scale_for_fsdp
-    lines = [f"float8     {converted} of {len(layers)} linear layers multiply in float8 ({', '.join(how)})"]
+        result = f"{high}: {layer.skip_reason}" if layer.skip_reason else "float8"
+        result += ", gathered in float8" * layer.gathered
+        result += f", gathered in {high}: {layer.gather_reason}" * bool(layer.gather_reason)
+        rows[pattern, f"{layer.rows} x {layer.columns}", result] += 1
+    converted = sum(not layer.skip_reason for layer in layers)
+    details = [settings.recipe_name] + ["emulated"] * settings.emulate
+    details += ["scales precomputed"] * settings.precompute_float8_dynamic_scale_for_fsdp
+    lines = [f"Applied float8 to {converted} of {len(layers)} linear layers ({', '.join(details)})"]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row, count in rows.items():
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(" " * 11 + (f"{cells}  x {count}" if count > 1 else cells.rstrip()))
+        lines.append("  " + (f"{cells}  x {count}" if count > 1 else cells.rstrip()))
     return lines
 
 
 # ---------------------------------------------------------------- tensor parallel
 
-
-def scaled_as_a_whole(module: Any) -> bool:
-    """A converted layer with one scale a tensor: rows' scales could not travel with a slice of the sequence."""
-    # Private in torchao 0.18. No module is of a class that nobody imported, and importing it costs seconds.
-    torchao = sys.modules.get("torchao.float8.float8_linear")
-    if torchao is None or not isinstance(module, torchao.Float8Linear):
-        return False
-    return module.config.cast_config_input.scaling_granularity.name == "TENSORWISE"
+_WHOLE_TENSOR_SCALE = "titanlite_whole_tensor_scale"
+"""The attribute that the converter sets on converted layers, since their class costs seconds to import."""
 
 
-def shared_cast(layers: Sequence[Any]) -> Cast | None:
-    """What turns an input that these layers share into float8, scaled by its largest value on any rank; None where
-    one of them needs it as it is."""
-    if not all(scaled_as_a_whole(layer) for layer in layers):
-        return None
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+def scales_whole_tensors(module: nn.Module) -> bool:
+    """Return whether this is a converted layer with one scale per tensor: scales of rows can't be gathered."""
+    return getattr(module, _WHOLE_TENSOR_SCALE, False)
 
-    dtype, products = layers[0].config.cast_config_input.target_dtype, layers[0].linear_mm_config
-    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)  # type: ignore[return-value]
+
+def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
+    """Return what casts an input shared by these layers to float8, scaled by its largest value on any rank.
+
+    None if one of the layers needs the input in high precision.
+    """
+    return float8_cast(layers[0]) if all(map(scales_whole_tensors, layers)) else None
 
 
 def row_style(**layouts: Any) -> ParallelStyle:
-    """How tensor parallel splits a row layer scaled as a whole: its output's gradient is gathered in float8."""
+    """Return the split of a row layer with one scale per tensor: its output's gradient is gathered in float8."""
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
     return Float8RowwiseParallel(**layouts)
 
 
-def _gather_as_bytes_on_a_cpu() -> None:
-    """Let torchao's all-gather of activations view float8 as bytes for gloo, which can't carry it."""
-    # Private in torchao 0.18; there is no other way to a collective inside of DTensor's redistribution.
-    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-
-    FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = _all_gather
-
-
-def _all_gather(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    from torchao.float8 import Float8TrainingTensor
-
-    here = args[0]
-    data = here._data.contiguous()
-    if data.device.type == "cpu":
-        gathered = operation(data.view(torch.uint8), *args[1:], **(kwargs or {}))
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(data.dtype)
-    else:
-        gathered = operation(data, *args[1:], **(kwargs or {}))
-    return Float8TrainingTensor(
-        gathered, here._scale, here._orig_dtype, here._linear_mm_config, here._gemm_input_role
-    )
-
-
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Importing torchao warns of kernels for other machines, which float8 training does not use, and of its own use
-    of torch; the variable it has against the former warns as well."""
+def _quiet_import() -> Iterator[None]:
+    """Silence what importing torchao warns of: kernels that float8 training does not use, and its own use of torch.
+
+    The variable that torchao offers against the former warns as well.
+    """
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,86 +1,104 @@
-"""The FSDP prefetch schedule: which group all-gathers which others ahead of their turn. Data first, then applied.
+"""The FSDP prefetch schedule: which group all-gathers which others before their turn. Data first, then applied.
 
-Groups are numbered in the order in which the forward pass needs them. A depth of 0 leaves FSDP2's own order: in the
-forward pass each group is gathered when it is reached, in the backward pass one ahead. No torch in here, so that
-`titanlite config --schedule` can print it.
+A depth of 0 leaves FSDP2's own order: in the forward pass each group is gathered when it is reached, in the backward
+pass one ahead. No torch in here, so that `titanlite config --schedule` can print it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.job import Job
 
+Prefetch = tuple[tuple[int, ...], ...]
+"""For each group, by number, the groups that it gathers ahead."""
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each group, the groups that it gathers ahead; None leaves FSDP2's own order."""
+    """Groups of modules that are gathered together, numbered as the forward pass needs them, and their prefetches."""
 
-    groups: tuple[str, ...]
-    turns: tuple[int, ...]
-    """The groups in the order in which the backward pass needs them."""
-    forward: tuple[tuple[int, ...], ...] | None
-    backward: tuple[tuple[int, ...], ...] | None
+    groups: tuple[tuple[str, ...], ...]
+    last: int
+    """The group in use when the forward pass ends."""
+    last_is_root: bool
+    """That group is FSDP2's root group."""
+    forward: Prefetch | None
+    """None leaves FSDP2's own order."""
+    backward: Prefetch | None
+
+    @property
+    def backward_order(self) -> tuple[int, ...]:
+        return _backward_order(len(self.groups), self.last)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple("+".join(group) for group in self.groups)
 
     def __str__(self) -> str:
-        lines = []
-        for name, ahead, order in (
-            ("forward", self.forward, range(len(self.groups))),
-            ("backward", self.backward, self.turns),
+        lines, labels = [], self.labels
+        for name, prefetch, order, ahead in (
+            ("forward", self.forward, range(len(labels)), "none"),
+            ("backward", self.backward, self.backward_order, "one"),
         ):
-            if ahead is None:
-                lines.append(f"{name}: FSDP2's own order ({'none' if name == 'forward' else 'one'} ahead)")
+            if prefetch is None:
+                lines.append(f"{name}: FSDP2's own order ({ahead} ahead)")
                 continue
             lines.append(f"{name}:")
             for group in order:
-                others = ", ".join(self.groups[other] for other in ahead[group]) or "nothing"
-                lines.append(f"  {self.groups[group]} gathers {others}")
+                gathered = ", ".join(labels[other] for other in prefetch[group]) or "nothing"
+                lines.append(f"  {labels[group]} gathers {gathered}")
         return "\n".join(lines)
 
 
-def group_names(job: Job, tied: bool) -> tuple[tuple[str, ...], ...]:
-    """Modules that are gathered together, in the order in which the forward pass first needs them.
+def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Schedule:
+    """Return the schedule of a model part that has these `modules` (None: the whole model).
 
     A tied embedding and output are one group, needed first: two would each hold a shard of the same weight. A loss in
-    chunks calls the output more than once a pass, which only the root's group, gathered first, outlives.
+    chunks calls the output more than once a pass; only the root group, gathered first, stays whole that long.
     """
-    size = job.config.parallelism.fsdp_blocks_per_group
-    blocks = [f"{job.spec.blocks}.{number}" for number in range(job.shape.layers)]
-    grouped = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
+    spec, settings = job.spec, job.config.parallelism
+
+    def present(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if modules is None or name in modules)
+
+    before, after = present(spec.before), present(spec.after)
+    blocks = present(f"{spec.blocks}.{number}" for number in range(job.shape.layers))
+    size = settings.fsdp_blocks_per_group
+    block_groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+    head_in_root = job.config.training.loss_chunks > 1 and bool(after)
     if tied:
-        return (*[(*job.spec.before, *job.spec.after)], *grouped)
-    if head_in_root(job):
-        return (job.spec.after, job.spec.before, *grouped)
-    return (job.spec.before, *grouped, job.spec.after)
+        groups = [(*before, *after), *block_groups]
+    elif head_in_root:
+        groups = [after, before, *block_groups]
+    else:
+        groups = [before, *block_groups, after]
+    groups = [group for group in groups if group]
+    count = len(groups)
+    last = 0 if tied or head_in_root else count - 1
+    forward_depth, backward_depth = settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch
+    forward = tuple(tuple(range(i + 1, min(i + 1 + forward_depth, count))) for i in range(count))
+    order = _backward_order(count, last)
+    following = {group: order[turn + 1 : turn + 1 + backward_depth] for turn, group in enumerate(order)}
+    backward = tuple(following[group] for group in range(count))
+    return Schedule(
+        tuple(groups),
+        last,
+        head_in_root,
+        forward if forward_depth else None,
+        backward if backward_depth else None,
+    )
 
 
-def head_in_root(job: Job) -> bool:
-    """Whether the group with the output is the root's own."""
-    return job.config.training.loss_chunks > 1
+def _backward_order(count: int, last: int) -> tuple[int, ...]:
+    """Return the groups in the order in which the backward pass needs them."""
+    return (last, *(group for group in reversed(range(count)) if group != last))
 
 
-def group_with_output(job: Job, tied: bool) -> int:
-    """The number of the group that is in use when the forward pass ends."""
-    return 0 if tied or head_in_root(job) else len(group_names(job, tied)) - 1
-
-
-def schedule(job: Job, tied: bool) -> Schedule:
-    """The schedule that a job asks for."""
-    groups = group_names(job, tied)
-    count, first = len(groups), group_with_output(job, tied)
-    turns = (first, *(group for group in reversed(range(count)) if group != first))
-    ahead, behind = job.config.parallelism.fsdp_forward_prefetch, job.config.parallelism.fsdp_backward_prefetch
-    forward = tuple(tuple(range(i + 1, min(i + 1 + ahead, count))) for i in range(count))
-    after = {group: turns[place + 1 : place + 1 + behind] for place, group in enumerate(turns)}
-    backward = tuple(after[group] for group in range(count))
-    names = tuple("+".join(group) for group in groups)
-    return Schedule(names, turns, forward if ahead else None, backward if behind else None)
-
-
-def apply(groups: Sequence[Any], plan: Schedule) -> None:
-    """Tell FSDP2; `groups` are the first modules of each group, sharded already."""
+def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:
+    """Hand the schedule to FSDP2; `groups` are the first modules of each group, sharded already."""
     for i, module in enumerate(groups):
         if plan.forward is not None:
             module.set_modules_to_forward_prefetch([groups[other] for other in plan.forward[i]])

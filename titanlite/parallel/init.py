@@ -11,7 +11,6 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
 from titanlite.parallel.build import shared_names, tie
@@ -20,38 +19,40 @@ from titanlite.registry import Init, Rule
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
-_ELEMENTS_AT_A_TIME = 64 * BLOCK
+_CHUNK_ELEMENTS = 64 * BLOCK
 
 
 def materialize(
-    model: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
+    part: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
 ) -> None:
-    """Move a model from the meta device to `device` with its initial values; ties stay ties.
+    """Move a model part from the meta device to `device` with its initial values; ties stay ties.
 
     With `in_host_memory` its parameters live on the CPU; buffers are always on `device`, where they are used.
     """
-    allocate(model, device, in_host_memory)
+    allocate(part, device, in_host_memory)
+    first_names = {rule.tied: name for name, rule in table.items()}  # a part may hold only the second of a tie
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in part.named_parameters():
+            name = first_names.get(name, name)
             fill(parameter, name, table[name].init, seed)
 
 
-def allocate(model: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
-    """Give a model on the meta device memory, with buffers filled and parameters yet without values."""
-    ties = shared_names(model)
-    model.to_empty(device="cpu" if in_host_memory else device)
-    for module in model.modules() if in_host_memory else ():
+def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
+    """Allocate memory for a model part on the meta device; fill its buffers, but not its parameters."""
+    ties = shared_names(part)
+    part.to_empty(device="cpu" if in_host_memory else device)
+    for module in part.modules() if in_host_memory else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
-    tie(model, ties)  # to_empty makes a parameter for each name
+    tie(part, ties)  # to_empty makes a parameter for each name
     with torch.no_grad():
-        for name, module in model.named_modules():
+        for name, module in part.named_modules():
             if reset := getattr(module, "reset_buffers", None):
                 reset()
             elif buffers := [buffer for buffer, _ in module.named_buffers(recurse=False)]:
                 raise UserError(
-                    f"{name or 'the model'} has buffers ({', '.join(buffers)}) and no method reset_buffers to fill "
-                    "them: the model is built without memory, so what __init__ put there is lost"
+                    f"{name or 'the model'} has buffers ({', '.join(buffers)}) but no method reset_buffers to fill "
+                    "them: the model is built without memory, so values set in __init__ are lost"
                 )
 
 
@@ -62,30 +63,29 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
         return
     std = init.std
     if init.by_depth:
-        layer = int(next(part for part in name.split(".") if part.isdigit()))
+        layer = int(next(component for component in name.split(".") if component.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
-    offset = shard_offset(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.dim()
-    _fill_shard(local_part(parameter), tuple(parameter.shape), offset, name, std, seed)
+    _fill_shard(local_part(parameter), tuple(parameter.shape), shard_offset(parameter), name, std, seed)
 
 
 def _fill_shard(
     local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], name: str, std: float, seed: int
 ) -> None:
-    """Some rows at a time, so that a shard cut along columns never costs the memory of the full rows."""
+    """Fill some rows at a time, so that a shard cut along columns never costs the memory of the full rows."""
     if local.numel() == 0:
         return
     per_row, numel = prod(shape[1:]), prod(shape)
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
-    at_a_time = max(1, _ELEMENTS_AT_A_TIME // per_row)
-    for row in range(0, local.size(0), at_a_time):
-        rows = min(at_a_time, local.size(0) - row)
+    chunk_rows = max(1, _CHUNK_ELEMENTS // per_row)
+    for row in range(0, local.size(0), chunk_rows):
+        rows = min(chunk_rows, local.size(0) - row)
         start = (offset[0] + row) * per_row
         values = _draw(name, seed, start, start + rows * per_row, numel).view(rows, *shape[1:])
         local[row : row + rows] = values[(slice(None), *columns)].mul_(std)
 
 
 def _draw(name: str, seed: int, start: int, stop: int, numel: int) -> torch.Tensor:
-    """Elements start to stop of the full tensor's standard normal values."""
+    """Return elements start to stop of the full tensor's standard normal values."""
     first = start // BLOCK
     values = torch.empty(min(numel, -(-stop // BLOCK) * BLOCK) - first * BLOCK, dtype=torch.float32)
     generator = torch.Generator()

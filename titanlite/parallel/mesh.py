@@ -1,4 +1,4 @@
-"""The device mesh of a Layout, and the sub-meshes that the rest asks for by purpose."""
+"""The device mesh of a Layout, and its sub-meshes by purpose."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from titanlite.layout import DIMENSIONS, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh with all dimensions, and its views by purpose."""
+    """The mesh of all ranks, and its views by purpose."""
 
     world: DeviceMesh
+    """All ranks, with every dimension of a Layout: `world["cp"]`."""
     fsdp: DeviceMesh
-    """Who shards parameters; under HSDP with the replicas as the outer dimension."""
+    """Ranks that shard parameters, dp_shard x cp; under HSDP with the replicas as the outer dimension."""
     tp: DeviceMesh
-    """Who splits matrices and sequences."""
+    """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
     loss: dist.ProcessGroup
-    """Who sums the loss and the valid tokens."""
+    """Ranks that sum the loss and the valid tokens: all but for pp and tp."""
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -31,10 +32,25 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    # It warns of every gradient and norm that two dimensions split, where nothing can be done.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    """Create the process groups of a layout."""
+    # DTensor warns of every gradient and norm that two dimensions split, which is what these meshes do.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     world = init_device_mesh(device_type, layout.degrees, mesh_dim_names=DIMENSIONS)
-    # _flatten is private in torch 2.11 to 2.13, and the only way to one group over several dimensions (tried on 2.13)
-    loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    fsdp = world["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else world["dp_shard"]
-    return Mesh(world, fsdp, world["tp"], loss.get_group())
+    sharding, shard = world, "dp_shard"
+    if layout.cp > 1:  # a second view of the same ranks, in which dp_shard x cp is one dimension
+        degrees, shard = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp), "dp_shard_cp"
+        sharding = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "dp_replicate", shard, "tp"))
+    fsdp = sharding["dp_replicate", shard] if layout.dp_replicate > 1 else sharding[shard]
+    return Mesh(world, fsdp, sharding["tp"], _loss_group(layout))
+
+
+def _loss_group(layout: Layout) -> dist.ProcessGroup:
+    members: dict[tuple[int, int], list[int]] = {}
+    for rank in range(layout.world):
+        coordinates = layout.coordinates(rank)
+        members.setdefault((coordinates["pp"], coordinates["tp"]), []).append(rank)
+    if len(members) == 1:  # no second group, and on NCCL no second communicator, for all ranks
+        assert dist.group.WORLD
+        return dist.group.WORLD
+    group, _ = dist.new_subgroups_by_enumeration(list(members.values()), group_desc="loss")
+    return group

@@ -1,7 +1,7 @@
 """Parameters that stay whole on every data-parallel rank (parallelism.fsdp_keep_whole).
 
-FSDP2 leaves them alone, so nothing gathers them; here is what it would have done besides: computing with them in
-mixed_precision_param, and summing their gradients over the ranks, all in one collective a step.
+FSDP2 ignores them; this does what it would have done: computing with them in mixed_precision_param, and summing
+their gradients over the ranks, in one collective a step.
 """
 
 from __future__ import annotations
@@ -12,29 +12,49 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.errors import UserError
+from titanlite.parallel.build import Context, match_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.param_view import forward_with_converted_params
 
+KEY = "parallelism.fsdp_keep_whole"
 
-def compute_in(dtype: torch.dtype, model: nn.Module, kept: Iterable[nn.Parameter]) -> None:
-    """Let the modules that own these parameters compute with them in `dtype`; names and masters stay as they are."""
-    wanted = {id(parameter) for parameter in kept if parameter.dtype != dtype}
+
+def apply(model: nn.Module, context: Context) -> list[str]:
+    """Let modules compute with their replicated parameters in mixed_precision_param; the masters keep their type."""
+    config = context.job.config
+    patterns = config.parallelism.fsdp_keep_whole
+    names = match_parameters(context.table, KEY, patterns)
+    if len(names) == len(context.table):
+        raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    to_cast = {id(p) for p in replicated_parameters(model, context) if p.dtype != dtype}
     for module in model.modules():
-        own = [name for name, parameter in module.named_parameters(recurse=False) if id(parameter) in wanted]
+        own = [name for name, parameter in module.named_parameters(recurse=False) if id(parameter) in to_cast]
         if own:
             forward_with_converted_params(lambda parameter: parameter.to(dtype), module, own)
+    if not names:
+        return []
+    return [f"Applied {KEY}: {len(names)} of {len(context.table)} parameters are replicated ({', '.join(patterns)})"]
 
 
-def sum_gradients(kept: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Sum the gradients over the data-parallel ranks, in `dtype`."""
-    trained = [parameter for parameter in kept if parameter.requires_grad]
+def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Parameter]:
+    """Return the parameters of a model part that FSDP2 must ignore and `sum_gradients` must sum."""
+    names = match_parameters(context.table, KEY, context.job.config.parallelism.fsdp_keep_whole)
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name in names if name in parameters]
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sum the gradients of replicated parameters over the data-parallel ranks, in `dtype`."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
     for parameter in trained:
-        if parameter.grad is None:  # this rank's tokens never met it; others' may have
+        if parameter.grad is None:  # unused by this rank's tokens, but other ranks take part in the collective
             parameter.grad = torch.zeros_like(parameter)
     gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
     flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))

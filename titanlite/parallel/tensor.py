@@ -2,8 +2,8 @@
 
 Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and row layers sees
 the whole sequence, gathered once, and a slice of the heads or hidden units. So everything outside of such modules
-must treat each token on its own. Parameters become DTensors on the `tp` mesh under their plain names; those that stay
-whole are replicated there, and their gradients summed over the slices.
+must treat each token by itself. Parameters become DTensors on the `tp` mesh under their plain names; replicated ones
+have their gradients summed over the slices.
 """
 
 from __future__ import annotations
@@ -27,61 +27,73 @@ from torch.distributed.tensor.parallel import (
 from titanlite.errors import UserError
 from titanlite.layout import divisors
 from titanlite.parallel import float8
-from titanlite.parallel.build import shared_names, tie
+from titanlite.parallel.build import Context, shared_names, tie
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Role, Rule
+from titanlite.runtime.torch_private import enable_async_tensor_parallel
 
 SEQUENCE = Shard(1)
 _BIAS_ROLE: dict[Role, Role] = {
     "embedding": "embedding",
     "column": "column",
-    "row": "whole",
+    "row": "replicated",
     "norm": "norm",
     "head": "head",
-    "whole": "whole",
+    "replicated": "replicated",
 }
-"""The role of what stands beside a weight in its module, such as a bias."""
+"""The role of a parameter beside a weight in its module, such as a bias."""
 
 
-def apply(model: nn.Module, blocks: str, table: dict[str, Rule], mesh: DeviceMesh, shard_loss: bool) -> None:
-    """Split every module with parameters as its table says; logits become DTensors, split with `shard_loss`."""
+def apply(model: nn.Module, context: Context) -> list[str]:
+    """Split every module with parameters as the table says; logits become DTensors, split over the vocabulary."""
+    if context.job.layout.tp == 1:
+        return []
+    settings, mesh = context.job.config.parallelism, context.mesh.tp
+    splits_logits = not settings.disable_loss_parallel
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    roles = check(model, table, mesh.size())
-    gathering = _gathering(model, blocks, roles)
-    logits = Shard(-1) if shard_loss else Replicate()
-    styles: dict[Role, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
-        "column": ColwiseParallel(),
-        "row": RowwiseParallel(output_layouts=SEQUENCE),
-        "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
-        "whole": ReplicatedModule(),
-    }
+    roles = check(model, context.table, mesh.size())
+    gathering = _gathering(model, context.job.spec.blocks, roles)
     for name, role in roles.items():
-        try:
-            style = styles[role]
-            if role == "row" and float8.scaled_as_a_whole(model.get_submodule(name)):
-                style = float8.row_style(output_layouts=SEQUENCE)
-            parallelize_module(model.get_submodule(name), mesh, style)
-        except NotImplementedError:
-            kind = type(model.get_submodule(name)).__name__
-            raise UserError(
-                f'tensor parallel: {name}.weight has the role "{role}", and {kind} cannot be split'
-            ) from None
-        if role == "embedding":
-            # Its collective may be pending still, which a compiled block could not take.
-            model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
+        _split_module(model.get_submodule(name), name, role, mesh, splits_logits)
     for path, readers in gathering.items():
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])
         model.get_submodule(path).register_forward_pre_hook(partial(_gather, mesh, cast), prepend=True)
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
+    note = f"Applied tensor parallel on {mesh.size()} ranks, logits " + ("split" if splits_logits else "replicated")
+    if settings.enable_async_tensor_parallel:  # untested: no GPUs available that reach each other's memory
+        enable_async_tensor_parallel(mesh.get_group().group_name)
+        note += ", overlapped with computation (async)"
+    return [note]
+
+
+def _split_module(module: nn.Module, name: str, role: Role, mesh: DeviceMesh, splits_logits: bool) -> None:
+    styles: dict[Role, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=SEQUENCE),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(output_layouts=Shard(-1) if splits_logits else Replicate(), use_local_output=False),
+        "replicated": ReplicatedModule(),
+    }
+    style = styles[role]
+    if role == "row" and float8.scales_whole_tensors(module):
+        style = float8.row_style(output_layouts=SEQUENCE)
+    try:
+        parallelize_module(module, mesh, style)
+    except NotImplementedError:
+        raise UserError(
+            f'tensor parallel: {name}.weight has the role "{role}", and {type(module).__name__} cannot be split'
+        ) from None
+    if role == "embedding":
+        # Its collective may be pending still, which a compiled block could not take.
+        module.register_forward_hook(lambda module, args, output: output.clone())
 
 
 def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
-    """The role of every module with parameters; a UserError where the table or the degree does not fit the model."""
+    """Return the role of every module with parameters; raise UserError if the table or the degree does not fit."""
     roles = _roles(model, table)
     for name, role in roles.items():
         # Vocabularies may be split unevenly; between a column and a row layer, slices of equal size are cut.
@@ -97,45 +109,29 @@ def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Ro
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum what every rank found for parameters that stay whole. Where FSDP2 is applied, it has done so."""
+    """Sum the ranks' gradients of replicated parameters, unless FSDP2 is applied and has done so."""
     for parameter in parameters:
         gradient = parameter.grad
-        split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
-        if split and gradient.placements != parameter.placements:
+        is_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+        if is_split and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | None = None) -> DTensor:
-    """Hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
+    """Gather the hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
     if isinstance(hidden, DTensor):
         return hidden
     sequence = DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False)
     return (cast(sequence) if cast else sequence).redistribute(placements=(Replicate(),))
 
 
-def overlap(mesh: DeviceMesh) -> None:
-    """Let inductor cut matrix products into pieces that overlap with the mesh's communication ("async TP").
-
-    Both names are private in torch 2.11 to 2.13, and there are no public ones; read, not yet run, for want of GPUs.
-    """
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-
-
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
-    """The role of every module that has parameters of its own: that of its weight, or of all."""
-    of: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
-    for rule in table.values():
-        if rule.tied:
-            of[rule.tied] = "head"
-    found: dict[str, Role] = {}
+    """Return the role of every module that has parameters of its own: that of its weight, or of all."""
+    roles: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
+    roles |= {rule.tied: "head" for rule in table.values() if rule.tied}
+    by_module: dict[str, Role] = {}
     for path, module in model.named_modules():
-        own: dict[str, Role] = {
-            name: of[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)
-        }
+        own = {name: roles[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)}
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))
@@ -145,39 +141,41 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
                     f'of the role "{role}" it must be "{_BIAS_ROLE[role]}"'
                 )
-        found[path] = role
-    return found
+        by_module[path] = role
+    return by_module
 
 
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
-    """Modules that gather their input once, and the layers that read it: the largest inside of blocks that hold
-    column and row layers only, and what stands alone."""
-    found: dict[str, list[str]] = {}
+    """Return the modules that gather their input once, with the layers that read it.
+
+    These are the largest inside of blocks that hold column and row layers only, and other column and head layers.
+    """
+    readers: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
-        if any(path.startswith(f"{larger}.") for larger in found):
+        if any(path.startswith(f"{larger}.") for larger in readers):
             continue
         inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.")}
-        deep = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
-        readers = [name for name, role in inside.items() if role == "column"]
-        if deep and readers and {*inside.values()} <= {"column", "row"}:
-            found[path] = readers
+        is_below_block = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
+        columns = [name for name, role in inside.items() if role == "column"]
+        if is_below_block and columns and {*inside.values()} <= {"column", "row"}:
+            readers[path] = columns
         elif roles.get(path) in ("column", "head"):
-            found[path] = [path]
-    return found
+            readers[path] = [path]
+    return readers
 
 
 def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The whole sequence of a module's first input; in the backward pass gradients are summed and sliced again."""
+    """Gather the sequence of a module's first input; the backward pass sums its gradients and slices them again."""
     return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
 class ReplicatedModule(ParallelStyle):
-    """Every rank holds and uses all of a module's own parameters; each sees a part of the tokens or heads."""
+    """Give every rank all of a module's own parameters; each rank sees some of the tokens or heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
-            module.register_parameter(name, nn.Parameter(whole))
+            replicated = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
+            module.register_parameter(name, nn.Parameter(replicated))
         forward_with_converted_params(_local, module, [name for name, _ in module.named_parameters(recurse=False)])
         return module
 

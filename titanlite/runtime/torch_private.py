@@ -1,0 +1,94 @@
+"""Every private name of torch and torchao that titanlite uses, once each.
+
+Promises: no other file but verify/pool.py names one. Beside each entry stand the versions it was tried on, and the
+public name to move to where one exists. Imports are late where they are slow, so that anything may import this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# torch 2.11, 2.13 and 2.15. These operations have no public names; TorchTitan lists the same.
+ATTENTION_OPERATIONS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+# torch 2.11, 2.13 and 2.15: the operation behind DTensor's reduce-scatter has no public name.
+REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Return where this rank's shard begins in the full tensor."""
+    # torch 2.11, 2.13 and 2.15. Public API gives a shard's shape only; DTensor.__create_chunk_list__ is DCP's protocol.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def enable_async_tensor_parallel(group_name: str) -> None:
+    """Let inductor split matrix products into pieces that overlap with the group's communication."""
+    # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where
+    # inductor still asks is_symm_mem_enabled_for_group before it fuses: drop it once that is gone.
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group_name)
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Set the fraction of activations that graphs compiled from now on may keep; 1.0 means all."""
+    # torch 2.11 and 2.13. Move to torch.autograd.graph.region_activation_memory_budget, which 2.11 lacks.
+    from torch._functorch import config
+
+    config.activation_memory_budget = budget
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a device mesh in a graph has no size
+        config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def default_all_gather() -> type:
+    """Return the class of FSDP2's own all-gather, for set_custom_all_gather. torch 2.11 and 2.13; no public name."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    return DefaultAllGather
+
+
+def register_float8_all_gather(all_gather: Callable[..., Any]) -> None:
+    """Run `all_gather(operation, args, kwargs)` for DTensor's all-gather of torchao's float8 tensors."""
+    # torchao 0.18. Nothing else reaches a collective inside of DTensor's redistribution.
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = all_gather
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a functional collective. torch 2.11, 2.13 and 2.15; no public name."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside of torchao's class for weights that are gathered in float8; any other as it is."""
+    # torchao 0.18; no public way.
+    return weight._tensor if type(weight).__module__ == "torchao.float8.fsdp_utils" else weight  # type: ignore
+
+
+def float8_cast(layer: Any) -> Callable[[Any], Any]:
+    """Return the function that casts a sequence to float8 as torchao's linear layer casts its input."""
+    # torchao 0.18. Its public PrepareFloat8ModuleInput does the same, but splits and gathers in one module of its own.
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    dtype, products = layer.config.cast_config_input.target_dtype, layer.linear_mm_config
+    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)
+
+
+def replace_float8_data(tensor: Any, data: torch.Tensor) -> Any:
+    """Return torchao's float8 tensor with other data and the same scale. torchao 0.18; no public way."""
+    return type(tensor)(data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role)
