@@ -75,7 +75,7 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     for here, there in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
         table += [
             Rule(block + here + "weight", out_of, "row", hf + there + "weight", turned),
-            Rule(block + here + "bias", zeros, "whole", hf + there + "bias"),
+            Rule(block + here + "bias", zeros, "replicated", hf + there + "bias"),
         ]
     table += [
         Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", turned),
@@ -118,6 +118,8 @@ SPEC = register_model(
         rules,
         build="titanlite.models.gpt2.model:GPT2",
         before=("tok_embeddings", "pos_embeddings"),
-        hf=HuggingFace(hf_config, free=_DROPOUTS, ignored=("*.attn.bias", "*.attn.masked_bias")),
+        hf=HuggingFace(
+            hf_config, unchecked_config_keys=_DROPOUTS, ignored_tensors=("*.attn.bias", "*.attn.masked_bias")
+        ),
     )
 )

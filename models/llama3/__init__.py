@@ -120,6 +120,8 @@ SPEC = register_model(
         shape,
         rules,
         build="titanlite.models.llama3.model:Llama",
-        hf=HuggingFace(hf_config, free=("max_position_embeddings",), ignored=("*.rotary_emb.inv_freq",)),
+        hf=HuggingFace(
+            hf_config, unchecked_config_keys=("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",)
+        ),
     )
 )

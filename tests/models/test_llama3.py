@@ -80,7 +80,7 @@ def test_stages_without_embedding_or_output_compose_to_the_model():
 def test_a_buffer_that_nothing_fills_is_an_error():
     model, table = build(SMALL)
     model.get_submodule("layers.0").register_buffer("mask", torch.ones(3))
-    with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) and no method reset_buffers"):
+    with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) but no method reset_buffers"):
         materialize(model, table, 0, torch.device("cpu"))
 
 

@@ -27,20 +27,20 @@ def mis_seeded(argv: list[str], folder: str, odd: int) -> None:
 @pytest.mark.parametrize(
     ("world", "words", "says"),
     [
-        (2, REPLICATED + "2", "tok_embeddings.weight on rank 1 is not what it is on rank 0"),
-        (4, REPLICATED + "4", "tok_embeddings.weight on rank 1 is not what it is on rank 0, 2, 3"),
-        (4, REPLICATED + "2", "tok_embeddings.weight on rank 3 is not what it is on rank 1"),
+        (2, REPLICATED + "2", "tok_embeddings.weight on rank 1 differs from rank 0"),
+        (4, REPLICATED + "4", "tok_embeddings.weight on rank 1 differs from rank 0, 2, 3"),
+        (4, REPLICATED + "2", "tok_embeddings.weight on rank 3 differs from rank 1"),
         (
             2,
             "--parallelism.fsdp_keep_whole=['layers.1.attention.wq.*']",
-            "layers.1.attention.wq.weight on rank 1 is not what it is on rank 0",
+            "layers.1.attention.wq.weight on rank 1 differs from rank 0",
         ),
     ],
     ids=["two replicas", "four replicas", "hsdp", "kept whole"],
 )
 def test_a_mis_seeded_rank_is_named_with_the_parameter(pool, tmp_path, world, words, says):
-    odd = 3 if "rank 3 is" in says else 1
-    with pytest.raises(RankFailed, match=f"replicas differ after initialization: {says}"):
+    odd = 3 if "rank 3 differs" in says else 1
+    with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
         pool.run(mis_seeded, [*TINY, words], str(tmp_path), odd, world=world)
 
 
@@ -53,14 +53,14 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
     run = trainer(argv, folder)
     model = run.parts[0]
     before = [content_hash(tensor) for tensor in model.buffers()]
-    check_replicas(model, "before", run.device)
+    check_replicas([model], "before", run.device)
     assert before == [content_hash(tensor) for tensor in model.buffers()]
     tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
             tensor.view(-1)[-1].mul_(1 + 1e-6)
     try:
-        check_replicas(model, "after loading", run.device)
+        check_replicas([model], "after loading", run.device)
     except titanlite.train.trainer.UserError as error:
         return str(error)
     return ""
@@ -68,13 +68,13 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
 
 def test_one_bit_of_a_buffer_is_enough(pool, tmp_path):
     for said in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
-        assert said.startswith("replicas differ after loading: rope.cos on rank 1 is not what it is on rank 0, 2")
+        assert said.startswith("replicas out of sync after loading: rope.cos on rank 1 differs from rank 0, 2")
 
 
 def test_what_is_replicated_over_tensor_parallel_ranks_is_compared_over_them(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
     pool.run(mis_seeded, argv, str(tmp_path), -1, world=4)
-    with pytest.raises(RankFailed, match="replicas differ"):
+    with pytest.raises(RankFailed, match="replicas out of sync"):
         pool.run(mis_seeded, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
 
 
@@ -95,7 +95,7 @@ def test_a_run_with_an_odd_rank_ends_before_its_first_step(tmp_path):
     argv = [*QUIET, "--model.package=odd", "--model.name=odd", "--model.flavor=small"]
     code, out = train(argv, tmp_path, NGPU="2")
     assert code == 1
-    assert "replicas differ after initialization: table on rank 1 is not what it is on rank 0" in out
+    assert "replicas out of sync after initialization: table on rank 1 differs from rank 0" in out
     assert "step:" not in out and "Traceback" not in out
 
 
@@ -123,5 +123,5 @@ def load_amiss(argv: list[str], folder: str, name: str) -> None:
     [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
 )
 def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path, name, told):
-    with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 is not what it is on rank 0"):
+    with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 differs from rank 0"):
         pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

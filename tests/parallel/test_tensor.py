@@ -98,7 +98,7 @@ def test_a_bias_whose_row_contradicts_its_weight_is_refused_by_name():
     model, table = build_model(job([*QUIET, "--model.name=gpt2"], 1))
     name = "layers.0.feed_forward.w2.bias"
     table[name] = dataclasses.replace(table[name], tensor="row")
-    with pytest.raises(UserError, match=rf'{name} has the role "row".* must be "whole"'):
+    with pytest.raises(UserError, match=rf'{name} has the role "row".* must be "replicated"'):
         tensor.check(model, table, 2)
 
 

@@ -48,4 +48,4 @@ def test_placements_of_70b_on_256_ranks_are_told_on_a_laptop():
     assert done.returncode == 0, done.stderr
     assert "dp_replicate 4 x dp_shard 8 x tp 8, 256 ranks" in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if "attention.wo" in line]
-    assert row.split("  ")[-1] == "x 80" and "whole over dp_replicate, dim 0 over dp_shard, dim 1 over tp" in row
+    assert row.split("  ")[-1] == "x 80" and "replicated over dp_replicate, dim 0 over dp_shard, dim 1 over tp" in row

@@ -165,4 +165,4 @@ def test_what_the_root_gathers_is_first_in_the_schedule():
     from titanlite.parallel.fsdp_schedule import schedule
 
     plan = schedule(job([*TINY, f"{CHUNKS}=2", "--parallelism.fsdp_forward_prefetch=1"], 2), tied=False)
-    assert plan.groups == ("norm+output", "tok_embeddings", "layers.0", "layers.1")
+    assert plan.labels == ("norm+output", "tok_embeddings", "layers.0", "layers.1")

@@ -89,7 +89,7 @@ def _model_checks(job: Job, model: nn.Module, table: dict[str, Rule], device: st
 
     yield partial(tensor.check, model, table, job.layout.tp)
     if job.config.quantize.linear.float8.enable:
-        yield partial(float8.plan, model, job)
+        yield partial(float8.plan, model, job, table)
     available = gpu_bytes() if device == "cuda" else machine_bytes() // processes
     yield partial(_check_memory, job, model, table, available)
 

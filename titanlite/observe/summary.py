@@ -16,7 +16,7 @@ from titanlite.errors import format_bytes
 from titanlite.observe.memory import state_bytes
 from titanlite.registry import Rule
 
-_ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices", "whole": "other"}
+_ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices", "replicated": "other"}
 
 
 def describe_start(

@@ -56,7 +56,7 @@ def trained_parameters(
 
     def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
         role = table[name].tensor
-        return name.startswith(f"{blocks}.") and role in ("column", "row", "whole") and parameter.dim() == 2
+        return name.startswith(f"{blocks}.") and role in ("column", "row", "replicated") and parameter.dim() == 2
 
     return [
         TrainedParam(name, parameter, table[name].tensor, decays(name), is_hidden_matrix(name, parameter))

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, nearest, some_of
@@ -93,7 +94,7 @@ def check_device(job: Job, device: str, capability: tuple[int, int] | None) -> N
 
 
 def has_rowwise_scales_on_cpu() -> bool:
-    return torch.__version__ >= (2, 13)
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
 # ---------------------------------------------------------------- which layers
@@ -229,7 +230,7 @@ def _quiet_import() -> Iterator[None]:
 
     The variable that torchao offers against the former warns as well.
     """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

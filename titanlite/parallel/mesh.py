@@ -53,4 +53,5 @@ def _loss_group(layout: Layout) -> dist.ProcessGroup:
         assert dist.group.WORLD
         return dist.group.WORLD
     group, _ = dist.new_subgroups_by_enumeration(list(members.values()), group_desc="loss")
+    assert isinstance(group, dist.ProcessGroup)
     return group

@@ -64,7 +64,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         model.get_parameter(name).requires_grad_(False)
     note = f"Applied tensor parallel on {mesh.size()} ranks, logits " + ("split" if splits_logits else "replicated")
     if settings.enable_async_tensor_parallel:  # untested: no GPUs available that reach each other's memory
-        enable_async_tensor_parallel(mesh.get_group().group_name)
+        enable_async_tensor_parallel(mesh.get_group())
         note += ", overlapped with computation (async)"
     return [note]
 
@@ -128,7 +128,9 @@ def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | N
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
     """Return the role of every module that has parameters of its own: that of its weight, or of all."""
     roles: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
-    roles |= {rule.tied: "head" for rule in table.values() if rule.tied}
+    for rule in table.values():
+        if rule.tied:
+            roles[rule.tied] = "head"
     by_module: dict[str, Role] = {}
     for path, module in model.named_modules():
         own = {name: roles[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)}

@@ -1,45 +1,41 @@
-"""What a layout makes of a model, told without processes: groups of ranks, their nodes, every parameter's placement.
+"""What a layout makes of a model, without its processes: groups of ranks, their nodes, every parameter's placement.
 
-The real mesh and the real techniques are applied to the model on the meta device, in a world that only pretends to
-exist: what is printed is what a run would have.
+The real mesh and the real techniques are applied to the model on the meta device in a fake world, so what is printed
+is what a run has.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
-import torch.distributed as dist
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS
-from titanlite.parallel.build import build_model
+from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
-from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.parallelize import apply_in_order
+from titanlite.parallel.parallelize import parallelize, split
+from titanlite.planner.fake_world import fake_world
 
 
 def describe(job: Job, per_node: int) -> str:
-    """The realized mesh, and each parameter's placement on it."""
-    # Private in torch 2.11 to 2.13 (tried on 2.13); the only group that needs no other process.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.layout.world)
-    try:
-        mesh = build_mesh(job.layout, "cpu")
+    """Return the groups of a job's mesh, the techniques that are applied, and each parameter's placement."""
+    with fake_world(job.layout) as mesh:
         model, table = build_model(job)
-        said: list[str] = []
-        apply_in_order(model, job, mesh, table, build_converters(job), said.append)
-        return "\n".join([*_groups(job, per_node), *said, "", *_parameters(model, job)])
-    finally:
-        dist.destroy_process_group()
+        context = Context(job, mesh, table, torch.device("cpu"), build_converters(job))
+        parts = split(model, context)
+        notes = dict.fromkeys(note for part in parts for note in parallelize(part, context))
+        rows = [line for part in parts for line in _parameters(part, job)]
+        return "\n".join([*_groups(job, per_node), *notes, "", *rows])
 
 
 def _groups(job: Job, per_node: int) -> list[str]:
-    """For each dimension, the group of rank 0, and whether such groups cross nodes."""
+    """Describe the nodes, and for each dimension the group of rank 0 and whether such groups cross nodes."""
     world = job.layout.world
     nodes = -(-world // per_node)
     lines = [f"mesh: {job.layout}" + (f", {world} ranks" if world > 1 else "")]
@@ -52,11 +48,11 @@ def _groups(job: Job, per_node: int) -> list[str]:
             continue
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
-            elsewhere = job.layout.coordinates(rank) | {name: 0}
-            members.setdefault(tuple(elsewhere.values()), []).append(rank)
-        across = max(len({rank // per_node for rank in group}) for group in members.values())
-        where = "inside a node" if across == 1 else f"across {across} nodes"
-        lines.append(f"{name} {degree}: {where}, e.g. ranks {_listed(next(iter(members.values())))}")
+            group = job.layout.coordinates(rank) | {name: 0}
+            members.setdefault(tuple(group.values()), []).append(rank)
+        nodes_crossed = max(len({rank // per_node for rank in ranks}) for ranks in members.values())
+        crossing = "inside a node" if nodes_crossed == 1 else f"across {nodes_crossed} nodes"
+        lines.append(f"{name} {degree}: {crossing}, e.g. ranks {_format_ranks(next(iter(members.values())))}")
     return lines
 
 
@@ -65,19 +61,18 @@ def _span(node: int, per_node: int, world: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     shown = [str(rank) for rank in ranks]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "…", shown[-1]])
 
 
-def _parameters(model: nn.Module, job: Job) -> list[str]:
-    """A row for each parameter; layers that are placed alike share one."""
-    rows: dict[tuple[str, ...], int] = {}
-    for name, parameter in model.named_parameters():
+def _parameters(part: nn.Module, job: Job) -> list[str]:
+    """Return a row for each parameter; layers that are placed alike share one."""
+    rows: Counter[tuple[str, ...]] = Counter()
+    for name, parameter in part.named_parameters():
         pattern = re.sub(rf"^({re.escape(job.spec.blocks)})\.\d+\.", r"\1.*.", name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        row = (pattern, _size(parameter.shape), _placement(parameter), _size(local.shape))
-        rows[row] = rows.get(row, 0) + 1
+        rows[pattern, _size(parameter.shape), _placement(parameter), _size(local.shape)] += 1
     header = ("parameter", "shape", "placement", "on rank 0")
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
@@ -92,12 +87,12 @@ def _size(shape: Iterable[int]) -> str:
 
 
 def _placement(parameter: nn.Parameter) -> str:
-    """Which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
+    """Say which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
     if not isinstance(parameter, DTensor):
-        return "whole on every rank"
+        return "replicated on every rank"
     names = parameter.device_mesh.mesh_dim_names or ()
-    split = [  # a strided shard is no Shard in every version, and has a dim all the same
-        f"whole over {name}" if placement.is_replicate() else f"dim {cast(Shard, placement).dim} over {name}"
+    splits = [  # a strided shard is not a Shard in every version, but has a dim
+        f"replicated over {name}" if placement.is_replicate() else f"dim {cast(Shard, placement).dim} over {name}"
         for name, placement in zip(names, parameter.placements, strict=True)
     ]
-    return ", ".join(split)
+    return ", ".join(splits)

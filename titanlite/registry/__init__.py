@@ -26,28 +26,4 @@ from titanlite.registry.register import (
     register_optimizer,
 )
 
-__all__ = [
-    "Box",
-    "HuggingFace",
-    "Init",
-    "ModelSpec",
-    "OptimizerSpec",
-    "FusedSlice",
-    "Role",
-    "Rotary",
-    "Rule",
-    "ModelDims",
-    "WeightTransform",
-    "Transposed",
-    "assign",
-    "find_converter",
-    "get_model",
-    "get_optimizer",
-    "import_object",
-    "normal",
-    "ones",
-    "register_converter",
-    "register_model",
-    "register_optimizer",
-    "zeros",
-]
+Step, Part, Shape = WeightTransform, FusedSlice, ModelDims  # earlier names, which users' packages may import

@@ -1,4 +1,4 @@
-"""How a model's parameters appear in a Hugging Face folder: names, and invertible steps between the two forms."""
+"""How a model's parameters appear in a Hugging Face folder: names, and invertible transforms between the forms."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import torch
 
 Box = tuple[slice, ...]
-"""A part of a tensor: a start and a stop for each dimension."""
+"""A region of a tensor: a start and a stop for each dimension."""
 
 
 class WeightTransform:
-    """An invertible step between a tensor here and its form in a Hugging Face folder."""
+    """An invertible transform between one of our tensors and its form in a Hugging Face folder."""
 
     def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -22,21 +22,21 @@ class WeightTransform:
     def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
-        """A box over there, the box here that is made of it alone and has all of `box`, and the step that does so.
+    def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
+        """Return the region of the HF tensor to read, the region of ours it produces, and the transform between them.
 
-        Whoever wants one row of a tensor reads all of it where a step does not say better.
+        The second contains `box`, a region of our tensor of this shape. Unless a transform overrides this, all of the
+        tensor is read.
         """
-        whole = tuple(slice(0, size) for size in shape)
         import torch
 
-        there = self.to_hf(torch.empty(tuple(shape), device="meta")).shape
-        return tuple(slice(0, size) for size in there), whole, self
+        hf_shape = self.to_hf(torch.empty(tuple(shape), device="meta")).shape
+        return tuple(slice(0, size) for size in hf_shape), tuple(slice(0, size) for size in shape), self
 
 
 @dataclass(frozen=True)
 class Rotary(WeightTransform):
-    """Rows of a projection whose heads rotate adjacent pairs here, and halves over there."""
+    """The RoPE permutation of a projection's rows: we rotate adjacent pairs, Hugging Face rotates halves."""
 
     heads: int
 
@@ -48,7 +48,7 @@ class Rotary(WeightTransform):
         rows = weight.unflatten(0, (self.heads, 2, -1))
         return rows.transpose(1, 2).reshape(weight.shape)
 
-    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
+    def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
         rows = shape[0] // self.heads
         first, last = box[0].start // rows, -(-box[0].stop // rows)
         heads = (slice(first * rows, last * rows), *box[1:])
@@ -57,7 +57,7 @@ class Rotary(WeightTransform):
 
 @dataclass(frozen=True)
 class Transposed(WeightTransform):
-    """A matrix whose rows and columns are swapped over there."""
+    """Swap the rows and columns of a matrix."""
 
     def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t()
@@ -65,13 +65,13 @@ class Transposed(WeightTransform):
     def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t()
 
-    def around(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
+    def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
         return box[::-1], box, self
 
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """One of several equal parts that are joined along a dimension over there, after the steps of `via`."""
+    """One of several equal slices that a Hugging Face tensor joins along a dimension, after `via`."""
 
     index: int
     of: int
@@ -80,11 +80,11 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A model's folder over there, but for the tensors, which the table names."""
+    """A model's Hugging Face folder, except for tensor names, which the table has."""
 
     config: Callable[[Any], dict[str, Any]]
-    """What config.json says of a flavor."""
-    free: tuple[str, ...] = ()
-    """Of that, what the weights do not depend on: a folder that is read may say otherwise."""
-    ignored: tuple[str, ...] = ()
-    """Patterns of tensors over there that hold nothing learned."""
+    """Returns the content of config.json for a flavor."""
+    unchecked_config_keys: tuple[str, ...] = ()
+    """config.json keys that may differ on import, since no weight depends on them."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Patterns of Hugging Face tensors to skip, such as buffers."""

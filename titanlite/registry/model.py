@@ -1,8 +1,8 @@
 """What a model tells the framework: a ModelSpec, and one table with a Rule per parameter pattern.
 
-A model is plain single-device code. Everything else that is known of its parameters (initial value, role under
-tensor parallel, name in a Hugging Face folder) stands in its table, and every parameter matches exactly one row:
-nothing is silently replicated, left uninitialized or dropped on export.
+A model is plain single-device code. Everything else about its parameters (initial value, role under tensor parallel,
+name in a Hugging Face folder) stands in its table, and every parameter matches exactly one row: nothing is silently
+replicated, left uninitialized or dropped on export.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titanlite.errors import UserError, nearest
 from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
@@ -21,7 +21,7 @@ from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
 if TYPE_CHECKING:
     import torch
 
-Role = Literal["embedding", "column", "row", "norm", "head", "whole"]
+Role = Literal["embedding", "column", "row", "norm", "head", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,41 @@ class Rule:
     hf: str = ""
     """Name in a Hugging Face folder, with the pattern's wildcards in the same order."""
     via: tuple[WeightTransform, ...] = ()
-    """Steps to its form there, the first one first."""
+    """Transforms to its Hugging Face form, in order."""
     part: FusedSlice | None = None
+    """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
     tied: str = ""
     """Second name of the same tensor, such as an output layer that shares the embedding's weight."""
 
+    def __post_init__(self) -> None:
+        if self.tensor == "whole":  # the earlier name
+            object.__setattr__(self, "tensor", "replicated")
+
     def match(self, name: str) -> tuple[str, ...] | None:
-        """What the wildcards stand for in `name`, or None."""
-        found = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)
-        return None if found is None else found.groups()
+        """Return what the wildcards stand for in `name`, or None."""
+        match = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)
+        return None if match is None else match.groups()
 
     def hf_name(self, name: str) -> str:
-        """The Hugging Face name of a parameter that this row matches."""
-        parts = iter(self.match(name) or ())
-        return re.sub(r"\*", lambda _: next(parts), self.hf)
+        """Return the Hugging Face name of a parameter that this row matches."""
+        wildcards = iter(self.match(name) or ())
+        return re.sub(r"\*", lambda _: next(wildcards), self.hf)
 
 
 def assign(rules: Iterable[Rule], names: Iterable[str], *, ties: Mapping[str, str]) -> dict[str, Rule]:
-    """The row of every parameter; an error names all parameters and rows that do not pair off exactly.
+    """Return the row of every parameter; an error names all parameters and rows that do not pair off exactly.
 
     `ties` maps the second name of every shared tensor to its first.
     """
     rules = list(rules)
     table: dict[str, Rule] = {}
     used: set[str] = set()
-    faults: list[str] = []
+    roles = get_args(Role)
+    faults = [
+        f'the row {rule.pattern} has the unknown role "{rule.tensor}"; legal: {", ".join(roles)}'
+        for rule in rules
+        if rule.tensor not in roles
+    ]
     for name in names:
         matching = [rule for rule in rules if rule.match(name) is not None]
         if len(matching) == 1:
@@ -101,7 +111,7 @@ def assign(rules: Iterable[Rule], names: Iterable[str], *, ties: Mapping[str, st
 
 @dataclass(frozen=True)
 class ModelDims:
-    """What degrees are checked against and FLOPs are counted from."""
+    """A model's dimensions: degrees are checked against them, FLOPs counted from them."""
 
     layers: int
     heads: int
@@ -128,17 +138,17 @@ class ModelSpec:
     after: tuple[str, ...] = ("norm", "output")
     """Modules that run after the blocks."""
     hf: HuggingFace | None = None
-    """Its form over there; None where nobody else knows the model."""
+    """Its Hugging Face form; None if transformers does not have the model."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
-        """The flavor's values with some of them replaced; an error names all that do not fit."""
+        """Return the flavor's config with some fields replaced; an error names all that do not fit."""
         from pydantic import TypeAdapter, ValidationError
 
         if flavor not in self.flavors:
-            raise UserError(f'there is no flavor "{flavor}" of {self.name}; there are: {", ".join(self.flavors)}')
+            raise UserError(f'unknown flavor "{flavor}" of {self.name}; legal: {", ".join(self.flavors)}')
         base = self.flavors[flavor]
-        known = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
-        if unknown := sorted(overrides.keys() - known.keys()):
+        known = [field.name for field in dataclasses.fields(base)]
+        if unknown := sorted(overrides.keys() - {*known}):
             hints = [f"{name} (nearest: {nearest(name, known) or 'none'})" for name in unknown]
             raise UserError(f"{self.name} has no field {', '.join(hints)}; it has: {', '.join(known)}")
         try:
@@ -149,11 +159,11 @@ class ModelSpec:
             raise UserError("; ".join(faults)) from None
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
-        """A new instance of the model, on whatever device is the default."""
+        """Return a new instance of the model, on torch's default device."""
         return import_object(self.build)(model_config, positions)
 
 
-def import_object(place: str) -> Any:
-    """What "package.module:name" names."""
-    path, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(path), attribute)
+def import_object(path: str) -> Any:
+    """Import "package.module:name"."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

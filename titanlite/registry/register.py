@@ -1,33 +1,56 @@
-"""What is registered by name: models, optimizers, converters; built-in, from `model.package`, or an entry point."""
+"""Models, optimizers and converters by name: built in, registered by `model.package`, or from an entry point."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from titanlite.errors import UserError, nearest
 from titanlite.registry.model import ModelSpec
 
-_specs: dict[str, ModelSpec] = {}
+Item = TypeVar("Item")
+
+
+class Registry(Generic[Item]):
+    """Items of one kind by name. Registering a name again replaces its item, as when a module is imported again."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.items: dict[str, Item] = {}
+
+    def find(self, name: str, package: str = "") -> Item:
+        """Return an item, importing `package` first and the name's entry point if needed."""
+        _import_package(package)
+        folders = _model_folders() if self._kind == "model" else []
+        points = {} if name in self.items else {p.name: p for p in entry_points(group=f"titanlite.{self._kind}s")}
+        if name not in self.items and name in folders:
+            importlib.import_module(f"titanlite.models.{name}")
+        elif name in points:
+            points[name].load()
+        if name in self.items:
+            return self.items[name]
+        known = sorted({*folders, *points, *self.items})
+        close = nearest(name, known)
+        hint = f"; did you mean {close}?" if close else ";"
+        raise UserError(f'no {self._kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
+
+
+_models = Registry[ModelSpec]("model")
 
 
 def register_model(spec: ModelSpec) -> ModelSpec:
-    """Make a model known by its name. Registering the same name again replaces it (a re-imported module)."""
-    _specs[spec.name] = spec
+    """Make a model known by its name."""
+    _models.items[spec.name] = spec
     return spec
 
 
 def get_model(name: str, package: str = "") -> ModelSpec:
-    """The spec of a model, importing only what must be: `package`, the folder in models/, or an entry point."""
-    _import_package(package)
-    if name not in _specs and name in _folders():
-        importlib.import_module(f"titanlite.models.{name}")
-    return _find("model", name, _specs, others=_folders())
+    """Return a model's spec, importing only what is needed: `package`, a folder in models/, or an entry point."""
+    return _models.find(name, package)
 
 
 @dataclass(frozen=True)
@@ -36,31 +59,25 @@ class OptimizerSpec:
 
     name: str
     build: str
-    """"package.module:function", imported late; called with (trained parameters, config), see optim.py."""
+    """"package.module:function", imported late; called with (trained parameters, config), see optim/build.py."""
     states: int
-    """Tensors of a parameter's size that it keeps for each."""
+    """Tensors of a parameter's size that it keeps for each parameter."""
     matrix_states: int | None = None
-    """The same for matrices inside of blocks, where these are treated otherwise."""
+    """The same for matrices inside of blocks, if these differ."""
     unused: tuple[str, ...] = ()
-    """Keys of [optimizer] that mean nothing to it."""
-
-
-_optimizers: dict[str, OptimizerSpec] = {}
-
-
-def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
-    """Make an optimizer known by its name, as `register_model` does a model."""
-    _optimizers[spec.name] = spec
-    return spec
-
-
-def get_optimizer(name: str, package: str = "") -> OptimizerSpec:
-    """The spec of an optimizer: one of ours, of `package`, or of an entry point."""
-    _import_package(package)
-    return _find("optimizer", name, _optimizers)
+    """Keys of [optimizer] that have no effect on it."""
 
 
 _NO_MOMENTS = ("beta1", "beta2", "eps", "state_dtype")
+_optimizers = Registry[OptimizerSpec]("optimizer")
+
+
+def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
+    """Make an optimizer known by its name."""
+    _optimizers.items[spec.name] = spec
+    return spec
+
+
 for _spec in (
     OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2),
     OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2),
@@ -70,8 +87,32 @@ for _spec in (
     register_optimizer(_spec)
 
 
+def get_optimizer(name: str, package: str = "") -> OptimizerSpec:
+    """Return an optimizer's spec: a built-in one, or one from `package` or an entry point."""
+    return _optimizers.find(name, package)
+
+
+_converters = Registry[str]("converter")
+
+
+def register_converter(name: str, build: str) -> None:
+    """Make a converter known to model.converters.
+
+    `build` is "package.module:Class", imported late and called with the Job; see titanlite/parallel/convert.py.
+    """
+    _converters.items[name] = build
+
+
+register_converter("float8", "titanlite.parallel.float8:Float8")
+
+
+def find_converter(name: str) -> str:
+    """Return the "package.module:Class" of a converter that is built in, registered, or has an entry point."""
+    return _converters.find(name)
+
+
 def _import_package(package: str) -> None:
-    """Import what registers, or say that it is not there."""
+    """Import a package that registers items; raise UserError if it is not installed."""
     if not package:
         return
     try:
@@ -82,40 +123,8 @@ def _import_package(package: str) -> None:
         raise UserError(f"there is no package {package} (from {error.name}); is it installed?") from None
 
 
-_Spec = TypeVar("_Spec")
-
-
-def _find(kind: str, name: str, registered: Mapping[str, _Spec], others: Iterable[str] = ()) -> _Spec:
-    """What is registered under a name, by an entry point if need be."""
-    if name in registered:
-        return registered[name]
-    outside = {point.name: point for point in entry_points(group=f"titanlite.{kind}s")}
-    if name in outside:
-        outside[name].load()
-        if name in registered:
-            return registered[name]
-    known = sorted({*others, *outside, *registered})
-    close = nearest(name, known)
-    hint = f"; did you mean {close}?" if close else ";"
-    raise UserError(f'no {kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
-
-
-_converters: dict[str, str] = {"float8": "titanlite.parallel.float8:Float8"}
-
-
-def register_converter(name: str, build: str) -> None:
-    """Make a converter known to model.converters. `build` is "package.module:Class", imported late and called with
-    the Job; what a converter does says titanlite/parallel/convert.py."""
-    _converters[name] = build
-
-
-def find_converter(name: str) -> str:
-    """Where a converter is built: one that model.package registered, or an entry point did."""
-    return _find("converter", name, _converters)
-
-
-def _folders() -> list[str]:
-    """Names of the models in models/, without importing any."""
+def _model_folders() -> list[str]:
+    """Return the names of the models in models/, without importing any."""
     package = importlib.util.find_spec("titanlite.models")
-    places = package.submodule_search_locations if package else None
-    return [m.name for m in pkgutil.iter_modules(places) if m.ispkg and m.name != "common"]
+    paths = package.submodule_search_locations if package else None
+    return [module.name for module in pkgutil.iter_modules(paths) if module.ispkg and module.name != "common"]

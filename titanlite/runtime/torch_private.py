@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -27,13 +28,13 @@ REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.defa
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """Return where this rank's shard begins in the full tensor."""
-    # torch 2.11, 2.13 and 2.15. Public API gives a shard's shape only; DTensor.__create_chunk_list__ is DCP's protocol.
+    # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
-def enable_async_tensor_parallel(group_name: str) -> None:
+def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let inductor split matrix products into pieces that overlap with the group's communication."""
     # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where
     # inductor still asks is_symm_mem_enabled_for_group before it fuses: drop it once that is gone.
@@ -41,7 +42,7 @@ def enable_async_tensor_parallel(group_name: str) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(group_name)
+    enable_symm_mem_for_group(group.group_name)
 
 
 def set_activation_memory_budget(budget: float) -> None:
@@ -52,6 +53,12 @@ def set_activation_memory_budget(budget: float) -> None:
     config.activation_memory_budget = budget
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a device mesh in a graph has no size
         config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def register_fake_backend() -> None:
+    """Register the process group backend "fake"."""
+    # torch 2.11, 2.13 and 2.15: importing this does so; no public way.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
 def default_all_gather() -> type:
@@ -82,7 +89,7 @@ def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def float8_cast(layer: Any) -> Callable[[Any], Any]:
     """Return the function that casts a sequence to float8 as torchao's linear layer casts its input."""
-    # torchao 0.18. Its public PrepareFloat8ModuleInput does the same, but splits and gathers in one module of its own.
+    # torchao 0.18. The public PrepareFloat8ModuleInput does this only together with its own gather.
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
     dtype, products = layer.config.cast_config_input.target_dtype, layer.linear_mm_config

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import record_function
 
 from titanlite.checkpoint.changes import changes, check_data
@@ -31,11 +30,12 @@ from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, trained_parameters
-from titanlite.parallel.build import build_model
+from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
+from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
@@ -108,8 +108,10 @@ class Trainer:
         flops = flops_per_token(model.named_parameters(), self.table, job.shape, config.training.seq_len)
         self.report = Report(job, self.place, self.device, self.log, self.mesh.loss, flops)
         converters = build_converters(job)
-        kept = parallelize(model, job, self.mesh, self.table, converters, self.seed, self.device, self.log.info)
-        self.parts: list[nn.Module] = [model]  # a pipeline rank will hold several
+        context = Context(job, self.mesh, self.table, self.device, converters)
+        self.parts, notes = build_parts(model, context, self.seed)
+        for note in notes:
+            self.log.info(note)
         named = [item for part in self.parts for item in part.named_parameters()]
         self.trained = trained_parameters(named, self.table, job.spec.blocks, config.optimizer.no_decay)
         optimizer = build_optimizer(self.trained, config, self.seed)
@@ -117,7 +119,7 @@ class Trainer:
             job,
             self.mesh,
             self.parts,
-            replicated=kept,
+            replicated=[p for part in self.parts for p in replicated_parameters(part, context)],
             trained=self.trained,
             optimizer=optimizer,
             converters=converters,
@@ -131,7 +133,7 @@ class Trainer:
         self.state = TrainingState(self.parts, self.runner.optimizer)
         self.checkpoints.restore(self.source, self.state)
         if self.source:
-            check_replicas(self.parts[0], "after loading", self.device, self.runner.optimizer)
+            check_replicas(self.parts, "after loading", self.device, self.runner.optimizer)
         self.runner.notify_converters()
         if self.resumed:
             saved = self.resumed.position

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.job import Job
-from titanlite.parallel.fsdp_schedule import group_with_output, head_in_root, schedule
+from titanlite.parallel.fsdp_schedule import schedule
 
 Group = frozenset[str]
 ROOT = frozenset(("the root",))
@@ -47,10 +47,9 @@ def declared(job: Job, tied: bool) -> list[Group]:
     plan = schedule(job, tied)
     count = len(plan.groups)
     policy = job.config.parallelism.fsdp_reshard_after_forward
-    last = group_with_output(job, tied)
-    kept = {"default": {last}, "always": set(), "never": set(range(count))}[str(policy)]
+    kept = {"default": {plan.last}, "always": set(), "never": set(range(count))}[str(policy)]
     following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
-        group: (after,) for group, after in zip(plan.turns, plan.turns[1:], strict=False)
+        group: (after,) for group, after in zip(plan.backward_order, plan.backward_order[1:], strict=False)
     }
     order: list[int] = []
 
@@ -62,10 +61,10 @@ def declared(job: Job, tied: bool) -> list[Group]:
                     order.append(wanted)
 
     walk(range(count), set(), dict(enumerate(plan.forward or ())))
-    walk(plan.turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
-    groups = [frozenset(group.split("+")) for group in plan.groups]
-    if head_in_root(job):
-        groups[last] = ROOT
+    walk(plan.backward_order, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
+    groups = [frozenset(group) for group in plan.groups]
+    if plan.last_is_root:
+        groups[plan.last] = ROOT
     return [groups[group] for group in order]
 
 

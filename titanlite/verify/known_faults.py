@@ -20,6 +20,7 @@ import titanlite.train.trainer as trainer
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
+from titanlite.parallel.build import Context
 from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
 
@@ -72,25 +73,44 @@ def _then(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _technique_replaced(technique: parallelize.Technique, replacement: parallelize.Technique) -> Iterator[None]:
+    """Apply another technique in the place of one of the fixed order."""
+    order = tuple(replacement if each is technique else each for each in parallelize.ORDER)
+    with _replaced(parallelize, ORDER=order):
+        yield
+
+
+def _after_fsdp(change: Callable[[torch.nn.Module, Context], Any]) -> AbstractContextManager[None]:
+    """After FSDP is applied to a model part, change it."""
+
+    def both(model: torch.nn.Module, context: Context) -> list[str]:
+        notes = fsdp.apply(model, context)
+        change(model, context)
+        return notes
+
+    return _technique_replaced(fsdp.apply, both)
+
+
 @_fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
 def _reduction_dropped() -> Iterator[None]:
-    def drop(_: None, model: torch.nn.Module, job: Any, *args: Any) -> None:
-        block = next(model.get_submodule(job.spec.blocks).children())
+    def drop(model: torch.nn.Module, context: Context) -> None:
+        block = next(iter(context.blocks(model).values()))
         assert isinstance(block, FSDPModule)
         block.set_requires_all_reduce(False)
 
-    with _then(fsdp, "shard", drop):
+    with _after_fsdp(drop):
         yield
 
 
 @_fault("gradients are averaged over the ranks, though the loss was divided by all valid tokens", Row("dp2"))
 def _divided_twice() -> Iterator[None]:
-    def average(_: None, model: torch.nn.Module, job: Any, *args: Any) -> None:
+    def average(model: torch.nn.Module, context: Context) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(float(job.layout.batch))
+                module.set_gradient_divide_factor(float(context.job.layout.batch))
 
-    with _then(fsdp, "shard", average):
+    with _after_fsdp(average):
         yield
 
 
@@ -129,12 +149,12 @@ def _norms_not_reduced() -> Iterator[None]:
         yield
 
 
-@_fault("a column row of the model's table says whole", Row("tp2"))
+@_fault("a column row of the model's table says replicated", Row("tp2"))
 def _column_made_whole() -> Iterator[None]:
     def spoil(built: Any, *args: Any) -> None:
         _, table = built
         wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
-        table.update({n: replace(r, tensor="whole") for n, r in table.items() if r.pattern == wrong.pattern})
+        table.update({n: replace(r, tensor="replicated") for n, r in table.items() if r.pattern == wrong.pattern})
 
     with _then(trainer, "build_model", spoil):
         yield
@@ -165,12 +185,12 @@ def _frozen_thawed() -> Iterator[None]:
 
 @_fault("the forward pass gathers ahead what the backward pass should", Row("dp2", prefetch="2"))
 def _prefetch_reversed() -> Iterator[None]:
-    set_order = fsdp_schedule.apply
+    set_order = fsdp_schedule.set_prefetch
 
     def reversed_order(groups: Any, plan: fsdp_schedule.Schedule) -> None:
         set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
 
-    with _replaced(fsdp_schedule, apply=reversed_order):
+    with _replaced(fsdp_schedule, set_prefetch=reversed_order):
         yield
 
 
@@ -250,10 +270,11 @@ def _names_wrapped() -> Iterator[None]:
         def forward(self, *args: Any) -> Any:
             return self.wrapped(*args)
 
-    def wrap(model: torch.nn.Module, blocks: str, *_: Any) -> None:
-        holder = model.get_submodule(blocks)
-        for name, block in list(holder.named_children()):
-            setattr(holder, name, Wrapper(block))
+    def wrap(model: torch.nn.Module, context: Context) -> list[str]:
+        blocks = model.get_submodule(context.job.spec.blocks)
+        for name, block in list(blocks.named_children()):
+            setattr(blocks, name, Wrapper(block))
+        return []
 
-    with _replaced(recompute, apply=wrap):
+    with _technique_replaced(recompute.apply, wrap):
         yield

@@ -190,4 +190,9 @@ def _make_groups(number: int, rank: int, world: int, port: int, timeout: float) 
             made[key] = dist.new_group(ranks, group_desc=group_desc, **more)
         return made[key]
 
+    def groups_of(ranks_per_subgroup_list: list[list[int]], group_desc: str) -> tuple[Any, list[Any]]:
+        groups = [group_of(ranks, group_desc) for ranks in ranks_per_subgroup_list]
+        return next(group for group in groups if rank in dist.get_process_group_ranks(group)), groups
+
     vars(device_mesh)["new_group"] = group_of
+    vars(dist)["new_subgroups_by_enumeration"] = groups_of

@@ -24,7 +24,7 @@ def rules(c: ParrotConfig) -> tuple[Rule, ...]:
         Rule("layers.*.up.weight", normal(0.1), "column"),
         Rule("layers.*.up.bias", zeros, "column"),
         Rule("layers.*.down.weight", normal(0.1, by_depth=True), "row"),
-        Rule("layers.*.down.bias", zeros, "whole"),
+        Rule("layers.*.down.bias", zeros, "replicated"),
         Rule("output.weight", normal(0.1), "head"),
     )
 

@@ -1,4 +1,4 @@
-"""An outside model with what tensor parallel seldom meets: parameters that stay whole, norms inside of attention."""
+"""An outside model with what tensor parallel seldom meets: replicated parameters, norms inside of attention."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ class ScaledConfig:
 def rules(c: ScaledConfig) -> tuple[Rule, ...]:
     return (
         Rule("tok_embeddings.weight", normal(0.5), "embedding"),
-        Rule("layers.*.scale", ones, "whole"),
+        Rule("layers.*.scale", ones, "whole"),  # type: ignore[bad-argument-type]  # the earlier name of "replicated"
         Rule("layers.*.mix.q_norm.weight", ones, "norm"),
         Rule("layers.*.mix.wq.weight", normal(0.1), "column"),
         Rule("layers.*.mix.wv.weight", normal(0.1), "column"),
-        Rule("layers.*.mix.temperature", ones, "whole"),
+        Rule("layers.*.mix.temperature", ones, "replicated"),
         Rule("layers.*.mix.wo.weight", normal(0.1), "row"),
-        Rule("layers.*.mix.wo.bias", zeros, "whole"),
+        Rule("layers.*.mix.wo.bias", zeros, "replicated"),
         Rule("output.weight", normal(0.1), "head"),
     )
 

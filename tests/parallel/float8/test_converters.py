@@ -87,7 +87,8 @@ def test_without_torchao_the_line_that_installs_it_is_given(monkeypatch):
 
 def fates(*argv: str, world: int = 1) -> dict[str, str]:
     found = job([*WIDE, FLOAT8, *argv], world)
-    return {layer.name: layer.left or layer.whole or "float8" for layer in plan(build_model(found)[0], found)}
+    model, table = build_model(found)
+    return {layer.name: layer.skip_reason or layer.gather_reason or "float8" for layer in plan(model, found, table)}
 
 
 def test_every_linear_layer_is_converted_or_it_is_said_why_not():
@@ -126,9 +127,9 @@ def test_more_than_a_linear_layer_is_left_alone():
             return 2 * super().forward(input)
 
     found = job([*WIDE, FLOAT8], 1)
-    model, _ = build_model(found)
+    model, table = build_model(found)
     model.output = Scaled(64, 256, bias=False, device="meta")
-    assert plan(model, found)[-1].left == "Scaled is more than a linear layer"
+    assert plan(model, found, table)[-1].skip_reason == "Scaled is more than a linear layer"
 
 
 def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathered_as_ever():

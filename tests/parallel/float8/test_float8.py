@@ -34,7 +34,7 @@ from tests.parallel.float8.jobs import (
     steps,
 )
 from titanlite.parallel.dtensor import plain
-from titanlite.parallel.float8 import _scales_rows_on_a_cpu
+from titanlite.parallel.float8 import has_rowwise_scales_on_cpu
 
 BOUNDS = {"tensorwise": 0.06, "rowwise": 0.06, "rowwise_with_gw_hp": 0.02}
 """Largest error of all gradients together, of float32's; here it was 0.029, 0.036 and 0.010. See docs/float8.md."""
@@ -49,7 +49,7 @@ FROZEN = "--model.freeze=['layers.0.*','output.*']"
 
 def recipe(name: str, *more: str) -> list[str]:
     """On torch 2.11 a CPU has no scales of rows: there these are emulated."""
-    needed = [] if name == "tensorwise" or _scales_rows_on_a_cpu() else [EMULATED]
+    needed = [] if name == "tensorwise" or has_rowwise_scales_on_cpu() else [EMULATED]
     return [*WIDE, FLOAT8, RECIPE + name, *needed, *more]
 
 
@@ -131,7 +131,7 @@ def test_emulation_rounds_as_the_real_products_do(alone, name):
 
 def test_all_three_products_of_a_layer_are_in_float8_but_where_weight_gradients_are_not(alone):
     assert alone["tensorwise"]["products"] == 3 * 15
-    if _scales_rows_on_a_cpu():
+    if has_rowwise_scales_on_cpu():
         assert alone["rowwise"]["products"] == 3 * 15
         assert alone["rowwise_with_gw_hp"]["products"] == 2 * 15
 

@@ -171,7 +171,7 @@ class HuggingFaceFolder:
                 yield f"{self._name_of[name]}: of shape {list(found)}, {list(output.shape)} here"
         tied = self._config.get("tie_word_embeddings") and any(rule.tied for rule in self.translation.table.values())
         for name in sorted(there.keys() - set(self._name_of.values())):
-            if not (excluded(name, hf.ignored) or (tied and name == "lm_head.weight")):
+            if not (excluded(name, hf.ignored_tensors) or (tied and name == "lm_head.weight")):
                 yield f"{name}: unexpected"
 
     def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:

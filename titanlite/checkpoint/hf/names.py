@@ -110,7 +110,7 @@ def read_box(
     """
     if not via:
         return read(box, shape)
-    there, here, step = via[0].around(box, shape)
+    there, here, step = via[0].source_region(box, shape)
     shape_there = via[0].to_hf(torch.empty(tuple(shape), device="meta")).shape
     found = step.from_hf(read_box(read, via[1:], there, shape_there))
     return found[tuple(slice(b.start - h.start, b.stop - h.start) for b, h in zip(box, here, strict=True))]
@@ -135,7 +135,7 @@ def config_faults(config: Mapping[str, Any], translation: Translation) -> list[s
     """What a config.json says otherwise than the model: shapes do not show heads, epsilons or wavelengths."""
     theirs, found = _in_old_words(config), []
     for key, value in translation.config.items():
-        if key in ("architectures", *translation.hf.free) or key not in theirs:
+        if key in ("architectures", *translation.hf.unchecked_config_keys) or key not in theirs:
             continue
         if theirs[key] != value:
             found.append(f"config.json: {key} {json.dumps(theirs[key])}, {json.dumps(value)} here")
