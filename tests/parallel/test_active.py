@@ -21,6 +21,7 @@ from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.observe.clock import compiled_graphs
 from titanlite.parallel.fsdp_schedule import schedule
+from titanlite.train.loss import count_valid
 from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
@@ -64,7 +65,8 @@ def record(argv: list[str], folder: str) -> dict:
     for number, block in run.parts[0].get_submodule("layers").named_children():
         block.register_forward_pre_hook(lambda *_, number=number: turn(f"forward {number}"))
         block.register_full_backward_pre_hook(lambda *_, number=number: turn(f"backward {number}"))
-    mine = micro_batches(*ragged_batch(), run.share)
+    batches = micro_batches(*ragged_batch(), run.share)
+    valid = run.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
     wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
     wrap("reduce_scatter_single" if single else "reduce_scatter_tensor", "scatter")
@@ -72,7 +74,7 @@ def record(argv: list[str], folder: str) -> dict:
     operations = Operations()
     try:
         with nullcontext() if "--compile.enable" in argv else operations:
-            forward_backward(run, mine)
+            run.runner.forward_backward(run.step, batches, valid)
     finally:
         for name, original in kept.items():
             setattr(dist, name, original)
