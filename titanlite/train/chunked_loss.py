@@ -1,7 +1,7 @@
-"""The loss of a micro-batch, whole or in chunks of the sequence: then the logits of one chunk exist at a time.
+"""The loss of a micro-batch, whole or in chunks of the sequence, so that only one chunk's logits exist at a time.
 
-The chunks are worked off inside the model's forward pass, through its `head`, where the output layer's weight is
-gathered already; each chunk's gradients are found right after its loss, so nothing is computed twice.
+Chunks are computed inside the model's forward pass, through its `head`, where FSDP has gathered the output layer's
+weight. The gradients of a chunk are computed right after its loss, so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from titanlite.parallel.tensor import whole_sequence
 from titanlite.train.loss import token_loss_sum
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The sum over tokens of what logits (batch, tokens, vocabulary) and labels (batch, tokens) give."""
+"""The sum over tokens for logits (batch, tokens, vocabulary) and labels (batch, tokens)."""
 
 
-def model_loss(model: nn.Module, batch: MicroBatch, chunks: int, loss: TokenLoss = token_loss_sum) -> torch.Tensor:
-    """Sum of the token losses of a micro-batch, its sequences cut into that many chunks."""
+def model_loss(
+    model: nn.Module, batch: MicroBatch, chunks: int, token_loss: TokenLoss = token_loss_sum
+) -> torch.Tensor:
+    """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`."""
     if chunks == 1:
-        return loss(model(batch.tokens, batch.positions, batch.documents), batch.labels)
-    head = partial(_chunked, batch.labels, chunks, loss)
+        return token_loss(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+    head = partial(_loss_in_chunks, batch.labels, chunks, token_loss)
     total = model(batch.tokens, batch.positions, batch.documents, head=head)
     if total.dim():
         raise UserError(f"training.loss_chunks = {chunks}: {type(model).__name__}.forward does not call its `head`")
     return total
 
 
-def _chunked(
-    labels: torch.Tensor, chunks: int, loss: TokenLoss, hidden: torch.Tensor, output: nn.Module
+def _loss_in_chunks(
+    labels: torch.Tensor, chunks: int, token_loss: TokenLoss, hidden: torch.Tensor, output: nn.Module
 ) -> torch.Tensor:
-    """The loss of the last hidden states, a chunk of the sequence at a time; called inside the forward pass."""
+    """Return the loss of the last hidden states (batch, tokens, dim), one chunk of the sequence at a time."""
     for parameter in output.parameters():
-        if isinstance(parameter, DTensor):  # tensor parallel: gather the sequence once, then cut
+        if isinstance(parameter, DTensor):  # tensor parallel: gather the sequence once, then cut it
             hidden = whole_sequence(hidden, parameter.device_mesh)
             break
     pieces = [*zip(hidden.detach().tensor_split(chunks, dim=1), labels.tensor_split(chunks, dim=1), strict=True)]
     if not torch.is_grad_enabled():
-        return torch.stack([loss(output(part), those) for part, those in pieces]).sum()
+        return torch.stack([token_loss(output(part), part_labels) for part, part_labels in pieces]).sum()
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    total = _ChunkedLoss.apply(lambda part, those: loss(output(part), those), pieces, hidden, *trained)
+    total = _ChunkedLoss.apply(lambda part, labels: token_loss(output(part), labels), pieces, hidden, *trained)
     assert isinstance(total, torch.Tensor)
     return total
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of all pieces, with the gradients of each found right after its loss: then its logits can go, and
-    none are computed twice. Only scaling them is left to the backward pass."""
+    """The loss of all pieces. Forward computes the gradients too, so that a piece's logits can be freed before the
+    next; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -66,31 +68,31 @@ class _ChunkedLoss(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
-        of_hidden: list[torch.Tensor] = []
-        summed: list[Any] = [None] * len(parameters)
+        hidden_gradients: list[torch.Tensor] = []
+        sums: list[Any] = [None] * len(parameters)
         for part, labels in pieces:
             leaves = [part.requires_grad_()] if hidden.requires_grad else []
             with torch.enable_grad():
                 value = loss(part, labels)
-                found = list(torch.autograd.grad(value, [*leaves, *parameters]))
+                gradients = list(torch.autograd.grad(value, [*leaves, *parameters]))
             total = total + value.detach()
             for number in reversed(range(len(parameters))):
-                more = found.pop()  # as large as the output's weight, and gone before the next logits come
-                if summed[number] is None:  # in float32 or wider: every sum in bfloat16 would lose bits
-                    summed[number] = more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+                gradient = gradients.pop()  # as large as the weight: freed before the next logits are computed
+                if sums[number] is None:  # in float32 or wider: sums in bfloat16 would lose bits
+                    sums[number] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
                 else:
-                    summed[number].add_(more)
-                del more
-            of_hidden += found
-        ctx.gradients = [_joined(of_hidden) if of_hidden else None, *summed]
-        ctx.types = [tensor.dtype for tensor in (hidden, *parameters)]
+                    sums[number].add_(gradient)
+                del gradient
+            hidden_gradients += gradients
+        ctx.gradients = [_join(hidden_gradients) if hidden_gradients else None, *sums]
+        ctx.dtypes = [tensor.dtype for tensor in (hidden, *parameters)]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
         scaled = []
-        for gradient, dtype in zip(ctx.gradients, ctx.types, strict=True):
+        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
             if gradient is not None:
                 local_part(gradient).mul_(scale)
                 gradient = gradient.to(dtype)
@@ -98,10 +100,9 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, None, *scaled
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The whole of what was cut along the sequence. (Joined as DTensors, parts that are still to be summed over
-    ranks would be summed first.)"""
-    whole, first = torch.cat([local_part(part) for part in parts], dim=1), parts[0]
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate along the sequence. (torch.cat of DTensors would sum partial values over the ranks first.)"""
+    joined, first = torch.cat([local_part(part) for part in parts], dim=1), parts[0]
     if not isinstance(first, DTensor):
-        return whole
-    return DTensor.from_local(whole, first.device_mesh, first.placements, run_check=False)
+        return joined
+    return DTensor.from_local(joined, first.device_mesh, first.placements, run_check=False)

@@ -1,4 +1,4 @@
-"""Text sampled from a model, on any mesh: all ranks run the forward pass, rank 0's choice counts."""
+"""Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlite.runtime.determinism import derive_seed
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # a text that grows is not worth compiling for
+@torch.compiler.set_stance("force_eager")  # compiling for every length of a growing text costs more than it saves
 def generate(
     parts: Sequence[nn.Module],
     tokenizer: Tokenizer,
@@ -25,24 +25,24 @@ def generate(
     device: torch.device,
     multiple: int = 1,
 ) -> str:
-    """The prompt and what follows it, until the end of the document or settings.tokens.
+    """Return the prompt and what follows it, until the end of the document or settings.tokens.
 
-    Tensor parallel splits sequences: their length must be a `multiple`, so what nobody looks at is added behind.
+    The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
     """
-    (model,) = parts  # a pipeline needs its schedule here
+    (model,) = parts  # the only case today
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()
     for _ in range(settings.tokens):
-        seen = tokens[-positions:]
-        padded = seen + [tokenizer.end] * (-len(seen) % multiple)
-        logits = model(torch.tensor([padded], device=device))[0, len(seen) - 1]
+        context = tokens[-positions:]
+        padded = context + [tokenizer.end] * (-len(context) % multiple)
+        logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
         if isinstance(logits, DTensor):  # each rank holds a slice of the vocabulary
             logits = logits.full_tensor()
-        choice = _sample(logits.float().cpu(), settings.temperature, generator).to(device)
+        token = _sample(logits.float().cpu(), settings.temperature, generator).to(device)
         if dist.is_initialized():
-            dist.broadcast(choice, src=0)
-        tokens.append(int(choice))
+            dist.broadcast(token, src=0)
+        tokens.append(int(token))
         if tokens[-1] == tokenizer.end:
             break
     model.train()

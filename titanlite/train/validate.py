@@ -1,4 +1,4 @@
-"""Loss on held-out data: equal to what one process would find, and every rank takes part in every batch."""
+"""The loss on held-out data: what one process would compute, on any mesh; every rank takes part in every batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from titanlite.train.loss import count_valid
 def validation_loss(
     parts: Sequence[nn.Module], loader: Loader, device: torch.device, group: dist.ProcessGroup, chunks: int = 1
 ) -> float:
-    """Mean token loss over a loader's batches, the same batches every time.
+    """Return the mean token loss over a loader's batches, which are the same every time.
 
-    The set need not divide: windows beyond its end hold no valid token, so no rank ever runs out before another. Of a
-    stream nobody knows the end, so it is asked for in every batch.
+    The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
+    together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
     """
-    (model,) = parts  # a pipeline needs its schedule here
+    (model,) = parts  # the only case today
     batches = BatchPrefetcher(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
@@ -32,9 +32,9 @@ def validation_loss(
             batch = batch.to(device)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
-                anywhere = valid.clone()
-                dist.all_reduce(anywhere, group=group)
-                if not anywhere.item():
+                valid_anywhere = valid.clone()
+                dist.all_reduce(valid_anywhere, group=group)
+                if not valid_anywhere.item():
                     break
             totals[0] += model_loss(model, batch, chunks)
             totals[1] += valid
@@ -43,5 +43,5 @@ def validation_loss(
     dist.all_reduce(totals, group=group)
     loss, tokens = totals.tolist()
     if not tokens:
-        raise UserError("validation: there is not one token to predict in the data")
+        raise UserError("validation: the data has no token to predict")
     return loss / tokens
