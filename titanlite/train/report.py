@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 
 from titanlite.checkpoint.manager import SaveRecord
 from titanlite.config.job import Job
-from titanlite.data.loader import MicroBatch
 from titanlite.data.stream import Stream
 from titanlite.data.windows import Windows
 from titanlite.observe.clock import StepClock
@@ -28,33 +28,30 @@ from titanlite.optim import TrainedParam, implementation, optimizer_bytes
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.registry import Rule
 from titanlite.runtime.cluster import RankInfo
-from titanlite.train.loss import count_valid
 
 
+@dataclass
 class Report:
     """The log and the metrics sinks of a run, and the clock of its steps."""
 
-    def __init__(
-        self,
-        job: Job,
-        rank_info: RankInfo,
-        device: torch.device,
-        log: logging.Logger,
-        loss_group: dist.ProcessGroup,
-        flops_per_token: int,
-    ) -> None:
-        self._job, self._rank_info, self._device, self._log = job, rank_info, device, log
-        self._loss_group, self._flops = loss_group, flops_per_token
-        self._peak, self._retries = peak_tflops(device), Retries()
+    job: Job
+    rank_info: RankInfo
+    device: torch.device
+    log: logging.Logger
+    loss_group: dist.ProcessGroup
+    flops_per_token: int
+
+    def __post_init__(self) -> None:
+        self.peak, self.retries = peak_tflops(self.device), Retries()
         self.clock = StepClock()
         self.sinks: list[Sink] = []
 
     def open_sinks(self, seed: int, step: int) -> None:
         """Describe the run in its folder and open the sinks, which drop what is recorded after `step`."""
-        if self._rank_info.rank == 0:
-            folder = Path(self._job.config.job.dump_folder)
-            describe_run(folder, self._job, seed, self._device.type)
-            self.sinks = open_sinks(folder, self._job.config, after=step)
+        if self.rank_info.rank == 0:
+            folder = Path(self.job.config.job.dump_folder)
+            describe_run(folder, self.job, seed, self.device.type)
+            self.sinks = open_sinks(folder, self.job.config, after=step)
 
     def describe_start(
         self,
@@ -65,76 +62,72 @@ class Report:
         seed: int,
     ) -> list[str]:
         """Return the lines that the start of the run prints; call it on all ranks."""
-        hosts: list[str] = [""] * self._rank_info.world
-        dist.all_gather_object(hosts, self._rank_info.host)
+        hosts: list[str] = [""] * self.rank_info.world
+        dist.all_gather_object(hosts, self.rank_info.host)
         return describe_start(
-            self._job,
+            self.job,
             parts,
             table,
-            device=self._device,
+            device=self.device,
             hosts=hosts,
             seed=seed,
             samples=data.samples,
             fingerprint=data.fingerprint,
-            flops=self._flops,
+            flops=self.flops_per_token,
             decayed=sum(item.decays for item in trained),
             exempt=sum(not item.decays for item in trained),
-            optimizer_bytes=optimizer_bytes(trained, self._job.config),
-            implementation=implementation(self._job.config.optimizer),
+            optimizer_bytes=optimizer_bytes(trained, self.job.config),
+            implementation=implementation(self.job.config.optimizer),
         )
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
-        config = self._job.config
+        config = self.job.config
         return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
 
     def end_step(
-        self, step: int, tokens: int, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[MicroBatch]
+        self, step: int, tokens: int, loss: torch.Tensor, norm: torch.Tensor, valid_tokens: torch.Tensor
     ) -> None:
-        """Take the step's time and log it if due. `tokens` counts from the start of the run."""
-        if self.is_logged(step):
-            self._log_step(step, tokens, loss, norm, micro_batches)
-            self.clock.restart()
-        else:
-            self.clock.step_done()
+        """Take the step's time, and log the step if due: the only place where the host waits for the device.
 
-    def _log_step(
-        self, step: int, tokens: int, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[MicroBatch]
-    ) -> None:
-        """Log a step: the only place where the host waits for the device."""
-        job = self._job
-        labels = torch.stack([batch.labels for batch in micro_batches])
-        total, largest = loss_over_ranks(loss, count_valid(labels), self._loss_group)
-        self.clock.step_done()
-        per_second = job.batch.total * job.config.training.seq_len / self.clock.seconds / job.layout.world
-        tflops = per_second * self._flops / 1e12
-        memory = used(self._device)
+        `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
+        """
+        job, clock = self.job, self.clock
+        if not self.is_logged(step):
+            clock.step_done()
+            return
+        global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.loss_group)
+        clock.step_done()
+        memory = used(self.device)
+        tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
+        tflops = tps * self.flops_per_token / 1e12
         record = StepRecord(
             step=step,
-            loss=total,
-            max_loss=largest,
+            loss=global_loss,
+            max_loss=max_loss,
             grad_norm=norm.item(),
             lr=learning_rate(job.config, step),
             tokens=tokens,
-            tps=per_second,
+            tps=tps,
             tflops=tflops,
-            mfu=100 * tflops / self._peak if self._peak else None,
-            step_seconds=self.clock.seconds,
-            step_seconds_p50=self.clock.percentile(50),
-            step_seconds_p95=self.clock.percentile(95),
-            data_seconds=self.clock.data_seconds,
+            mfu=100 * tflops / self.peak if self.peak else None,
+            step_seconds=clock.seconds,
+            step_seconds_p50=clock.percentile(50),
+            step_seconds_p95=clock.percentile(95),
+            data_seconds=clock.data_seconds,
             memory_gib=memory.gib,
-            recompiles=self.clock.recompiles,
+            recompiles=clock.recompiles,
         )
-        self._log.info(record.line(job.config.training.steps, memory.percent))
-        tags = allocator_tags(self._device)
-        if warning := self._retries.news(tags):
-            self._log.warning(warning)
+        self.log.info(record.line(job.config.training.steps, memory.percent))
+        tags = allocator_tags(self.device)
+        if warning := self.retries.news(tags):
+            self.log.warning(warning)
         for sink in self.sinks:
             sink.step(record, tags)
+        clock.restart()
 
     def log_validation(self, step: int, loss: float) -> None:
-        self._log.info(f"validation at step {step}: loss {loss:.5f}")
+        self.log.info(f"validation at step {step}: loss {loss:.5f}")
         for sink in self.sinks:
             sink.validation(step, loss)
 

@@ -1,7 +1,7 @@
-"""One training step: forward, backward, gradient norm, update. It needs no data, no log and no checkpoint.
+"""One training step: forward, backward, gradient norm, update. It needs no data, log or checkpoint.
 
-The trainer calls the three methods of StepRunner in order; what lies between them (stopping, logging, saving) is the
-trainer's.
+Whoever takes a step calls `forward_backward`, `clip_gradients` and `update` in this order; stopping, logging and
+saving are left to the trainer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from titanlite.train.loss import token_loss_sum
 
 @dataclass
 class StepRunner:
-    """The parts of a model on this rank with their optimizer, and the training step they take."""
+    """Take training steps with the parts of a model on this rank."""
 
     job: Job
     mesh: Mesh
     parts: list[nn.Module]
     """One today; a pipeline rank holds several."""
     replicated: list[nn.Parameter]
-    """Parameters that FSDP leaves out, so that their gradients are summed here."""
+    """Parameters that FSDP leaves out; `forward_backward` sums their gradients."""
     trained: list[TrainedParam]
     optimizer: torch.optim.Optimizer
     converters: list[Converter]
@@ -58,21 +58,21 @@ class StepRunner:
         `valid_tokens` counts the whole global batch. This is the only place that knows how the parts are run: a
         pipeline schedule replaces it and nothing else.
         """
-        (model,), training = self.parts, self.job.config.training
-        batch_coordinate = self.job.layout.batch_coordinate(self.rank)
-        tensor_coordinate = self.job.layout.coordinates(self.rank)["tp"]
+        (model,), config, layout = self.parts, self.job.config, self.job.layout
+        chunks = config.training.loss_chunks
+        coordinates = layout.batch_coordinate(self.rank), layout.coordinates(self.rank)["tp"]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
-            if self.job.config.parallelism.defer_gradient_sync and isinstance(model, FSDPModule):
+            if config.parallelism.defer_gradient_sync and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            reseed(self.seed, step, number, batch_coordinate, tensor_coordinate)
+            reseed(self.seed, step, number, *coordinates)
             with record_function("forward"):
-                loss = model_loss(model, batch, training.loss_chunks, self.token_loss) / valid_tokens.clamp(min=1)
+                loss = model_loss(model, batch, chunks, self.token_loss) / valid_tokens.clamp(min=1)
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
         tensor.sum_gradients(self.parameters)
-        reduction = getattr(torch, training.mixed_precision_reduce)
+        reduction = getattr(torch, config.training.mixed_precision_reduce)
         replicated.sum_gradients(self.replicated, self.mesh.loss, reduction)
         return total
 

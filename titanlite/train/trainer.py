@@ -201,8 +201,9 @@ class Trainer:
     def train_step(self) -> None:
         """Take one optimizer step."""
         micro_batches = self.next_micro_batches()
+        local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
         self.nonfinite.raise_if_set()
-        valid_tokens = self.nonfinite.all_reduce_tokens(count_valid(torch.stack([b.labels for b in micro_batches])))
+        valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens)
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
             raise self._data_ended()  # on all ranks; waiting for the device is the price of an unknown length
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
@@ -211,7 +212,7 @@ class Trainer:
         self.runner.update(self.step)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.share.per_step
-        self.report.end_step(self.step, self.tokens, loss, norm, micro_batches)
+        self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens)
 
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
