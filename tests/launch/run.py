@@ -1,4 +1,4 @@
-"""Starts the real command, as a person would."""
+"""Start the real command, as a person would."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CLEARED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in CLEARED and not k.startswith(("SLURM_", "PET_"))}
-    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), OUTSIDE])
-    return {**kept, "OMP_NUM_THREADS": "1", **extra}
+    variables = {k: v for k, v in os.environ.items() if k not in CLEARED and not k.startswith(("SLURM_", "PET_"))}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), OUTSIDE])
+    return {**variables, "OMP_NUM_THREADS": "1", **extra}
 
 
 def start(argv: list[str], folder: Path, module: str = "titanlite train", **environ: str) -> subprocess.Popen:
@@ -33,13 +33,13 @@ def start(argv: list[str], folder: Path, module: str = "titanlite train", **envi
 
 
 def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
-    """Exit code and all that was printed."""
+    """Return the exit code and everything that was printed."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
-        raise AssertionError(f"no end within {timeout} s:\n{out}") from None
+        raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out
 
 

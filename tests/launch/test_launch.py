@@ -9,14 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, environment, finish, records, start, train
+from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.errors import RunFailed
 from titanlite.launch.launcher import _report
 from titanlite.observe.console import LAUNCHED
+from titanlite.tools import config as config_command
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 
@@ -39,8 +43,12 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
     assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
     assert (tmp_path / "logs/rank-0.log").exists() and (tmp_path / "logs/rank-1.log").exists()
     assert any((tmp_path / "tb").iterdir())
-    kept = json.loads((tmp_path / "environment.json").read_text())
-    assert kept["world_size"] == 2 and kept["mesh"]["dp_shard"] == 2 and kept["versions"]["torch"]
+    environment_json = json.loads((tmp_path / "environment.json").read_text())
+    assert (
+        environment_json["world_size"] == 2
+        and environment_json["mesh"]["dp_shard"] == 2
+        and environment_json["versions"]["torch"]
+    )
     again = job_from(parse_command_line(["--config", str(tmp_path / "config.toml")], {}), world=2, training=True)
     assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(tmp_path)
 
@@ -52,24 +60,23 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
     assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
 
 
-def test_faults_are_told_at_once_and_nothing_is_started(tmp_path):
+def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):
     argv = ["--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3"]
     code, out = train(argv, tmp_path)
-    assert code == 2 and "3 faults" in out and "Traceback" not in out
+    assert code == 2 and "3 configuration errors" in out and "Traceback" not in out
     assert not list(tmp_path.iterdir())
 
 
-def test_a_config_that_this_machine_cannot_run_says_what_could(tmp_path):
+def test_a_config_too_large_for_this_machine_names_what_would_fit(tmp_path):
     code, out = train(["--config", "llama_8b.toml", "--job.device=cpu"], tmp_path)
     assert code == 2 and "Traceback" not in out
     assert "cannot read tokenizer.json" in out and "no such folder or file" in out
-    assert (
-        "119.7 GiB" in out and "what could:" in out and "here: --model.flavor debugmodel" in out and "405B" not in out
-    )
+    assert "119.7 GiB" in out and "would fit on ≥ " in out and "with --model.flavor debugmodel" in out
+    assert "405B" not in out
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_gpu_is_refused(tmp_path):
     code, out = finish(start([*TINY, "--job.device=cuda"], tmp_path, NGPU="1", CUDA_VISIBLE_DEVICES=""))
     assert code == 2 and "NGPU=1, but this node has 0 GPUs; on the CPU: --job.device cpu" in out
 
@@ -88,18 +95,18 @@ def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
     assert "rank 1 on " in tail and "rank-1.log" in tail and tail.count("Traceback") == 1
 
 
-def test_the_first_failure_is_told_from_those_that_follow(tmp_path, capsys):
-    """A rank that the agent terminated is no cause, one that was killed is, and times decide between the others."""
+def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, capsys):
+    """A killed rank is a cause, a rank that the agent terminated is not; the earliest of the others failed first."""
     (tmp_path / "logs").mkdir()
     for rank in range(3):
         (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"the log of rank {rank}\n")
 
     def failure(exitcode: int, raised: float | None = None):
-        found = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
+        result = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
         if raised is not None:
             details = {"py_callstack": f"a traceback of {raised}", "timestamp": "0", "time": raised}
-            found.message = {"message": "ValueError: x", "extraInfo": details}  # type: ignore[assignment]
-        return found
+            result.message = {"message": "ValueError: x", "extraInfo": details}  # type: ignore[assignment]
+        return result
 
     for failures, says in (
         ({0: failure(-15), 1: failure(1, raised=5.0)}, "rank 1 on"),
@@ -107,7 +114,7 @@ def test_the_first_failure_is_told_from_those_that_follow(tmp_path, capsys):
         ({0: failure(1, raised=5.0), 2: failure(-9)}, "rank 2 on"),
         ({0: failure(-15)}, "rank 0 on"),
     ):
-        _report(failures, tmp_path)
+        assert _report(failures, tmp_path) == 1
         assert says in capsys.readouterr().err
 
 
@@ -117,12 +124,10 @@ def descendants(pid: int) -> list[int]:
     for line in listing.splitlines():
         child, parent = map(int, line.split())
         children.setdefault(parent, []).append(child)
-    found, todo = [], [pid]
-    while todo:
-        new = children.get(todo.pop(), [])
-        found += new
-        todo += new
-    return found
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family[1:]
 
 
 def alive(pid: int) -> bool:
@@ -134,15 +139,15 @@ def alive(pid: int) -> bool:
 
 
 def left_over(family: set[int], until: float | None = None) -> list[int]:
-    """Who of them is there still after 5 seconds."""
+    """Return the processes that are still alive after 5 seconds."""
     until = until or time.monotonic() + 5
     while any(map(alive, family)) and time.monotonic() < until:
         time.sleep(0.1)
     return [pid for pid in family if alive(pid)]
 
 
-def started(folder: Path) -> tuple[subprocess.Popen, set[int]]:
-    """A launcher of two ranks with a loader each, well on their way, and all that it started."""
+def start_two_ranks(folder: Path) -> tuple[subprocess.Popen, set[int]]:
+    """Start two ranks with a loader process each; return the launcher after 20 steps, and all its descendants."""
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
     process = start(argv, folder, NGPU="2")
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
@@ -154,7 +159,7 @@ def started(folder: Path) -> tuple[subprocess.Popen, set[int]]:
     return process, family
 
 
-def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
+def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     argv = [*FAULTY, "--training.dataloader.num_workers=1", "--metrics.log_freq=1"]
     process = start(argv, tmp_path, NGPU="2", FAULT="1:3:kill")
     family: set[int] = set()
@@ -163,7 +168,7 @@ def test_a_killed_rank_is_named_and_its_loader_leaves_with_it(tmp_path):
         time.sleep(0.2)
     code, out = finish(process)
     assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
-    assert len(family) > 4, "two ranks, and what reads for them"
+    assert len(family) > 4, "two ranks and their loaders"
     assert left_over(family) == []
 
 
@@ -176,32 +181,34 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
 
 
 def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
-    process, family = started(tmp_path)
+    process, family = start_two_ranks(tmp_path)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
     assert code == 130 and time.monotonic() - began < 5
-    others = [line for line in out.splitlines() if not line.startswith("step:")]
-    last = others[-1]
-    assert "seed " in others[-3] and others[-2] == "", "one line after what the start printed"
+    lines = [line for line in out.splitlines() if not line.startswith("step:")]
+    last = lines[-1]
+    assert "seed " in lines[-3] and lines[-2] == "", "one line after what the start printed"
     assert re.fullmatch(r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last)
     assert left_over(family, until=began + 5) == []
 
 
-def test_a_killed_launcher_takes_its_ranks_and_their_loaders_with_it(tmp_path):
-    process, family = started(tmp_path)
+def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
+    process, family = start_two_ranks(tmp_path)
     process.kill()
     assert left_over(family) == []
-    ends = [(tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(2)]
-    assert "titanlite: the launcher is gone, and this rank leaves with it" in ends  # the other may only have lost it
+    last_lines = [(tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(2)]
+    assert (
+        "titanlite: launcher exited; stopping this rank" in last_lines
+    )  # the other rank may only have lost its peer
     finish(process)
 
 
-def test_torchrun_and_srun_start_workers_as_well(tmp_path):
-    """A worker needs nothing but the usual variables."""
-    words = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.train", *TINY]
+def test_torchrun_and_srun_can_start_workers(tmp_path):
+    """A worker needs only the usual variables."""
+    command = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.train", *TINY]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, f"--job.dump_folder={tmp_path / 'torchrun'}"],
+        [sys.executable, "-m", "torch.distributed.run", *command, f"--job.dump_folder={tmp_path / 'torchrun'}"],
         env=environment(),
         capture_output=True,
         text=True,
@@ -209,26 +216,30 @@ def test_torchrun_and_srun_start_workers_as_well(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step:  3") == 1, "LOG_RANK alone speaks"
+    assert done.stdout.count("step:  3") == 1, "only LOG_RANK is shown"
 
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
-    common |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", LAUNCHED: "1"}  # inherited from another run
+    common |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", LAUNCHED: "1"}  # as inherited from another run
     tasks = [
         start(TINY, tmp_path / "srun", "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **common) for r in "01"
     ]
     results = [finish(task) for task in tasks]
     assert [code for code, _ in results] == [0, 0], results
-    for how in ("torchrun", "srun"):
-        assert [r["step"] for r in records(tmp_path / how)] == [1, 2, 3]
-        assert {p.name for p in (tmp_path / how / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    same = [[r["loss"] for r in records(tmp_path / how)] for how in ("torchrun", "srun")]
-    assert same[0] == same[1]
+    for starter in ("torchrun", "srun"):
+        assert [r["step"] for r in records(tmp_path / starter)] == [1, 2, 3]
+        assert {p.name for p in (tmp_path / starter / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    losses = [[r["loss"] for r in records(tmp_path / starter)] for starter in ("torchrun", "srun")]
+    assert losses[0] == losses[1]
 
 
-def test_help_and_versions_answer_without_torch():
+def test_every_help_answers_without_torch():
     for argv, says in (
         (["--help"], "titanlite train"),
         (["train", "--help"], "--training.seq_len = 2048"),
+        (["train", "--help", "warmup"], "[lr_scheduler]"),
+        *(([name, "--help"], "example: ") for name in COMMANDS if name not in ("train", "data", "checkpoint")),
+        (["data", "prepare", "--help"], "example: "),
+        (["checkpoint", "export", "--help"], "example: "),
         (["--version"], "titanlite 0"),
     ):
         code = f"import sys, titanlite.cli as c; assert c.main({argv}) == 0; sys.exit('torch' in sys.modules)"
@@ -236,13 +247,13 @@ def test_help_and_versions_answer_without_torch():
         assert done.returncode == 0 and says in done.stdout
 
 
-def test_output_that_is_cut_off_by_a_pager_ends_quietly():
+def test_a_closed_pipe_ends_a_command_quietly():
     command = f"{sys.executable} -m titanlite train --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout.startswith("titanlite") and done.stderr == ""
+    assert done.stdout.startswith("usage: titanlite train") and done.stderr == ""
 
 
-def test_a_console_that_goes_away_does_not_end_the_run(tmp_path):
+def test_a_closed_console_does_not_end_the_run(tmp_path):
     command = f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} | head -1"
     done = subprocess.run(
         command, shell=True, env=environment(NGPU="1"), capture_output=True, text=True, cwd=ROOT, check=False
@@ -250,8 +261,39 @@ def test_a_console_that_goes_away_does_not_end_the_run(tmp_path):
     assert done.stderr == "" and [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
-def test_an_unknown_verb_is_told_the_nearest():
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "trian"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode == 2 and "did you mean train?" in done.stderr
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["zzz"], "unknown command 'zzz'; commands are: train, config"),
+        (["download", "gpt2"], 'hf download REPO --include "tokenizer*" --local-dir DIR'),
+        (["data", "perpare"], "unknown command 'perpare'; did you mean 'prepare'?"),
+        (["data", "prepare", "x"], "the following arguments are required: --out"),
+        (["plot", "--ot", "x"], "unknown option --ot; did you mean --out?"),
+        (["plot", "/nonexistent"], "/nonexistent"),
+        (["profile", "--training.stepz", "5"], "training.stepz = 5   (command line)"),
+        (["generate", "--steps", "5"], "did you mean --training.steps"),
+        (["generate", "--promt", "x"], "unknown option --promt; did you mean --prompt?"),
+        (["config", "--world", "0"], "--world: must be a whole number >= 1, not '0'"),
+        (["tour", "x"], "unexpected arguments: x"),
+        (["train", "--help", "optimzer"], "no config key mentions 'optimzer'; did you mean 'optimizer'?"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("titanlite: ") and message in err
+
+
+def test_ctrl_c_is_one_line_and_a_bug_is_raised(monkeypatch, capsys):
+    def run(error: BaseException) -> int:
+        def raise_it(arguments: object, overrides: list[str]) -> int:
+            raise error
+
+        monkeypatch.setattr(config_command, "run", raise_it)
+        return main(["config"])
+
+    assert run(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "\ntitanlite: stopped\n"
+    assert run(RunFailed("a save failed")) == 1 and capsys.readouterr().err == "titanlite: a save failed\n"
+    with pytest.raises(ZeroDivisionError):
+        run(ZeroDivisionError())

@@ -1,4 +1,4 @@
-"""Several nodes: they meet or say who is missing; the cluster's variables are understood."""
+"""Several nodes: they connect or name the missing ones; the cluster's variables are understood."""
 
 import socket
 
@@ -18,8 +18,8 @@ def free_port() -> str:
 
 
 def node(rank: int, port: str, argv: list[str], folder, **extra: str):
-    where = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return start([*TINY, *argv], folder, NGPU="1", **where, **extra)
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return start([*TINY, *argv], folder, NGPU="1", **variables, **extra)
 
 
 def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
@@ -33,20 +33,22 @@ def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
     assert "step:  3" in results[1][1], "node 1 shows its own first rank"
 
 
-def test_nodes_with_different_configs_stop_and_say_so(tmp_path):
+def test_nodes_with_different_configs_are_refused(tmp_path):
     port = free_port()
     second = node(1, port, ["--optimizer.lr=0.1"], tmp_path)
     first = node(0, port, [], tmp_path)
     results = [finish(first), finish(second)]
-    assert [code for code, _ in results] == [1, 1]
+    assert {code for code, _ in results} <= {1, 2}
     assert any("the config differs between ranks: rank 0 has" in out for _, out in results), results
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_one_of_two_nodes_says_that_the_other_did_not_come(tmp_path, alone):
-    code, out = finish(node(alone, free_port(), ["--comm.init_timeout_seconds=3"], tmp_path))
-    assert code == 1 and "1 of 2 nodes came" in out and "Traceback" not in out
-    assert "missing: NODE_RANK 1" in out if alone == 0 else "node 0 did not answer" in out
+@pytest.mark.parametrize("present", [0, 1])
+def test_one_of_two_nodes_names_the_missing_one(tmp_path, present):
+    code, out = finish(node(present, free_port(), ["--comm.init_timeout_seconds=3"], tmp_path))
+    assert code == 1 and "Traceback" not in out
+    expected = ["only 1 of 2 nodes connected within 3 s (comm.init_timeout_seconds); missing: NODE_RANK 1"]
+    expected.append("node 0 did not answer at 127.0.0.1")
+    assert expected[present] in out
 
 
 def test_several_nodes_without_an_address_are_refused_at_once(tmp_path):
@@ -96,23 +98,23 @@ def test_the_nodes_that_variables_announce(environ, expected):
         ({"SLURM_NNODES": "2"}, "neither SLURM_JOB_NODELIST nor MASTER_ADDR"),
     ],
 )
-def test_half_an_announcement_is_an_error_that_names_the_variable(environ, says):
+def test_incomplete_variables_are_an_error_that_names_the_missing_one(environ, says):
     with pytest.raises(UserError) as caught:
         find_nodes(environ)
     assert says in str(caught.value)
 
 
-def test_the_place_of_a_worker():
+def test_a_workers_rank_and_store():
     run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
-    found = rank_info(run)
-    assert (found.rank, found.world, found.local_rank) == (3, 8, 1)
+    info = rank_info(run)
+    assert (info.rank, info.world, info.local_rank) == (3, 8, 1)
     assert store_address(run, 8) == ("h", 29500)
     task = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-    found = rank_info(task)
-    assert (found.rank, found.world, found.local_rank) == (5, 8, 1)
+    info = rank_info(task)
+    assert (info.rank, info.world, info.local_rank) == (5, 8, 1)
     assert store_address(task, 8) == ("gpu07", 20123)
-    alone = rank_info({})
-    assert (alone.rank, alone.world) == (0, 1) and store_address({}, 1) is None
+    single = rank_info({})
+    assert (single.rank, single.world) == (0, 1) and store_address({}, 1) is None
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         store_address({"RANK": "0"}, 2)
 

@@ -1,4 +1,4 @@
-"""On a terminal there is one live line of progress and there are colors; elsewhere plain lines."""
+"""A terminal shows one live line of progress and colors; other outputs get plain lines."""
 
 import os
 import pty
@@ -16,29 +16,29 @@ from titanlite.runtime.cluster import shown_ranks
 
 
 def on_a_terminal(*command: str) -> str:
-    """All that a command writes to a pseudo-terminal."""
-    ours, theirs = pty.openpty()
+    """Run a command on a pseudo-terminal and return its output."""
+    controller, terminal = pty.openpty()
     environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS="160")
     process = subprocess.Popen(
-        [sys.executable, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT
+        [sys.executable, *command], stdin=terminal, stdout=terminal, stderr=terminal, env=environ, cwd=ROOT
     )
-    os.close(theirs)
+    os.close(terminal)
     out = b""
     while True:
         try:
-            piece = os.read(ours, 65536)
-        except OSError:  # the other side is closed
+            chunk = os.read(controller, 65536)
+        except OSError:  # the command has closed its side
             break
-        out += piece
-    os.close(ours)
+        out += chunk
+    os.close(controller)
     assert process.wait() == 0, out.decode()
     return out.decode()
 
 
-def test_a_terminal_shows_progress_and_colours(tmp_path):
+def test_a_terminal_shows_progress_and_colors(tmp_path):
     argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
     out = on_a_terminal("-m", "titanlite", "train", *argv)
-    assert "\033[32mloss:" in out and "starting" in out and "tokens/s a device" in out and "/40" in out
+    assert "\033[32mloss:" in out and "starting" in out and "tokens/s per device" in out and "/40" in out
     assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
 
 
@@ -52,14 +52,14 @@ def test_disable_color_printing_shows_plain_lines(tmp_path, color):
     assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == color
 
 
-def test_colours_keep_the_line():
+def test_coloring_keeps_the_text():
     line = "step:  1  loss:  8.04034  mfu: n/a"
-    marked = colored(line)
-    assert marked != line and "\033[31mstep:  1\033[0m" in marked
+    in_color = colored(line)
+    assert in_color != line and "\033[31mstep:  1\033[0m" in in_color
     assert colored("validation at step 5: loss 3") == "validation at step 5: loss 3"
 
 
-def test_a_follower_returns_whole_lines_only(tmp_path):
+def test_a_follower_returns_complete_lines_only(tmp_path):
     path = tmp_path / "log"
     follower = Follower(path)
     assert follower.lines() == []
