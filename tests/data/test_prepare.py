@@ -181,11 +181,11 @@ def test_a_line_that_is_no_document_is_named(tmp_path):
 
 def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_path, capsys):
     assert main(["data", "prepare", "--out", str(tmp_path / "out")]) == 2
-    assert "needs at least one SRC" in capsys.readouterr().err
+    assert "the following arguments are required: SRC" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
     assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
-    assert "data prepare has no option --worker; did you mean --workers?" in capsys.readouterr().err
+    assert "unknown option --worker; did you mean --workers?" in capsys.readouterr().err
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a" * 299 + "\x1b")
     two.write_text("b" * 99)

@@ -179,11 +179,11 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
 
 def test_wrong_words_are_told(tool, tmp_path):
     for words, says in (
-        (("checkpoint", "lss"), "did you mean ls?"),
-        (("checkpoint", "diff", "a"), "takes A B, not a"),
+        (("checkpoint", "lss"), "did you mean 'ls'?"),
+        (("checkpoint", "diff", "a"), "required: B"),
         (("checkpoint", "ls", tmp_path), "there is no checkpoint in"),
         (("checkpoint", "export", tmp_path, "x", "--fromat=hf"), "did you mean --format?"),
-        (("generate", "--checkpoint"), "needs a path"),
+        (("generate", "--checkpoint"), "--checkpoint: expected one argument"),
     ):
         code, out = tool(*words)
         assert code == 2 and says in out
