@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
-from titanlite.errors import UserError, nearest, some_of
+from titanlite.errors import UserError, format_table, nearest, some_of
 from titanlite.parallel.build import Context
 from titanlite.parallel.gloo_float8 import gather_activations_as_bytes
 from titanlite.registry import Rule
@@ -191,11 +191,8 @@ def _table(layers: Sequence[Layer], job: Job) -> list[str]:
     details = [settings.recipe_name] + ["emulated"] * settings.emulate
     details += ["scales precomputed"] * settings.precompute_float8_dynamic_scale_for_fsdp
     lines = [f"Applied float8 to {converted} of {len(layers)} linear layers ({', '.join(details)})"]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row, count in rows.items():
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + (f"{cells}  x {count}" if count > 1 else cells.rstrip()))
-    return lines
+    cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
+    return lines + format_table(cells, indent=2).splitlines()
 
 
 # ---------------------------------------------------------------- tensor parallel

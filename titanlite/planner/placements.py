@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config.job import Job
+from titanlite.errors import format_table
 from titanlite.layout import DIMENSIONS
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
@@ -73,13 +74,8 @@ def _parameters(part: nn.Module, job: Job) -> list[str]:
         pattern = re.sub(rf"^({re.escape(job.spec.blocks)})\.\d+\.", r"\1.*.", name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         rows[pattern, _size(parameter.shape), _placement(parameter), _size(local.shape)] += 1
-    header = ("parameter", "shape", "placement", "on rank 0")
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row, count in {header: 1, **rows}.items():
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"{cells}  x {count}" if count > 1 else cells.rstrip())
-    return lines
+    cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
+    return format_table(cells, ("parameter", "shape", "placement", "on rank 0", "layers")).splitlines()
 
 
 def _size(shape: Iterable[int]) -> str:
