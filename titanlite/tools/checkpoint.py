@@ -99,8 +99,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 # ---------------------------------------------------------------- which folders are meant
 
 
-def _all(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for, oldest first."""
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return a checkpoint, or those of a folder or a run, oldest first."""
     if (path / MANIFEST).is_file() or step_of(path.name) is not None:
         return [path]
     for root in (path, path / "checkpoint"):
@@ -109,9 +109,9 @@ def _all(path: Path) -> list[Path]:
     raise UserError(f"there is no checkpoint in {path}")
 
 
-def _one(path: Path) -> Path:
-    """The checkpoint, or the newest whole one, that a path stands for."""
-    found = _all(path)
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint, or the latest complete one of a folder or a run."""
+    found = find_checkpoints(path)
     return found[0] if len(found) == 1 else next((f for f in reversed(found) if is_complete(f)), found[-1])
 
 
@@ -120,7 +120,7 @@ def _one(path: Path) -> Path:
 
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
-    for folder in _all(arguments.folder):
+    for folder in find_checkpoints(arguments.folder):
         found = _faults(folder, full=arguments.full)
         size, mesh = "?", "?"
         if (folder / MANIFEST).is_file() and not (found and MANIFEST in found[0]):
@@ -135,7 +135,7 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
 
 def _verify(arguments: Namespace, overrides: list[str]) -> int:
     bad = 0
-    for folder in (folder for path in arguments.folders for folder in _all(path)):
+    for folder in (folder for path in arguments.folders for folder in find_checkpoints(path)):
         found = _faults(folder, full=True)
         bad += bool(found)
         print(f"{folder}: " + (f"damaged{some_of(found)}" if found else "sound"))
@@ -151,7 +151,7 @@ def _faults(folder: Path, full: bool) -> list[str]:
 
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
-    folder = _one(arguments.folder)
+    folder = find_checkpoint(arguments.folder)
     manifest, state, environment = read_manifest(folder), read_state(folder), _environment(folder)
     optimizer = {name: t for name, t in manifest.tensors.items() if name.startswith("optimizer.")}
     kinds = sorted({name.rpartition(".")[2] for name in optimizer})
@@ -174,7 +174,7 @@ def _show(arguments: Namespace, overrides: list[str]) -> int:
 def _diff(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.checkpoint.load import load_tensors
 
-    sides = [_one(path) for path in (arguments.a, arguments.b)]
+    sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
     a, b = manifests = [read_manifest(side) for side in sides]
     rows: list[tuple[str, str]] = []
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
@@ -209,7 +209,7 @@ def _what(tensor: Tensor) -> str:
 
 
 def _export(arguments: Namespace, overrides: list[str]) -> int:
-    folder, target = _one(arguments.folder), arguments.out
+    folder, target = find_checkpoint(arguments.folder), arguments.out
     if target.exists():
         raise UserError(f"{target} exists; nothing is written over it")
     manifest = read_manifest(folder)

@@ -8,19 +8,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.checkpoint.manifest import (
-    CorruptCheckpoint,
-    committed,
-    faults,
-    latest_complete,
-    read_manifest,
-    read_state,
-    step_folder,
-)
+from titanlite.checkpoint.manifest import CorruptCheckpoint, faults, read_manifest, read_state
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.errors import some_of
+from titanlite.tools.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", help="tokens to generate")
     parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="PATH",
-        help="a checkpoint, or a folder of them (default: the latest complete one in the config's job.dump_folder)",
-    )
+    about = "a checkpoint, or a folder of them (default: the latest complete one in the config's job.dump_folder)"
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -53,7 +42,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     given = [(name, getattr(arguments, name)) for name in ALIASES]
     overrides += [f"--generate.{name}={value}" for name, value in given if value is not None]
     job = job_from(parse_command_line(overrides, os.environ), world=None, training=False)
-    folder = choose_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
+    folder = find_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
     device = pick_device(job.config.job.device, 0)
     text = generate(
         [load_model(job, folder, device)],
@@ -66,17 +55,6 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     print(f"titanlite: {folder}, temperature {job.config.generate.temperature:g}", file=sys.stderr)
     print(text)
     return 0
-
-
-def choose_checkpoint(path: Path) -> Path:
-    """Return a checkpoint, or the latest complete one in a folder of them."""
-    if not committed(path):
-        read_manifest(path)  # or an error that names it
-        return path
-    newest = latest_complete(path)
-    if newest is None:
-        raise CorruptCheckpoint(f"no checkpoint in {path} is complete")
-    return step_folder(path, newest)
 
 
 def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:

@@ -31,11 +31,12 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.tools.generate import choose_checkpoint, load_model
+from titanlite.tools.checkpoint import find_checkpoint
+from titanlite.tools.generate import load_model
 from pathlib import Path
 config, checkpoints, exported = sys.argv[1:]
 model = load_model(job_from(parse_command_line(["--config", config], {}), world=None, training=False),
-                  choose_checkpoint(Path(checkpoints)), torch.device("cpu"))
+                  find_checkpoint(Path(checkpoints)), torch.device("cpu"))
 exported_model = AutoModelForCausalLM.from_pretrained(exported)
 tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
