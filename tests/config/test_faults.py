@@ -3,9 +3,10 @@
 import pytest
 
 from titanlite.config.job import job_from
-from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
+from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import keys
+from titanlite.config.toml import to_toml
 
 
 def job(*argv: str, world: int | None = None, training: bool = False, files: tuple[str, ...] = ("debug.toml",)):

@@ -20,9 +20,10 @@ import torch.distributed as dist
 import titanlite
 from tests.conftest import PRELOAD
 from tests.jobs import TINY, job, trainer, weights
-from titanlite.config.load import ConfigError, toml_value
+from titanlite.config.load import ConfigError
 from titanlite.config.rules.parallel import DEGREES, NOT_BUILT
 from titanlite.config.schema import keys, value_of
+from titanlite.config.toml import toml_value
 from titanlite.verify.pool import Pool
 
 COSTS = ("blocked", "staging", "write")

@@ -11,7 +11,7 @@ from torch import nn
 from titanlite.checkpoint.load import DATA, Source, excluded
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
 from titanlite.config.job import Job
-from titanlite.config.load import to_toml, tomllib
+from titanlite.config.toml import to_toml, tomllib
 from titanlite.errors import UserError
 
 _NO_NEWS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")

@@ -39,7 +39,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.retention import steps_to_delete
 from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
-from titanlite.config.load import to_toml
+from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment, new_archive_folder

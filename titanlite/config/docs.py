@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import textwrap
 
-from titanlite.config.load import toml_value
 from titanlite.config.schema import JobConfig, Section, legal, sections
+from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
 
 

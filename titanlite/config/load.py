@@ -6,7 +6,6 @@ Precedence: command line > later file > earlier file > default. Rules between ke
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.schema import JobConfig, Section, keys, legal, sections, value_of
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign, tomllib
+from titanlite.config.schema import JobConfig, Section, keys, legal, sections
+from titanlite.config.toml import toml_value, tomllib
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign
 from titanlite.errors import UserError
 
 DEFAULT_CONFIG = "debug.toml"
@@ -256,29 +256,3 @@ def _build(
 def _as_text(entry: Entry) -> Any:
     """Return the value of a text field: from the command line as typed, even if it looks like a number."""
     return entry.value if entry.text is None or isinstance(entry.value, str) else entry.text
-
-
-def toml_value(value: Any) -> str:
-    """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    if isinstance(value, Section):
-        return toml_value(value.model_dump())
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
-    return str(value)
-
-
-def to_toml(config: JobConfig) -> str:
-    """Write the whole config as TOML that load() reads back to the same config."""
-    blocks: dict[str, list[str]] = {}
-    for key in _KEYS:
-        section, _, name = key.rpartition(".")
-        blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value_of(config, key))}")
-    return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"

@@ -5,15 +5,11 @@ A key that titanlite lacks is accepted at a value that asks for nothing, and oth
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # the only place that chooses: others import tomllib from here
-    import tomli as tomllib
+from titanlite.config.toml import tomllib
 
 RENAMED = {"experimental.custom_import": "model.package"}
 """Old spellings that still work."""

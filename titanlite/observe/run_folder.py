@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.job import Job
-from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import to_toml
 from titanlite.layout import DIMENSIONS
 
 MOVED = ("metrics.jsonl", "logs", "config.toml", "environment.json")

@@ -31,8 +31,9 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.config.load import ConfigError, load, parse_command_line, to_toml
+from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.observe.metrics import duration

@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import job_from
-from titanlite.config.load import parse_command_line, to_toml
+from titanlite.config.load import parse_command_line
+from titanlite.config.toml import to_toml
 from titanlite.errors import positive_int
 
 

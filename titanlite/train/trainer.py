@@ -18,8 +18,8 @@ from titanlite.checkpoint.load import DATA, Source, excluded
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.state import Position, TrainingState
 from titanlite.config.job import Job
-from titanlite.config.load import to_toml
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import to_toml
 from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.resume import finished_message, make_way
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import parse_command_line, to_toml
+from titanlite.config.load import parse_command_line
+from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks

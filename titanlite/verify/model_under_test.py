@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, Fault, load, parse_command_line, toml_value
+from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
+from titanlite.config.toml import toml_value
 from titanlite.registry import get_model
 from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 

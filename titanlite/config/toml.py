@@ -1,0 +1,38 @@
+"""TOML: the reader of every supported Python, and a writer of configs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from titanlite.config.schema import JobConfig, Section, keys, value_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["to_toml", "toml_value", "tomllib"]
+
+
+def to_toml(config: JobConfig) -> str:
+    """Write the whole config as TOML that load() reads back to the same config."""
+    blocks: dict[str, list[str]] = {}
+    for key in keys():
+        section, _, name = key.rpartition(".")
+        blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value_of(config, key))}")
+    return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
+    if value is None or isinstance(value, (bool, str)):
+        return json.dumps("none" if value is None else value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, Section):
+        return toml_value(value.model_dump())
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
+    return str(value)
