@@ -1,4 +1,4 @@
-"""GPT-2: flavors, and the one table that says everything the framework needs of its parameters."""
+"""GPT-2: flavors, and the table that says what the framework needs to know about each parameter."""
 
 from __future__ import annotations
 
@@ -55,43 +55,43 @@ def shape(c: GPT2Config) -> ModelDims:
 
 
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
-    """The table. Layers that write into the residual stream start smaller the more of them there are.
+    """Return the table. Layers that write into the residual stream start smaller the more of them there are.
 
-    Over there a matrix has a row per input, and queries, keys and values are the columns of one.
+    Hugging Face's matrices have a row per input, and queries, keys and values are the columns of one matrix.
     """
     into, out_of = normal(0.02), normal(0.02 / (2 * c.n_layers) ** 0.5)
-    turned = (Transposed(),)
+    transposed = (Transposed(),)
     block, hf = "layers.*.", "transformer.h.*."
     table = [
         Rule("tok_embeddings.weight", normal(0.02), "embedding", "transformer.wte.weight", tied="output.weight"),
         Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
     ]
     for i, name in enumerate(("wq", "wk", "wv")):
-        here, there = f"{block}attention.{name}.", hf + "attn.c_attn."
+        ours, fused = f"{block}attention.{name}.", hf + "attn.c_attn."
         table += [
-            Rule(here + "weight", into, "column", there + "weight", turned, FusedSlice(i, 3, dim=1)),
-            Rule(here + "bias", zeros, "column", there + "bias", part=FusedSlice(i, 3)),
+            Rule(ours + "weight", into, "column", fused + "weight", transposed, FusedSlice(i, 3, dim=1)),
+            Rule(ours + "bias", zeros, "column", fused + "bias", part=FusedSlice(i, 3)),
         ]
-    for here, there in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
+    for ours, theirs in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
         table += [
-            Rule(block + here + "weight", out_of, "row", hf + there + "weight", turned),
-            Rule(block + here + "bias", zeros, "replicated", hf + there + "bias"),
+            Rule(block + ours + "weight", out_of, "row", hf + theirs + "weight", transposed),
+            Rule(block + ours + "bias", zeros, "replicated", hf + theirs + "bias"),
         ]
     table += [
-        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", turned),
+        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", transposed),
         Rule(block + "feed_forward.w1.bias", zeros, "column", hf + "mlp.c_fc.bias"),
     ]
     norms = {block + "attention_norm.": hf + "ln_1.", block + "ffn_norm.": hf + "ln_2.", "norm.": "transformer.ln_f."}
-    for here, there in norms.items():
+    for ours, theirs in norms.items():
         table += [
-            Rule(here + "weight", ones, "norm", there + "weight"),
-            Rule(here + "bias", zeros, "norm", there + "bias"),
+            Rule(ours + "weight", ones, "norm", theirs + "weight"),
+            Rule(ours + "bias", zeros, "norm", theirs + "bias"),
         ]
     return tuple(table)
 
 
 def hf_config(c: GPT2Config) -> dict[str, Any]:
-    """A GPT2LMHeadModel."""
+    """Return the config.json of a GPT2LMHeadModel."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

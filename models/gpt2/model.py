@@ -1,21 +1,14 @@
-"""GPT-2 as a plain single-device module; there is no parallelism in here.
-
-A pipeline stage may lack the embeddings, the norm and the output, and holds some of `layers`, which is keyed by
-the global layer number.
-"""
+"""GPT-2 as a plain single-device module."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.decoder import Decoder
 from titanlite.models.gpt2 import GPT2Config
-
-Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -61,12 +54,7 @@ class Block(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class GPT2(nn.Module):
-    tok_embeddings: nn.Embedding | None
-    pos_embeddings: nn.Embedding | None
-    norm: nn.LayerNorm | None
-    output: nn.Linear | None
-
+class GPT2(Decoder):
     def __init__(self, c: GPT2Config, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
@@ -78,23 +66,7 @@ class GPT2(nn.Module):
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
         self.output.weight = self.tok_embeddings.weight
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        head: Head | None = None,
-    ) -> torch.Tensor:
-        """Logits of (batch, tokens); or whatever `head` makes of the last hidden state and the output layer."""
-        h = tokens
-        if self.tok_embeddings is not None and self.pos_embeddings is not None:
-            if positions is None:
-                positions = torch.arange(tokens.size(1), device=tokens.device)
-            h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions))
-        for block in self.layers.values():
-            h = block(h, documents)
-        if self.norm is not None:
-            h = self.norm(h)
-        if self.output is None:
-            return h
-        return self.output(h) if head is None else head(h, self.output)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)
+        return self.dropout(super().embed(tokens, positions) + self.pos_embeddings(positions))

@@ -1,4 +1,4 @@
-"""Llama 3: flavors, and the one table that says everything the framework needs of its parameters."""
+"""Llama 3: flavors, and the table that says what the framework needs to know about each parameter."""
 
 from __future__ import annotations
 
@@ -50,26 +50,22 @@ def shape(c: LlamaConfig) -> ModelDims:
 
 
 def rules(c: LlamaConfig) -> tuple[Rule, ...]:
-    """The table. Layers that write into the residual stream start smaller the deeper they are."""
+    """Return the table. Layers that write into the residual stream start smaller the deeper they are."""
     into, out_of = normal(0.02), normal(0.02, by_depth=True)
+    q_heads, kv_heads = (Rotary(c.n_heads),), (Rotary(c.n_kv_heads),)
     block, hf = "layers.*.", "model.layers.*."
+    embedding = Rule(
+        "tok_embeddings.weight",
+        normal(0.02 if c.tied else 1.0),  # a tied one is the output layer as well
+        "embedding",
+        "model.embed_tokens.weight",
+        tied="output.weight" if c.tied else "",
+    )
     table = (
-        Rule(
-            "tok_embeddings.weight",
-            normal(0.02 if c.tied else 1.0),  # a tied one is the output layer as well
-            "embedding",
-            "model.embed_tokens.weight",
-            tied="output.weight" if c.tied else "",
-        ),
+        embedding,
         Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
-        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", (Rotary(c.n_heads),)),
-        Rule(
-            block + "attention.wk.weight",
-            into,
-            "column",
-            hf + "self_attn.k_proj.weight",
-            (Rotary(c.n_kv_heads),),
-        ),
+        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", q_heads),
+        Rule(block + "attention.wk.weight", into, "column", hf + "self_attn.k_proj.weight", kv_heads),
         Rule(block + "attention.wv.weight", into, "column", hf + "self_attn.v_proj.weight"),
         Rule(block + "attention.wo.weight", out_of, "row", hf + "self_attn.o_proj.weight"),
         Rule(block + "ffn_norm.weight", ones, "norm", hf + "post_attention_layernorm.weight"),
@@ -83,7 +79,7 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
 
 
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
-    """A LlamaForCausalLM, in the words that transformers 4 and 5 both read."""
+    """Return the config.json of a LlamaForCausalLM, with keys that transformers 4 and 5 both read."""
     scaling = c.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -113,15 +109,7 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-SPEC = register_model(
-    ModelSpec(
-        "llama3",
-        FLAVORS,
-        shape,
-        rules,
-        build="titanlite.models.llama3.model:Llama",
-        hf=HuggingFace(
-            hf_config, unchecked_config_keys=("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",)
-        ),
-    )
+HF = HuggingFace(
+    hf_config, unchecked_config_keys=("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",)
 )
+SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama", hf=HF))

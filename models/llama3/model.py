@@ -1,22 +1,15 @@
-"""Llama 3 as a plain single-device module; there is no parallelism in here.
-
-A pipeline stage may lack the embedding, the norm and the output, and holds some of `layers`, which is keyed by
-the global layer number.
-"""
+"""Llama 3 as a plain single-device module."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.rope import Rope, rotate
 from titanlite.models.llama3 import LlamaConfig
-
-Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -66,11 +59,7 @@ class Block(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class Llama(nn.Module):
-    tok_embeddings: nn.Embedding | None
-    norm: nn.RMSNorm | None
-    output: nn.Linear | None
-
+class Llama(Decoder):
     def __init__(self, c: LlamaConfig, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
@@ -81,20 +70,5 @@ class Llama(nn.Module):
         if c.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        head: Head | None = None,
-    ) -> torch.Tensor:
-        """Logits of (batch, tokens); or whatever `head` makes of the last hidden state and the output layer."""
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        cos, sin = self.rope(positions, tokens.size(1))
-        for block in self.layers.values():
-            h = block(h, cos, sin, documents)
-        if self.norm is not None:
-            h = self.norm(h)
-        if self.output is None:
-            return h
-        return self.output(h) if head is None else head(h, self.output)
+    def block_inputs(self, positions: torch.Tensor | None, length: int) -> tuple[torch.Tensor, ...]:
+        return self.rope(positions, length)

@@ -1,0 +1,50 @@
+"""The skeleton of a decoder: embed, blocks, norm, head. A model adds its layers; there is no parallelism in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+
+
+class Decoder(nn.Module):
+    """A decoder or a pipeline stage of one, which may lack the embedding, the norm and the output layer."""
+
+    tok_embeddings: nn.Module | None
+    layers: nn.ModuleDict
+    """The blocks of this stage, by their number in the whole model."""
+    norm: nn.Module | None
+    output: nn.Module | None
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return hidden states of (batch, tokens); only called where there is an embedding."""
+        assert self.tok_embeddings is not None
+        return self.tok_embeddings(tokens)
+
+    def block_inputs(self, positions: torch.Tensor | None, length: int) -> tuple[torch.Tensor, ...]:
+        """Return what every block receives after the hidden states, such as rotary tables."""
+        return ()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        head: Head | None = None,
+    ) -> torch.Tensor:
+        """Return logits of (batch, tokens), or what `head` makes of the last hidden states and the output layer.
+
+        A stage without an embedding takes hidden states for `tokens`; one without an output layer returns them.
+        """
+        h = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
+        inputs = self.block_inputs(positions, tokens.size(1))
+        for block in self.layers.values():
+            h = block(h, *inputs, documents)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is None:
+            return h
+        return self.output(h) if head is None else head(h, self.output)
