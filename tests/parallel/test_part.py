@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 def middle_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model with blocks 2 and 3 of 4 only, without the embedding, the norm and the head."""
     part = copy.deepcopy(model)
-    part.tok_embeddings = part.norm = part.output = None
+    for name in ("tok_embeddings", "norm", "output"):
+        setattr(part, name, None)
     del part.layers["0"], part.layers["1"]
     return part
 
