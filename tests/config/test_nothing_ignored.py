@@ -219,7 +219,7 @@ ELSEWHERE = {
     "model.package": "tests/config/test_torchtitan.py, tests/models/test_outside.py",
     "model.hf_assets_path": "tests/data/test_sources.py",
     "model.overrides": "tests/jobs.py: every tiny job",
-    "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_patience",
+    "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout",
     "validation.dataset_path": "tests/train/test_validate.py",
     "metrics.disable_color_printing": "tests/launch/test_terminal.py",
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_together_record_the_same_steps",

@@ -1,4 +1,4 @@
-"""A small BPE tokenizer, trained on the spot."""
+"""Train a small BPE tokenizer for tests."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Preparing text: the same shards whoever writes them, whole or absent, and it goes on after a kill."""
+"""Preparing text: the same shards with any number of workers, complete or absent, and resumable after a kill."""
 
 import hashlib
 import json
@@ -33,25 +33,25 @@ from titanlite.errors import UserError
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """About 10 MB of the standard library as text, in files and as JSON lines."""
+    """About 3 MB of the standard library, as text files and JSON lines, with line ends of all kinds."""
     folder = tmp_path_factory.mktemp("library")
-    found = standard_library(held_out=False)
-    chosen = [i for i in range(len(found.names)) if i % 3 == 0]
+    documents = standard_library(held_out=False)
     lines = []
-    for i in chosen:
-        text = (found.root / found.names[i]).read_bytes().decode("utf-8", errors="replace")
+    for i, name in list(enumerate(documents.names))[::3]:
+        text = (documents.root / name).read_bytes().decode("utf-8", errors="replace")
         if i % 2:
-            lines.append(json.dumps({"text": text, "source": found.names[i]}))
+            lines.append(json.dumps({"text": text, "source": name}))
         else:
-            (folder / f"{i}.txt").write_text(text)
+            (folder / f"{i}.txt").write_bytes(text.encode())
+    (folder / "line_ends.txt").write_bytes(b"Windows\r\nold Mac\rUnix\n")
     (folder / "more.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory, library) -> Path:
-    sample = [p.read_text()[:20000] for p in sorted(library.glob("*.txt"))[:20]]
-    return make_assets(tmp_path_factory.mktemp("assets"), sample, 500)
+    texts = [p.read_text()[:20000] for p in sorted(library.glob("*.txt"))[:20]]
+    return make_assets(tmp_path_factory.mktemp("assets"), texts, 500)
 
 
 @pytest.fixture(autouse=True)
@@ -63,20 +63,20 @@ def digest(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def test_shards_hold_every_document_once_with_an_end_after_each(library, assets, tmp_path):
+def test_shards_hold_every_document_once(library, assets, tmp_path):
     documents = text_files("test", str(library))
     manifest = prepare({"library": documents}, str(assets), tmp_path / "out", workers=1)
     tokenizer = load_tokenizer(str(assets))
     expected: list[int] = []
     count = 0
     for name in documents.names:
-        path = library / name
-        found = (
-            [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        content = (library / name).read_bytes()  # read_text would turn all line ends into "\n"
+        texts = (
+            [json.loads(line)["text"] for line in content.splitlines()]
             if name == "more.jsonl"
-            else [path.read_text()]
+            else [content.decode()]
         )
-        for text in found:
+        for text in texts:
             expected += [*tokenizer.encode(text), tokenizer.end]
             count += 1
     source = ShardSource("test", tmp_path / "out", 500, tokenizer.end)
@@ -85,7 +85,7 @@ def test_shards_hold_every_document_once_with_an_end_after_each(library, assets,
     assert len(manifest["shards"]) > 5
     ends = source.document_ends()
     assert len(ends) == count and all(expected[end - 1] == tokenizer.end for end in ends)
-    assert prepare({"library": documents}, str(assets), tmp_path / "out", workers=1) == manifest, "done already"
+    assert prepare({"library": documents}, str(assets), tmp_path / "out", workers=1) == manifest, "already done"
     with pytest.raises(UserError, match="holds other data"):
         prepare({"library": documents}, "", tmp_path / "out", workers=1)
 
@@ -99,8 +99,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(library, assets, tmp_path):
-    """Killed by SIGKILL, workers and all, at whatever it was doing, again and again until one run gets through."""
+def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_path):
+    """Kill the command and its workers at several points, then let a run finish."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     prepare({str(library): text_files("x", str(library))}, str(assets), tmp_path / "undisturbed", workers=1)
@@ -108,53 +108,53 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(library, assets, tmp_
     argv = ["prepare", str(library), "--tokenizer", str(assets), "--out", str(out), "--workers", "2"]
     command = [sys.executable, str(script), *argv]
     kills = 0
-    for patience in (0.6, 0.9, 1.2):
+    for seconds in (0.6, 0.9, 1.2):
         process = subprocess.Popen(
             command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
         )
-        time.sleep(patience)
-        assert not out.exists() or (out / "manifest.json").exists(), "published whole or absent"
+        time.sleep(seconds)
+        assert not out.exists() or (out / "manifest.json").exists(), "published complete or absent"
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
         process.communicate()
     assert kills >= 1
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
+    final = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert final.returncode == 0, final.stderr
     assert digest(out) == digest(tmp_path / "undisturbed")
     assert not (tmp_path / ".out.preparing").exists()
 
 
-def test_other_sources_do_not_go_on_from_a_leftover(library, assets, tmp_path):
+def test_shards_left_by_a_run_on_other_sources_are_discarded(library, assets, tmp_path):
     staging = tmp_path / ".out.preparing"
     staging.mkdir()
     (staging / "shard-000000.bin").write_bytes(b"of another run")
     (staging / ".plan.json").write_text("{}")
-    said: list[str] = []
+    messages: list[str] = []
     documents = text_files("x", str(library / "more.jsonl"))
-    prepare({"x": documents}, str(assets), tmp_path / "out", 1, say=said.append)
-    assert "beginning anew" in said[0]
+    prepare({"x": documents}, str(assets), tmp_path / "out", 1, log=messages.append)
+    assert "made from different data; starting over" in messages[0]
     assert ShardSource("x", tmp_path / "out", 500, 0).tokens > 1000
 
 
-def test_lines_belong_to_the_piece_in_which_they_begin(tmp_path):
+def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path):
     lines = [json.dumps({"text": "x" * n}) for n in (1, 50, 3, 0, 200, 7)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     documents = text_files("x", str(tmp_path))
     for limit in (1, 7, 13, 64, 1000):
-        found = [s.text for piece in pieces(documents, limit) for s in segments(tmp_path, piece)]
-        assert [len(text) for text in found] == [1, 50, 3, 0, 200, 7], limit
+        texts = [s.text for piece in pieces(documents, limit) for s in segments(tmp_path, piece)]
+        assert [len(text) for text in texts] == [1, 50, 3, 0, 200, 7], limit
 
 
-def test_a_long_text_is_one_document_read_in_segments_and_shared_by_pieces(tmp_path, monkeypatch):
+def test_a_long_text_stays_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "SEGMENT_BYTES", 40)
     text = "".join(f"line {n}\n" * (n % 3) for n in range(60)) + "no newline at the end"
     (tmp_path / "a.txt").write_text(text)
     for limit in (1, 17, 100, 10_000):
-        found = [s for piece in pieces(text_files("x", str(tmp_path)), limit) for s in segments(tmp_path, piece)]
-        assert "".join(s.text for s in found) == text
-        assert [s.ends for s in found] == [False] * (len(found) - 1) + [True]
-        assert max(len(s.text) for s in found) < 70
+        parts = [s for piece in pieces(text_files("x", str(tmp_path)), limit) for s in segments(tmp_path, piece)]
+        assert "".join(part.text for part in parts) == text
+        assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert max(len(part.text) for part in parts) < 70
 
 
 def test_parquet_rows_are_documents(tmp_path):
@@ -170,16 +170,16 @@ def test_parquet_rows_are_documents(tmp_path):
         list(segments(tmp_path, next(pieces(text_files("x", str(tmp_path)), 1))))
 
 
-def test_a_line_that_is_no_document_is_named(tmp_path):
+def test_a_broken_json_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
-    for line, says in (("{broken", "not a JSON object"), ('{"body": "x"}', 'no "text" in it')):
+    for line, message in (("{broken", "not a JSON object"), ('{"body": "x"}', 'no "text" in it')):
         path.write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(UserError, match="a.jsonl: the line at byte 17: " + says):
+        with pytest.raises(UserError, match="a.jsonl: the line at byte 17: " + message):
             prepare({"x": text_files("x", str(path))}, "", tmp_path / "out", 1)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_path, capsys):
+def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys):
     assert main(["data", "prepare", "--out", str(tmp_path / "out")]) == 2
     assert "the following arguments are required: SRC" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
@@ -198,33 +198,33 @@ def test_the_command_names_what_is_missing_and_shows_what_is_there(library, tmp_
     assert main(["data", "show", str(tmp_path)]) == 2
 
 
-def test_a_cache_of_text_is_made_once_and_again_when_the_text_changes(assets, tmp_path):
+def test_text_is_tokenized_again_only_when_it_changes(assets, tmp_path):
     from titanlite.data.sources import open_source
 
     (tmp_path / "a.txt").write_text("def f(): return 1")
     first = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
-    made = {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
     again = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
     assert again.fingerprint == first.fingerprint
-    assert made == {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
+    assert times == {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
     (tmp_path / "a.txt").write_text("def g(): return 2")  # the same size
     changed = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
     assert "def g(): return 2" in load_tokenizer(str(assets)).decode(changed.read(0, changed.tokens).tolist())
 
 
-def test_text_that_was_written_again_is_not_taken_for_prepared(tmp_path):
+def test_preparing_changed_text_into_the_same_folder_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     prepare({"x": text_files("x", str(tmp_path / "a.txt"))}, "", tmp_path / "out", 1)
     (tmp_path / "a.txt").write_text("TEXT")
     os.utime(tmp_path / "a.txt", ns=(1, 1))
-    with pytest.raises(UserError, match="was written again since"):
+    with pytest.raises(UserError, match="has changed since"):
         prepare({"x": text_files("x", str(tmp_path / "a.txt"))}, "", tmp_path / "out", 1)
 
 
-def test_a_folder_that_something_else_made_is_left_alone(tmp_path):
+def test_a_folder_with_other_files_is_left_unchanged(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("")
+    (tmp_path / "out" / "notes").write_text("")
     with pytest.raises(UserError, match="was not made by this command"):
         prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)
     shutil.rmtree(tmp_path / "out")
@@ -233,7 +233,7 @@ def test_a_folder_that_something_else_made_is_left_alone(tmp_path):
 
 
 def read_shards(path: str, ranks: int, workers: int) -> list[bytes]:
-    """All samples of three steps, micro-batch by micro-batch, as the ranks read them."""
+    """Read three steps on all ranks; return their samples in the order of micro-batches."""
     source = ShardSource("training", Path(path), 500, -1)
     windows = Windows([Concatenated(source, 32, False, "training")], 32, seed=0, repeat=True)
     settings = Dataloader(num_workers=workers)
@@ -249,7 +249,7 @@ def read_shards(path: str, ranks: int, workers: int) -> list[bytes]:
     return [row.numpy().tobytes() for batch in batches for row in batch.rows]
 
 
-def test_shards_are_read_the_same_by_1_and_4_ranks_with_0_and_2_workers(library, assets, tmp_path):
+def test_shards_are_read_in_the_same_order_by_any_ranks_and_workers(library, assets, tmp_path):
     prepare({"library": text_files("test", str(library))}, str(assets), tmp_path / "out", workers=1)
     expected = read_shards(str(tmp_path / "out"), 1, 0)
     assert len(set(expected)) == 24

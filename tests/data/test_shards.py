@@ -1,4 +1,4 @@
-"""Token shards: one stream over several files, and damage that is named."""
+"""Token shards: one stream over several files, and errors that name the damaged file."""
 
 import pickle
 
@@ -17,7 +17,7 @@ def write_bin(path, ids, dtype=U16):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Five tokens in each of two formats and three types, and an empty one; 9 ends a document."""
+    """Shards of five tokens in several formats, and an empty one; token 9 ends a document."""
     write_bin(tmp_path / "a.bin", [0, 1, 2, 9, 4])
     write_bin(tmp_path / "b.bin", [])
     write_bin(tmp_path / "c.bin", [5, 6, 7, 8, 9], U32)
@@ -31,46 +31,46 @@ EXPECTED = [0, 1, 2, 9, 4, 5, 6, 7, 8, 9, 10, 11, 9, 13, 14, 15, 16, 17, 18, 19]
 
 def test_all_formats_are_one_stream_at_any_offset(shards):
     source = ShardSource("training", shards, 100, end=9)
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        assert one.tokens == 20
+    for copy in (source, pickle.loads(pickle.dumps(source))):
+        assert copy.tokens == 20
         for start in range(20):
             for count in (1, 3, 20 - start):
-                assert one.read(start, min(count, 20 - start)).tolist() == EXPECTED[start : start + count]
-    assert len(pickle.dumps(source)) < 3000, "a worker maps the files, it is not sent them"
+                assert copy.read(start, min(count, 20 - start)).tolist() == EXPECTED[start : start + count]
+    assert len(pickle.dumps(source)) < 3000, "a worker maps the files instead of receiving their content"
 
 
-def test_document_ends_are_found_by_the_end_token(shards):
+def test_document_ends_follow_end_tokens(shards):
     assert ShardSource("training", shards, 100, end=9).document_ends().tolist() == [4, 10, 13, 20]
 
 
-def test_a_single_shard_is_a_data_set(shards):
+def test_a_single_shard_can_be_opened(shards):
     assert ShardSource("training", shards / "c.bin", 100, end=9).read(0, 5).tolist() == EXPECTED[5:10]
 
 
-def test_the_fingerprint_tells_shards_apart(shards):
+def test_the_fingerprint_changes_with_the_shards(shards):
     first = ShardSource("training", shards, 100, end=9).fingerprint
     write_bin(shards / "a.bin", [0, 1, 2, 9])
     assert ShardSource("training", shards, 100, end=9).fingerprint != first
 
 
-def test_damage_is_named(shards, tmp_path):
-    whole = (shards / "a.bin").read_bytes()
-    for content, says in (
-        (whole[:-1], "a.bin is damaged: 5 tokens make 1034 bytes, and it has 1033"),
-        (b"\0" + whole[1:], f"a.bin is not a token shard: it does not begin with {MAGIC}"),
-        (whole[:100], "a.bin is not a token shard"),
+def test_damaged_shards_are_named(shards, tmp_path):
+    intact = (shards / "a.bin").read_bytes()
+    for content, message in (
+        (intact[:-1], "a.bin is damaged: 5 tokens make 1034 bytes, and it has 1033"),
+        (b"\0" + intact[1:], f"a.bin is not a token shard: it does not start with {MAGIC}"),
+        (intact[:100], "a.bin is not a token shard"),
     ):
         (shards / "a.bin").write_bytes(content)
         with pytest.raises(UserError) as caught:
             ShardSource("training", shards, 100, end=9)
-        assert says in str(caught.value)
+        assert message in str(caught.value)
     (shards / "a.bin").unlink()
     (shards / "d.npy").write_bytes(b"odd")
-    with pytest.raises(UserError, match="d.npy is damaged: its size is no multiple of 2"):
+    with pytest.raises(UserError, match="d.npy is damaged: its size is not a multiple of 2"):
         ShardSource("training", shards, 100, end=9)
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_its_place(shards):
+def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
     source = ShardSource("training", shards, 19, end=9)
     assert source.read(0, 19).tolist() == EXPECTED[:19]
     with pytest.raises(UserError, match="e.npy: id 19 at or after token 4 is beyond the model's vocabulary of 19"):
@@ -84,13 +84,13 @@ def test_missing_and_empty_folders_are_named(tmp_path):
         ShardSource("training", tmp_path, 100, 0)
 
 
-def test_a_manifest_that_does_not_fit_is_an_error(tmp_path):
+def test_a_wrong_manifest_is_an_error(tmp_path):
     from titanlite.data.documents import Documents
     from titanlite.data.prepare import prepare
 
     (tmp_path / "a.txt").write_text("text")
     prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)
-    assert ShardSource("training", tmp_path / "out", 256, -1).end == 0, "the manifest knows the end token"
+    assert ShardSource("training", tmp_path / "out", 256, -1).end == 0, "the end token is in the manifest"
     write_bin(tmp_path / "out" / "stray.bin", [1, 2])
     with pytest.raises(UserError, match="its manifest.json says"):
         ShardSource("training", tmp_path / "out", 256, 0)

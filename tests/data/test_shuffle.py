@@ -1,37 +1,37 @@
-"""The order of samples is a function of (seed, epoch, index), the same on every mesh."""
+"""Shuffling: the order of samples is a function of (seed, epoch, index), the same on every mesh."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from titanlite.data.shuffle import Order, Permutation, RankSlice
+from titanlite.data.shuffle import Order, RankSlice, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 10, 1000, 4096, 16385])
 def test_a_permutation_hits_every_index_once(size):
     for key in (0, 12345, 1 << 62):
-        assert sorted(map(Permutation(size, key), range(size))) == list(range(size))
+        assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
 
 
-def test_neighbours_and_keys_are_uncorrelated():
-    """At the distances where a Feistel network of too few rounds shows: four rounds give z = 6.4 here, two 250."""
+def test_neighboring_samples_and_keys_are_uncorrelated():
+    """At these distances a Feistel network of too few rounds shows: four rounds give z = 6.4, two 250."""
     size = 65536
-    draws = [np.array([Permutation(size, key)(i) for i in range(size)], dtype=float) for key in (1, 7920, 15839)]
+    draws = [np.array([permute(i, size, key) for i in range(size)], dtype=float) for key in (1, 7920, 15839)]
     pairs = [(draw[:-lag], draw[lag:]) for draw in draws for lag in (1, 128, 256, 512)]
     pairs += [(draws[0], draws[1]), (draws[1], draws[2]), (draws[0], np.arange(size))]
-    for one, other in pairs:
-        assert abs(np.corrcoef(one, other)[0, 1]) * len(one) ** 0.5 < 4
+    for first, second in pairs:
+        assert abs(np.corrcoef(first, second)[0, 1]) * len(first) ** 0.5 < 4
 
 
-def test_every_epoch_has_every_sample_once_in_another_order():
+def test_every_epoch_has_every_sample_once_in_its_own_order():
     order = Order(samples=7, seed=3)
     epochs = [[order(epoch * 7 + i) for i in range(7)] for epoch in range(20)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 15
 
 
-def test_constant_time_and_memory_for_a_billion_samples():
+def test_a_billion_samples_need_no_time_or_memory():
     assert 0 <= Order(samples=10**9, seed=0)(10**12) < 10**9
 
 
@@ -40,8 +40,8 @@ def test_a_step_reads_the_same_samples_on_every_mesh(ranks, accumulation):
     local = 12 // ranks // accumulation
     seen: Counter[int] = Counter()
     for coordinate in range(ranks):
-        share = RankSlice(coordinate, ranks, local, accumulation)
-        assert share.per_step == 12
+        rank_slice = RankSlice(coordinate, ranks, local, accumulation)
+        assert rank_slice.per_step == 12
         for number in range(accumulation):
-            seen.update(share.micro_batch(24, number))
+            seen.update(rank_slice.micro_batch(24, number))
     assert seen == Counter(range(24, 36))

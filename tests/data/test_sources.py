@@ -1,4 +1,4 @@
-"""Sources: the stream of a data set, its fingerprint, and clear errors."""
+"""Sources: the token stream of a data set, its fingerprint, and its errors."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -33,30 +33,30 @@ def texts(tmp_path):
     return tmp_path
 
 
-def test_the_standard_library_is_split_without_overlap():
-    train, held_out = (standard_library(held_out) for held_out in (False, True))
+def test_the_standard_library_is_split_into_training_and_validation():
+    train, held_out = standard_library(False), standard_library(True)
     assert sum(train.sizes) >= 5_000_000
     assert not set(train.names) & set(held_out.names)
     assert 0.03 < len(held_out.names) / len(train.names + held_out.names) < 0.05
     assert not any("site-packages" in name or "/test/" in f"/{name}" for name in train.names)
 
 
-def test_bytes_are_the_documents_with_an_end_after_each(texts):
+def test_bytes_are_the_documents_with_end_tokens(texts):
     source = open_source("training", "text", str(texts), BYTES, 256)
     expected = b"def f(x):\n    return x\0\0the cat\0"
     assert source.tokens == len(expected)
     for start in range(len(expected)):
         for count in (1, 5, len(expected) - start):
-            found = source.read(start, min(count, len(expected) - start))
-            assert bytes(found.astype(np.uint8)) == expected[start : start + count]
+            ids = source.read(start, min(count, len(expected) - start))
+            assert bytes(ids.astype(np.uint8)) == expected[start : start + count]
 
 
-def test_a_tokenizer_makes_one_cache_and_the_same_stream(texts, assets):
+def test_text_is_tokenized_once_into_a_cache(texts, assets):
     tokenizer = load_tokenizer(str(assets))
     expected = []
     for name in ("a.txt", "b/c.txt", "b/d.txt"):
         expected += [*tokenizer.encode((texts / name).read_text()), tokenizer.end]
-    with ThreadPoolExecutor(4) as threads:  # many processes may begin at once
+    with ThreadPoolExecutor(4) as threads:  # many processes may start at once
         sources = list(threads.map(lambda _: open_source("training", "text", str(texts), tokenizer, 1000), range(4)))
     for source in (*sources, pickle.loads(pickle.dumps(sources[0]))):
         assert source.read(0, source.tokens).tolist() == expected
@@ -65,29 +65,29 @@ def test_a_tokenizer_makes_one_cache_and_the_same_stream(texts, assets):
 
 
 def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
-    prints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
-    prints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
+    fingerprints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
+    fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
     (texts / "b" / "d.txt").write_text("the cats")
-    prints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
+    fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
     (texts / "b" / "d.txt").rename(texts / "e.txt")
-    prints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
-    assert len(prints) == 4
+    fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
+    assert len(fingerprints) == 4
 
 
-def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_named(tmp_path):
-    for name, path, says in (
+def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_refused(tmp_path):
+    for name, path, message in (
         ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
         ("text", str(tmp_path), "no text there (looked for .txt, .jsonl, .parquet files)"),
-        ("txt", "", "did you mean text? There are: python-stdlib"),
+        ("txt", "", "did you mean text? Legal: python-stdlib"),
     ):
         with pytest.raises(UserError, match="training.dataset") as caught:
             open_source("training", name, path, BYTES, 256)
-        assert says in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_too_little_text_for_one_window_is_refused(texts):
     source = open_source("training", "text", str(texts), BYTES, 256)
-    with pytest.raises(UserError, match="32 tokens do not fill one window of 32"):
+    with pytest.raises(UserError, match="dataset too small: 32 tokens, need at least 33"):
         Concatenated(source, 32, masked=False, key="training")
     assert Concatenated(source, 31, masked=False, key="training").samples == 1
 
@@ -102,21 +102,23 @@ def test_a_file_that_changes_during_the_run_is_named(texts):
         source.read(0, 20)
 
 
-def test_truncation_kept_in_a_tokenizer_file_does_not_cut_documents(assets, tmp_path):
+def test_truncation_in_a_tokenizer_file_is_not_applied(assets, tmp_path):
     backend = Tokenizer.from_file(str(assets / "tokenizer.json"))
     backend.enable_truncation(3)
     backend.enable_padding(length=50)
     backend.save(str(tmp_path / "tokenizer.json"))
-    plain, cut = load_tokenizer(str(assets)), load_tokenizer(str(tmp_path))
+    original, limited = load_tokenizer(str(assets)), load_tokenizer(str(tmp_path))
     text = "the cat sat on the mat, def f(x): return x"
-    assert cut.encode(text) == plain.encode(text) and len(plain.encode(text)) > 3
+    assert limited.encode(text) == original.encode(text) and len(original.encode(text)) > 3
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="tokenizer_config.json is not JSON"):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_that_is_missing_broken_or_too_large_is_named(tmp_path, assets):
-    with pytest.raises(UserError, match="model.hf_assets_path = .*cannot read tokenizer.json .*download REPO --only"):
+def test_a_missing_broken_or_too_large_tokenizer_is_named(tmp_path, assets):
+    with pytest.raises(
+        UserError, match="model.hf_assets_path = .*cannot read tokenizer.json .*hf download REPO --include"
+    ):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):

@@ -10,9 +10,10 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import IGNORED, Concatenated, Packed, cut_documents, first_fit
 from titanlite.data.sources import open_source
-from titanlite.data.tokenizer import ByteTokenizer, IdsOnly, open_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
+from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, token_loss_sum
 from titanlite.train.validate import validation_loss
 
@@ -31,9 +32,9 @@ def source(folder):
     return open_source("training", "text", str(folder), ByteTokenizer(), 256)
 
 
-def window(cut, number: int, rows: int = 4):
-    out = np.full((rows, cut._seq_len), 99, dtype=np.int64)  # whatever the memory held before
-    cut.fill(out, number)
+def window(windows, number: int, rows: int = 4):
+    out = np.full((rows, windows._seq_len), 99, dtype=np.int64)  # what the memory held before
+    windows.fill(out, number)
     return out
 
 
@@ -42,35 +43,35 @@ def text_of(row) -> str:
 
 
 def test_concatenated_windows_number_documents_and_restart_positions(folder):
-    cut = Concatenated(source(folder), 8, masked=True, key="training")
-    tokens, labels, documents, positions = window(cut, 1)
+    windows = Concatenated(source(folder), 8, masked=True, key="training")
+    tokens, labels, documents, positions = window(windows, 1)
     assert text_of(tokens) == "ijklm\0no"
     assert documents.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], "nothing is predicted across the edge of a document"
+    assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], "nothing is predicted across document boundaries"
     plain = window(Concatenated(source(folder), 8, masked=False, key="training"), 1, rows=2)
     assert text_of(plain[1]) == "jklm\0no\0"
 
 
-def test_packed_windows_hold_whole_documents_and_predict_every_token_once(folder):
-    cut = Packed(source(folder), 16, "training")
+def test_packed_windows_hold_whole_documents(folder):
+    packed = Packed(source(folder), 16, "training")
     seen = []
-    for number in range(cut.samples):
-        tokens, labels, documents, positions = window(cut, number)
-        assert (window(cut, number, rows=2) == [tokens, labels]).all()
+    for number in range(packed.samples):
+        tokens, labels, documents, positions = window(packed, number)
+        assert (window(packed, number, rows=2) == [tokens, labels]).all()
         for document in range(documents.max() + 1):
-            here = documents == document
-            assert positions[here].tolist() == list(range(here.sum()))
-            assert tokens[here][1:].tolist() == labels[here][:-1].tolist()
-            seen.append(text_of([tokens[here][0], *labels[here]]))
+            inside = documents == document
+            assert positions[inside].tolist() == list(range(inside.sum()))
+            assert tokens[inside][1:].tolist() == labels[inside][:-1].tolist()
+            seen.append(text_of([tokens[inside][0], *labels[inside]]))
         assert (labels[documents == -1] == IGNORED).all()
-    long = TEXTS[-1] + "\0"  # cut after 16; the next piece begins with the token that was predicted last
+    long = TEXTS[-1] + "\0"  # cut after 16; the next piece begins with the last label
     expected = [text + "\0" for text in TEXTS[:-1] if text] + [long[:17], long[16:]]
     assert sorted(seen) == sorted(expected)
-    assert Packed(source(folder), 16, "training").samples == cut.samples, "the plan is kept beside the text"
+    assert Packed(source(folder), 16, "training").samples == packed.samples, "the cached plan is the same"
 
 
-def test_first_fit_leaves_little_padding_and_loses_nothing():
+def test_first_fit_pads_little_and_loses_nothing():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 513, size=20_000)
     order, stops = first_fit(lengths, 1024)
@@ -81,13 +82,13 @@ def test_first_fit_leaves_little_padding_and_loses_nothing():
     assert first_fit(np.asarray([6, 5, 4, 3, 2]), 10)[0].tolist() == [0, 2, 1, 3, 4]
 
 
-def test_long_documents_are_cut_with_every_token_predicted_once():
+def test_cut_documents_predict_every_token_once():
     starts, lengths = cut_documents(np.asarray([1, 10, 12]), seq_len=4)
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == [(1, 4), (5, 4), (10, 1)]
 
 
-def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, float, float]:
-    """The loss of training and of validation under a mask, and of every document by itself."""
+def masked_and_separate_losses(folder: str, texts: str, packing: str) -> tuple[float, float, float]:
+    """Return the losses of training and validation under a mask, and that of the documents one by one."""
     argv = [*TINY, *FLOAT64, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"]
     for section in ("training", "validation"):
         argv += [f"--{section}.dataset=text", f"--{section}.dataset_path={texts}"]
@@ -100,20 +101,20 @@ def masked_against_alone(folder: str, texts: str, packing: str) -> tuple[float, 
     training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
     validation = validation_loss([model], run.validation_loader, run.device, run.mesh.loss)
     with torch.no_grad():
-        alone = torch.zeros((), dtype=torch.float64)
+        separate = torch.zeros((), dtype=torch.float64)
         for row in rows:
             for document in row[2].unique():
-                here = row[2] == document
-                alone += token_loss_sum(model(row[0][here].unsqueeze(0)), row[1][here].unsqueeze(0))
-    return training, validation, (alone / valid).item()
+                inside = row[2] == document
+                separate += token_loss_sum(model(row[0][inside].unsqueeze(0)), row[1][inside].unsqueeze(0))
+    return training, validation, (separate / valid).item()
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "first-fit"])
-def test_under_a_mask_each_document_is_as_if_alone(pool, folder, tmp_path, packing):
-    (found,) = pool.run(masked_against_alone, str(tmp_path / "out"), str(folder), packing, world=1)
-    training, validation, alone = found
-    assert training == pytest.approx(alone, rel=1e-12)
-    assert validation == pytest.approx(alone, rel=1e-12)
+def test_a_document_mask_separates_documents(pool, folder, tmp_path, packing):
+    (losses,) = pool.run(masked_and_separate_losses, str(tmp_path / "out"), str(folder), packing, world=1)
+    training, validation, separate = losses
+    assert training == pytest.approx(separate, rel=1e-12)
+    assert validation == pytest.approx(separate, rel=1e-12)
 
 
 def test_masked_packed_training_is_the_same_on_1_and_2_ranks(pool, folder, tmp_path):
@@ -127,16 +128,16 @@ def test_masked_packed_training_is_the_same_on_1_and_2_ranks(pool, folder, tmp_p
 @pytest.mark.parametrize(
     "weights", [(0.7, 0.3), (0.5, 0.25, 0.25), (0.9, 0.05, 0.03, 0.02), (0.3333, 0.6667), (1.0,)]
 )
-def test_every_prefix_of_a_mixture_has_its_shares_to_within_a_sample(weights):
+def test_every_prefix_of_a_mixture_has_its_weights_to_within_a_sample(weights):
     mixture = Mixture(weights)
-    had = np.zeros(len(weights), dtype=int)
+    served = np.zeros(len(weights), dtype=int)
     for index in range(3 * mixture.period if mixture.period < 1000 else mixture.period + 50):
         chosen, number = mixture(index)
-        assert number == had[chosen], "samples of a source are taken in order, none twice"
-        had[chosen] += 1
-        assert all(abs(had - (index + 1) * np.asarray(weights)) < 1)
-    far, _ = mixture(10**12)
-    assert 0 <= far < len(weights)
+        assert number == served[chosen], "each source is read in order"
+        served[chosen] += 1
+        assert all(abs(served - (index + 1) * np.asarray(weights)) < 1)
+    source, _ = mixture(10**12)
+    assert 0 <= source < len(weights)
 
 
 def mixture_of(*parts: str) -> str:
@@ -149,7 +150,7 @@ def letters_drawn(folder: str, argv: list[str]) -> list[str]:
     return [chr(int(data[i][0][0])) for i in range(100)]
 
 
-def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
+def test_a_mixture_draws_from_its_sources_by_weight(pool, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 200)
     a, b = (
@@ -161,7 +162,7 @@ def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "more", "says"),
+    ("parts", "more", "message"),
     [
         (['{dataset = "python-stdlib", weight = 0.5}'], [], "must add up to 1, and 0.5 = 0.5"),
         (['{dataset = "python-stdlib", weight = 0.00001}'], [], "in steps of 0.0001"),
@@ -171,13 +172,13 @@ def test_a_mixture_draws_from_its_sources_in_their_shares(pool, tmp_path):
         (['{dataset = "python-stdlib", weight = 2.0}'], [], "training.mixture"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(parts, more, says):
+def test_a_wrong_mixture_is_refused(parts, more, message):
     with pytest.raises(ConfigError) as caught:
         job([*TINY, mixture_of(*parts), *more], 1)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_shards_without_a_tokenizer_train_but_have_no_documents(tmp_path):
+def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "a.npy")
     argv = [
         *TINY,
@@ -187,10 +188,18 @@ def test_shards_without_a_tokenizer_train_but_have_no_documents(tmp_path):
     ]
     plain = job(argv, 1)
     tokenizer = open_tokenizer(plain)
-    assert isinstance(tokenizer, IdsOnly)
-    assert tokenizer.decode(tokenizer.encode("1 299 300 x")) == "1 299"
+    assert tokenizer is None
     assert training_data(plain, tokenizer, 0).samples == 12
+    with pytest.raises(UserError, match="generate.at_end = true: this needs a tokenizer, .* model.hf_assets_path"):
+        open_tokenizer(job([*argv, "--generate.at_end"], 1))
+    with pytest.raises(UserError, match="generation: this needs a tokenizer"):
+        generate(torch.nn.Identity(), tokenizer, plain.config.generate, 16, 0, torch.device("cpu"))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match='validation.dataset = "text": this needs a tokenizer'):
+        open_source("validation", "text", str(tmp_path), tokenizer, 300)
     for more in ("--training.document_mask", "--training.packing=first-fit"):
         masked = job([*argv, more], 1)
-        with pytest.raises(UserError, match="nothing tells where these shards' documents end"):
+        with pytest.raises(
+            UserError, match="these shards do not mark document ends, which document_mask and first-fit need"
+        ):
             training_data(masked, open_tokenizer(masked), 0)

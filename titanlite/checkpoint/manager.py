@@ -333,7 +333,7 @@ class Checkpoints:
         """Wait for the save in flight: a run that reached its target has its last checkpoint."""
         self._land()
 
-    def export(self, step: int, state: TrainingState, tokenizer: Tokenizer) -> None:
+    def export(self, step: int, state: TrainingState, tokenizer: Tokenizer | None) -> None:
         """Write the weights as they are in Hugging Face's format, beside the checkpoints."""
         target, group = export_folder(self.root, step), self.group
         assert group is not None

@@ -1,7 +1,7 @@
-"""Documents of text: which files a data set has, and their texts in pieces that many processes can share.
+"""Find the files of a text data set, and read their documents in pieces that many processes can share.
 
 A `.txt` (or `.py`) file is one document; a `.jsonl` file has one per line, in "text"; a `.parquet` file one per row,
-in the column "text". No torch is imported here.
+in the column "text". This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from titanlite.errors import UserError
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 HELD_OUT_EVERY = 25
+SEGMENT_BYTES = 1 << 20
+"""A longer text is tokenized in segments cut at line ends: a tokenizer needs a hundred times a text's size."""
 
 
 @dataclass(frozen=True)
@@ -32,59 +34,57 @@ class Documents:
 
     @property
     def are_plain(self) -> bool:
-        """Whether every file is one document as it stands."""
+        """Whether every file is one document as it is."""
         return not any(name.endswith((".jsonl", ".parquet")) for name in self.names)
 
     def fingerprint(self, tokenizer: str) -> str:
-        """Changes when a file is added, removed, renamed or resized, or the tokenizer is another."""
-        parts = [tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        """Hash the files' names and sizes and the tokenizer's fingerprint."""
+        return _hash_lines([tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))])
 
     def state(self) -> str:
-        """Changes when a file is written again as well, and with the folder: for what is kept beside the data."""
+        """Hash the folder and the files' names, sizes and modification times: the key of what is cached locally."""
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
-        parts = [str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        return _hash_lines([str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))])
+
+
+def _hash_lines(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @cache
 def standard_library(held_out: bool) -> Documents:
-    """The running interpreter's own modules, without tests and installed packages; every 25th is held out."""
+    """Find the running interpreter's modules, without tests and installed packages; every 25th file is held out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    found = _listed(root, files)
-    chosen = [i for i in range(len(found.names)) if (i % HELD_OUT_EVERY == 0) == held_out]
-    return Documents(root, tuple(found.names[i] for i in chosen), tuple(found.sizes[i] for i in chosen))
+    ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
+    return _sorted_documents(root, [f for i, f in enumerate(ordered) if (i % HELD_OUT_EVERY == 0) == held_out])
 
 
-def text_files(what: str, path: str) -> Documents:
-    """A file of text, or all below a folder; `what` names the key or argument that asked."""
+def text_files(origin: str, path: str) -> Documents:
+    """Find a text file, or all below a folder; `origin` is the config key or argument to name in an error."""
     root = Path(path)
     if root.is_file():
         if root.suffix not in SUFFIXES:
-            raise UserError(f"{what}: {path} is none of {', '.join(SUFFIXES)}")
-        found = _listed(root.parent, [root])
+            raise UserError(f"{origin}: {path} is not one of {', '.join(SUFFIXES)}")
+        documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
-        hidden = [p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file()]
-        found = _listed(root, [p for p in hidden if not any(n.startswith(".") for n in p.relative_to(root).parts)])
+        files = [p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file()]
+        visible = [p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        documents = _sorted_documents(root, visible)
     else:
-        raise UserError(f"{what}: there is no such folder or file")
-    if not sum(found.sizes):
-        raise UserError(f"{what}: no text there (looked for {', '.join(SUFFIXES)} files)")
-    return found
+        raise UserError(f"{origin}: there is no such folder or file")
+    if not sum(documents.sizes):
+        raise UserError(f"{origin}: no text there (looked for {', '.join(SUFFIXES)} files)")
+    return documents
 
 
-def _listed(root: Path, files: list[Path]) -> Documents:
+def _sorted_documents(root: Path, files: list[Path]) -> Documents:
     ordered = sorted((file.relative_to(root).as_posix(), file) for file in files)
     return Documents(root, tuple(name for name, _ in ordered), tuple(file.stat().st_size for _, file in ordered))
-
-
-SEGMENT_BYTES = 1 << 20
-"""A longer text is tokenized in segments cut at line ends: a tokenizer takes a hundred times a text's size."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Segment:
 
     text: str
     ends: bool
-    """The document ends with it."""
+    """Whether the document ends with this segment."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a file: lines that begin between two bytes, or row groups of a parquet file."""
+    """A part of a file: the lines that begin in a range of bytes, or row groups of a parquet file."""
 
     name: str
     start: int
@@ -106,27 +106,27 @@ class Piece:
     size: int
     """Bytes, for the progress bar."""
     last: bool
-    """The file ends with it."""
+    """Whether the file ends with this piece."""
 
 
 def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
-    """All documents in order, in pieces of about `limit` bytes."""
+    """Yield all documents in order, in pieces of about `limit` bytes."""
     for name, size in zip(documents.names, documents.sizes, strict=True):
         if name.endswith(".parquet"):
-            groups = _parquet(documents.root / name).metadata
-            for group in range(groups.num_row_groups):
-                bytes_in_group = groups.row_group(group).total_byte_size
-                yield Piece(name, group, group + 1, bytes_in_group, group + 1 == groups.num_row_groups)
+            metadata = _open_parquet(documents.root / name).metadata
+            for group in range(metadata.num_row_groups):
+                group_bytes = metadata.row_group(group).total_byte_size
+                yield Piece(name, group, group + 1, group_bytes, group + 1 == metadata.num_row_groups)
             continue
         for start in range(0, max(size, 1), limit):
             yield Piece(name, start, min(start + limit, size), min(limit, size - start), start + limit >= size)
 
 
 def segments(root: Path, piece: Piece) -> Iterator[Segment]:
-    """The documents of a piece."""
+    """Yield the documents of a piece."""
     path = root / piece.name
     if path.suffix == ".parquet":
-        table = _parquet(path)
+        table = _open_parquet(path)
         if "text" not in table.schema_arrow.names:
             raise UserError(f'{path} has no column "text"; it has: {", ".join(table.schema_arrow.names)}')
         for text in table.read_row_group(piece.start, columns=["text"])["text"].to_pylist():
@@ -134,39 +134,39 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
     elif path.suffix == ".jsonl":
         for offset, line in _lines(path, piece):
             if not line.isspace():
-                yield Segment(_text_of(path, offset, line), True)
+                yield Segment(_json_text(path, offset, line), True)
     else:
-        held: list[bytes] = []
+        lines: list[bytes] = []
         size = 0
         for _, line in _lines(path, piece):
-            held.append(line)
+            lines.append(line)
             size += len(line)
             if size >= SEGMENT_BYTES:
-                yield Segment(b"".join(held).decode("utf-8", errors="replace"), False)
-                held, size = [], 0
-        if held or piece.last:
-            yield Segment(b"".join(held).decode("utf-8", errors="replace"), piece.last)
+                yield Segment(b"".join(lines).decode("utf-8", errors="replace"), False)
+                lines, size = [], 0
+        if lines or piece.last:
+            yield Segment(b"".join(lines).decode("utf-8", errors="replace"), piece.last)
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Lines that begin in the piece, with the byte they begin at."""
+    """Yield the lines that begin in the piece, each with the byte where it begins."""
     with path.open("rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
-            file.readline()  # the rest of a line that began before
+            file.readline()  # the end of a line that began in the piece before
         while (offset := file.tell()) < piece.stop and (line := file.readline()):
             yield offset, line
 
 
-def _text_of(path: Path, offset: int, line: bytes) -> str:
+def _json_text(path: Path, offset: int, line: bytes) -> str:
     try:
         return json.loads(line)["text"]
     except (ValueError, KeyError, TypeError) as error:
-        why = 'no "text" in it' if isinstance(error, KeyError) else f"not a JSON object: {error}"
-        raise UserError(f"{path}: the line at byte {offset}: {why}") from None
+        reason = 'no "text" in it' if isinstance(error, KeyError) else f"not a JSON object: {error}"
+        raise UserError(f"{path}: the line at byte {offset}: {reason}") from None
 
 
-def _parquet(path: Path) -> Any:
+def _open_parquet(path: Path) -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-not-found]
     except ImportError:

@@ -1,4 +1,4 @@
-"""Batches of one rank, in the job's order, read ahead of the step that needs them."""
+"""Load the micro-batches of one rank in the job's order, ahead of the step that needs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import get_context, parent_process
 from typing import Any
 
@@ -25,7 +26,7 @@ Loader = StatefulDataLoader | StreamLoader
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Windows as they were read, (batch, rows, tokens): one copy takes them to the device."""
+    """A batch of windows as one tensor (batch, rows, tokens), so that one copy takes it to the device."""
 
     rows: torch.Tensor
 
@@ -38,47 +39,45 @@ class MicroBatch:
 
     @property
     def labels(self) -> torch.Tensor:
-        """The next tokens, or IGNORED."""
+        """The next token of each token, or IGNORED."""
         return self.rows[:, 1]
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """Under a document mask, the number of each token's document."""
+        """The number of each token's document, if there is a document mask."""
         return self.rows[:, 2] if self.rows.size(1) > 2 else None
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Under a document mask, each token's position in its document."""
+        """Each token's position in its document, if there is a document mask."""
         return self.rows[:, 3] if self.rows.size(1) > 2 else None
 
 
 @dataclass(frozen=True)
 class IndexSampler:
-    """Sample numbers of every micro-batch of one rank, from the sample where the job stands."""
+    """The sample indices of every micro-batch of one rank, from sample `consumed` of the job on."""
 
-    share: RankSlice
+    rank_slice: RankSlice
     consumed: int
     steps: int | None
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = 0
-        while self.steps is None or step < self.steps:
-            first = self.consumed + step * self.share.per_step
-            for number in range(self.share.accumulation):
-                yield list(self.share.micro_batch(first, number))
-            step += 1
+        for step in count() if self.steps is None else range(self.steps):
+            first = self.consumed + step * self.rank_slice.per_step
+            for number in range(self.rank_slice.accumulation):
+                yield list(self.rank_slice.micro_batch(first, number))
 
 
 def build_loader(
-    data: Windows | Stream, share: RankSlice, consumed: int, steps: int | None, settings: Dataloader
+    data: Windows | Stream, rank_slice: RankSlice, consumed: int, steps: int | None, settings: Dataloader
 ) -> Loader:
-    """Micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts.
+    """Load micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts.
 
-    A stream knows no sample numbers: it begins at its beginning, or from a state that its loader is given.
+    A stream has no sample numbers: it starts from its beginning, or from the state that its loader loads.
     """
-    options: dict[str, Any] = {"collate_fn": np.asarray}  # a batch as it is, or windows put together
+    options: dict[str, Any] = {"collate_fn": np.asarray}  # keeps a batch as it is, and stacks a stream's windows
     if settings.num_workers:
-        # Not fork: a child forked after a backward pass hangs in torch.
+        # A child forked after a backward pass hangs in torch.
         context = get_context("forkserver")
         context.set_forkserver_preload(["titanlite.data.loader"])
         options |= {
@@ -86,21 +85,22 @@ def build_loader(
             "prefetch_factor": settings.prefetch_factor,
             "persistent_workers": settings.persistent_workers,
             "multiprocessing_context": context,
-            "worker_init_fn": _leave_with_parent,
+            "worker_init_fn": _exit_with_parent,
         }
     # torchdata 0.11 calls what torch 2.13 deprecates
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     if isinstance(data, Stream):
-        return StreamLoader(data, share, None if steps is None else steps * share.accumulation, options)
+        micro_batches = None if steps is None else steps * rank_slice.accumulation
+        return StreamLoader(data, rank_slice, micro_batches, options)
     if settings.num_workers:
-        options["snapshot_every_n_steps"] = 1 << 30  # the position is the trainer's count, not the loader's state
-    left = data.steps_left(consumed, share.per_step)
+        options["snapshot_every_n_steps"] = 1 << 30  # the trainer counts the samples itself
+    left = data.steps_left(consumed, rank_slice.per_step)
     steps = left if steps is None else steps if left is None else min(steps, left)
-    return StatefulDataLoader(data, batch_sampler=IndexSampler(share, consumed, steps), **options)
+    return StatefulDataLoader(data, batch_sampler=IndexSampler(rank_slice, consumed, steps), **options)
 
 
-def _leave_with_parent(_: int) -> None:
-    """End this worker when its rank is gone, however it went: torch's own watchdog looks at the fork server."""
+def _exit_with_parent(_: int) -> None:
+    """End this worker when its rank dies in any way; torch's own watchdog watches the fork server instead."""
 
     def watch() -> None:
         parent = parent_process()
@@ -112,14 +112,14 @@ def _leave_with_parent(_: int) -> None:
 
 
 class BatchPrefetcher:
-    """Reads a loader once, in a thread: the next batch is ready, and pinned for a GPU, before it is asked for."""
+    """Iterate over a loader once, in a thread that reads the next batches and pins them for a GPU."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader = loader
         self.state: dict[str, Any] | None = None
-        """Of a stream: its state after the batch that was asked for last, however far it was read ahead."""
+        """The state of a stream after the batch returned last, however far the thread has read ahead."""
         self._pin = device.type == "cuda"
-        self._ahead = Prefetcher(self._read(), depth=2)
+        self._prefetcher = Prefetcher(self._read(), depth=2)
 
     def _read(self) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
         streamed = isinstance(self.loader, StreamLoader)
@@ -132,9 +132,9 @@ class BatchPrefetcher:
         return self
 
     def __next__(self) -> MicroBatch:
-        batch, self.state = next(self._ahead)
+        batch, self.state = next(self._prefetcher)
         return batch
 
     def close(self) -> None:
-        """Stop reading; idempotent."""
-        self._ahead.close()
+        """Stop reading; may be called more than once."""
+        self._prefetcher.close()

@@ -1,4 +1,4 @@
-"""Reading in a thread, ahead of the one who needs it."""
+"""Prefetch items in a background thread."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """The items of an iterable, read once; an error is raised where it would have been, and the end stays the end."""
+    """Iterate over `items` once in a background thread, at most `depth` items ahead.
+
+    An error of the thread is raised by the `next` that meets it; after the end or an error, every `next` repeats it.
+    """
 
     def __init__(self, items: Iterable[T], depth: int, timeout: float | None = None) -> None:
         self._timeout = timeout
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        # The items are the thread's alone: kept here as well, a loader among them could end up in a cycle, and its
-        # workers take 5 seconds each to end when the garbage collector ends them.
+        # Only the thread refers to the items: with a second reference from here, a loader among them could end up in
+        # a reference cycle, and its workers take 5 seconds each to end when the garbage collector ends them.
         self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
         self._thread.start()
 
     def _run(self, items: Iterable[T]) -> None:
-        last: BaseException | None = None
+        end: BaseException | None = None
         try:
             for item in items:
                 if not self._put((item,)):
                     return
         except BaseException as error:
-            last = error
-        self._put(last)
+            end = error
+        self._put(end)
 
     def _put(self, item: tuple[T] | BaseException | None) -> bool:
         while not self._stopped.is_set():
@@ -45,11 +48,11 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next item; TimeoutError where none came in time."""
+        """Return the next item; raise TimeoutError if none arrives within `timeout` seconds."""
         try:
             item = self._ready.get(timeout=self._timeout)
         except queue.Empty:
-            raise TimeoutError(f"nothing came for {self._timeout:g} seconds") from None
+            raise TimeoutError(f"no data for {self._timeout:g} seconds") from None
         if isinstance(item, tuple):
             return item[0]
         self._ready.put(item)
@@ -58,10 +61,10 @@ class Prefetcher(Generic[T]):
         raise item
 
     def stop(self) -> None:
-        """Read no further; whoever is stuck in a read is left behind."""
+        """Stop reading without waiting for a read in progress."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Stop, and wait for the thread; idempotent."""
+        """Stop reading and wait for the thread; may be called more than once."""
         self.stop()
         self._thread.join()

@@ -1,8 +1,8 @@
-"""Text into token shards, on all cores, resumable, published whole.
+"""Turn text into token shards: on all cores, resumable, published by one rename.
 
-The documents are cut into units in a fixed order, so that a unit's shard is the same bytes whoever writes it. A shard
-has its name only when it is whole; a run that was killed leaves the finished ones in a staging folder, and the next
-run with the same sources and tokenizer goes on from there. One rename publishes the folder. No torch in here: worker
+The documents are divided into units in a fixed order, so a unit's shard has the same bytes whichever process writes
+it. A shard gets its name only when it is complete: a killed run leaves its finished shards in a staging folder, and
+the next run with the same sources and tokenizer continues from there. This module imports no torch, so worker
 processes start in a fraction of a second.
 """
 
@@ -13,12 +13,11 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,12 @@ from titanlite.errors import UserError
 
 UNIT_BYTES = 16 << 20
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, bytes in total)."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What becomes one shard."""
+    """The documents of one shard."""
 
     number: int
     source: str
@@ -49,10 +48,9 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a worker made of a unit."""
+class Counts:
+    """What a shard holds."""
 
-    number: int
     tokens: int
     documents: int
 
@@ -63,115 +61,113 @@ def prepare(
     out: Path,
     workers: int,
     progress: Progress = lambda done, total: None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Make the folder `out` of the sources' documents, tokenized by `assets` ("" for bytes); its manifest."""
+    """Write the sources' tokens as shards into the folder `out` and return its manifest.
+
+    `assets` is the tokenizer's folder, "" for bytes.
+    """
     tokenizer = load_tokenizer(assets)
     fingerprint = "-".join(documents.fingerprint(tokenizer.fingerprint) for documents in sources.values())
     state = "-".join(documents.state() for documents in sources.values())
     if existing := read_manifest(out):
-        if existing["fingerprint"] == fingerprint and existing["state"] != state:
-            raise UserError(f"the text of {out} was written again since; remove the folder to prepare it anew")
         if existing["fingerprint"] != fingerprint:
             raise UserError(f"{out} holds other data or another tokenizer's; choose another folder or remove it")
-        say(f"{out} is already prepared")
+        if existing["state"] != state:
+            raise UserError(f"the text of {out} has changed since; remove the folder to prepare it again")
+        log(f"{out} is already prepared")
         return existing
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
-    staging = _staging(out, f"{fingerprint} {state}", say)
-    written = {unit.number: _finished(staging, unit, tokenizer.vocab_size) for unit in units}
-    todo = [unit for unit in units if written[unit.number] is None]
-    if len(todo) < len(units):
-        say(f"going on with {len(units) - len(todo)} of {len(units)} shards already done")
+    staging = _open_staging(out, f"{fingerprint} {state}", log)
+    finished = ((unit, _finished_counts(staging, unit, tokenizer.vocab_size)) for unit in units)
+    counts = {unit: shard for unit, shard in finished if shard}
+    todo = [unit for unit in units if unit not in counts]
+    if counts:
+        log(f"continuing: {len(counts)} of {len(units)} shards are already done")
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in todo)
     progress(done, total)
-    for unit, result in _write_all(todo, staging, assets, workers):
-        written[unit.number] = result
+    for unit, shard in _write_all(todo, staging, assets, workers):
+        counts[unit] = shard
         done += unit.size
         progress(done, total)
-    manifest = {"state": state, **_manifest(units, written, tokenizer, fingerprint, assets)}
+    manifest = {"state": state, **_manifest([(unit, counts[unit]) for unit in units], tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
     return manifest
 
 
 def _units(sources: dict[str, Documents]) -> Iterator[Unit]:
-    """Pieces of one source in order, together until they are large enough."""
+    """Yield each source's pieces in order, grouped into units of at least UNIT_BYTES."""
     number = 0
     for name, documents in sources.items():
-        gathered: list[Piece] = []
+        group: list[Piece] = []
         for piece in pieces(documents, UNIT_BYTES):
-            gathered.append(piece)
-            if sum(p.size for p in gathered) >= UNIT_BYTES:
-                yield Unit(number, name, documents.root, tuple(gathered))
-                number, gathered = number + 1, []
-        if gathered:
-            yield Unit(number, name, documents.root, tuple(gathered))
+            group.append(piece)
+            if sum(p.size for p in group) >= UNIT_BYTES:
+                yield Unit(number, name, documents.root, tuple(group))
+                number, group = number + 1, []
+        if group:
+            yield Unit(number, name, documents.root, tuple(group))
             number += 1
 
 
-def _staging(out: Path, of: str, say: Callable[[str], None]) -> Path:
-    """The folder of finished shards; emptied when it belongs to other sources."""
+def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
+    """Return the folder of finished shards, emptied if it was made from data of another identity."""
     staging = out.parent / f".{out.name}.preparing"
-    plan = staging / ".plan.json"
-    wanted = json.dumps({"of": of, "unit_bytes": UNIT_BYTES})
-    if staging.exists() and not (plan.exists() and plan.read_text() == wanted):
-        say(f"{staging} belongs to other data or another tokenizer; beginning anew")
+    plan_file = staging / ".plan.json"
+    plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES})
+    if staging.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
+        log(f"{staging} was made from different data; starting over")
         shutil.rmtree(staging)
     staging.mkdir(parents=True, exist_ok=True)
-    plan.write_text(wanted)
+    plan_file.write_text(plan)
     return staging
 
 
-def shard_path(folder: Path, number: int) -> Path:
+def _shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:06}.bin"
 
 
-def _finished(staging: Path, unit: Unit, vocab_size: int) -> Written | None:
-    path = shard_path(staging, unit.number)
+def _finished_counts(staging: Path, unit: Unit, vocab_size: int) -> Counts | None:
+    """Return what a finished shard holds, None if the unit has none yet."""
+    path = _shard_path(staging, unit.number)
     if not path.exists():
         return None
     tokens = (path.stat().st_size - HEADER_BYTES) // id_type(vocab_size).itemsize
-    return Written(unit.number, tokens, len(np.load(path.with_suffix(".ends.npy"))))
+    return Counts(tokens, len(np.load(path.with_suffix(".ends.npy"))))
 
 
-def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> Iterator[tuple[Unit, Written]]:
-    """Shards in the order in which they are finished."""
+def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> Iterator[tuple[Unit, Counts]]:
+    """Write the units' shards and yield each as it is finished."""
     if workers == 1 or len(units) <= 1:
         tokenizer = load_tokenizer(assets)
         yield from ((unit, _write(unit, staging, tokenizer)) for unit in units)
         return
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(workers, len(units)), context, _begin_worker, (assets,))
+    pool = ProcessPoolExecutor(min(workers, len(units)), multiprocessing.get_context("forkserver"))
     try:
-        futures = {pool.submit(_write_in_worker, unit, staging): unit for unit in units}
+        futures = {pool.submit(_write_in_worker, unit, staging, assets): unit for unit in units}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool:
-        raise UserError("a worker process died (out of memory?); the same command goes on from here") from None
+        raise UserError("a worker process died (out of memory?); run the same command again to continue") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-_worker_tokenizer: Tokenizer | None = None
+_load_tokenizer_once = cache(load_tokenizer)
 
 
-def _begin_worker(assets: str) -> None:
-    """A worker has one core: the tokenizer's own threads would only fight the other workers."""
-    global _worker_tokenizer
+def _write_in_worker(unit: Unit, staging: Path, assets: str) -> Counts:
+    # A worker has one core: the tokenizer's own threads would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = load_tokenizer(assets)
+    return _write(unit, staging, _load_tokenizer_once(assets))
 
 
-def _write_in_worker(unit: Unit, staging: Path) -> Written:
-    assert _worker_tokenizer is not None
-    return _write(unit, staging, _worker_tokenizer)
-
-
-def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> Written:
-    """One shard, under another name until it is whole and on disk."""
-    path = shard_path(staging, unit.number)
+def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> Counts:
+    """Write one shard, under another name until it is complete and on disk."""
+    path = _shard_path(staging, unit.number)
     draft = path.with_suffix(f".draft-{socket.gethostname()}-{os.getpid()}")
     dtype = id_type(tokenizer.vocab_size)
     ends: list[int] = []
@@ -192,11 +188,11 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> Written:
         os.fsync(out.fileno())
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
     draft.rename(path)
-    return Written(unit.number, tokens, len(ends))
+    return Counts(tokens, len(ends))
 
 
 def _batches(all_segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Some segments at a time, as many as the tokenizer likes at once."""
+    """Group segments into batches of about SEGMENT_BYTES for the tokenizer."""
     batch: list[Segment] = []
     size = 0
     for segment in all_segments:
@@ -210,27 +206,24 @@ def _batches(all_segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _manifest(
-    units: list[Unit], written: dict[int, Written | None], tokenizer: Tokenizer, fingerprint: str, assets: str
+    shards: list[tuple[Unit, Counts]], tokenizer: Tokenizer, fingerprint: str, assets: str
 ) -> dict[str, Any]:
-    by_source: dict[str, dict[str, int]] = {}
-    shards = []
-    for unit in units:
-        result = written[unit.number]
-        assert result is not None
-        counts = by_source.setdefault(unit.source, {"tokens": 0, "documents": 0})
-        counts["tokens"] += result.tokens
-        counts["documents"] += result.documents
-        name = shard_path(Path(), unit.number).name
-        shards.append({"file": name, "tokens": result.tokens, "documents": result.documents, "source": unit.source})
+    by_source: dict[str, Counts] = {}
+    for unit, shard in shards:
+        before = by_source.get(unit.source, Counts(0, 0))
+        by_source[unit.source] = Counts(before.tokens + shard.tokens, before.documents + shard.documents)
     return {
         "fingerprint": fingerprint,
-        "tokens": sum(counts["tokens"] for counts in by_source.values()),
-        "documents": sum(counts["documents"] for counts in by_source.values()),
+        "tokens": sum(source.tokens for source in by_source.values()),
+        "documents": sum(source.documents for source in by_source.values()),
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": assets or "bytes",
-        "sources": by_source,
-        "shards": shards,
+        "sources": {name: asdict(source) for name, source in by_source.items()},
+        "shards": [
+            {"file": _shard_path(Path(), unit.number).name, **asdict(shard), "source": unit.source}
+            for unit, shard in shards
+        ],
     }
 
 
@@ -246,35 +239,7 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
         os.fsync(file.fileno())
     if out.exists() and not any(out.iterdir()):
         out.rmdir()
-    try:
-        staging.rename(out)
-    except OSError:
-        if read_manifest(out) != manifest:  # another node, on a disk without locks, may have been first
-            raise
+    staging.rename(out)
     parent = os.open(out.parent, os.O_RDONLY)
     os.fsync(parent)
     os.close(parent)
-
-
-class ConsoleProgress:
-    """A bar on a terminal, a line now and then elsewhere: how much, how fast, how long still."""
-
-    def __init__(self) -> None:
-        self._began: tuple[float, int] | None = None
-        self._said = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        self._began = self._began or (now, done)
-        seconds = max(now - self._began[0], 1e-9)
-        rate = (done - self._began[1]) / seconds
-        live = sys.stderr.isatty()
-        if not live and now - self._said < 5 and done < total:
-            return
-        self._said = now
-        share = done / total if total else 1.0
-        eta = f"{(total - done) / rate:.0f} s left" if rate else ""
-        bar = "=" * round(30 * share)
-        text = f"[{bar:<30}] {share:4.0%}  {done / 1e6:,.1f} of {total / 1e6:,.1f} MB  {rate / 1e6:,.1f} MB/s  {eta}"
-        again = live and done < total  # the next one overwrites it
-        print(f"\r{text:<90}" if live else text, end="" if again else "\n", file=sys.stderr, flush=True)

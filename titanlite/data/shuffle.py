@@ -1,71 +1,61 @@
-"""Which sample is the i-th of a job: a function of (seed, i) alone, in constant time and memory.
+"""Map the i-th sample of a job to a sample of the data set: a function of (seed, i), in constant time and memory.
 
-Sample i of the global batch is therefore the same whatever the data-parallel degree, the loader's workers or the
-accumulation, and a resume needs no more than the number of samples consumed.
+The order of samples therefore does not depend on the data-parallel degree, the loader workers or gradient
+accumulation, and a resume needs only the number of samples consumed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from titanlite.runtime.determinism import derive_seed
 
 ROUNDS = 6
-"""Rounds of the Feistel network; four are measurably not random for sets of about 100,000."""
+"""Rounds of the Feistel network; with four, sets of about 100,000 samples are measurably not random."""
 _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """A keyed bijection of range(size)."""
+def permute(index: int, size: int, key: int) -> int:
+    """Return the image of `index` under a keyed bijection of range(size).
 
-    size: int
-    key: int
-    _half: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_half", max(1, ((self.size - 1).bit_length() + 1) // 2))
-
-    def __call__(self, index: int) -> int:
-        """Walk along the cycle of a permutation of the next power of four until it lands inside the range."""
-        while True:
-            index = self._encrypt(index)
-            if index < self.size:
-                return index
-
-    def _encrypt(self, index: int) -> int:
-        half, mask = self._half, (1 << self._half) - 1
+    A Feistel network permutes the next power of four; the walk along its cycle ends at the first value below `size`.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
         left, right = index >> half, index & mask
-        for turn in range(ROUNDS):
-            mixed = ((right + self.key + turn * _MIX) * _MIX) & _WORD
+        for round_number in range(ROUNDS):
+            mixed = ((right + key + round_number * _MIX) * _MIX) & _WORD
             mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & _WORD
             left, right = right, left ^ ((mixed ^ (mixed >> 29)) & mask)
-        return (left << half) | right
+        index = (left << half) | right
+        if index < size:
+            return index
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a data set's samples over all epochs, each shuffled anew."""
+    """The order of a data set's samples over all epochs, each epoch with its own permutation."""
 
     samples: int
     seed: int
 
     def __call__(self, index: int) -> int:
-        """The data set's sample that is number `index` of the job."""
+        """Return which sample of the data set is sample `index` of the job."""
         epoch, position = divmod(index, self.samples)
-        return _permutation(self.samples, self.seed, epoch)(position)
+        return permute(position, self.samples, _epoch_key(self.seed, epoch))
 
 
-@lru_cache(maxsize=64)  # of the epochs of each data set; a batch may lie in two of them
-def _permutation(samples: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(samples, derive_seed("order", seed, epoch))
+@lru_cache(maxsize=64)  # a batch may span two epochs of each data set in a mixture
+def _epoch_key(seed: int, epoch: int) -> int:
+    return derive_seed("order", seed, epoch)
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The part of every global batch that one data-parallel rank reads."""
+    """The part of every global batch that one data-parallel rank reads; `local` is its micro-batch size."""
 
     coordinate: int
     ranks: int
@@ -73,10 +63,11 @@ class RankSlice:
     accumulation: int = 1
 
     def micro_batch(self, first: int, number: int) -> range:
-        """Indices of a micro-batch in the step whose first sample is `first`."""
+        """Return the sample indices of micro-batch `number` in the step whose first sample is `first`."""
         start = first + (number * self.ranks + self.coordinate) * self.local
         return range(start, start + self.local)
 
     @property
     def per_step(self) -> int:
+        """The samples in a global batch."""
         return self.ranks * self.local * self.accumulation

@@ -1,15 +1,15 @@
-"""Data sets of the Hugging Face hub, streamed: the one source that can't be read at any offset.
+"""Stream a Hugging Face data set: the one kind of source that cannot be read at any offset.
 
-A reader (a loader worker of a data-parallel rank) has its own documents, so the order depends on how many readers
-there are, and a resume needs the position that each had. It is three numbers and the tokens left over:
+Each reader (a loader worker of a data-parallel rank) reads its own documents, so their order depends on the number of
+readers, and a resume needs the position of each. A position is a few numbers and the tokens left over:
 
-- Every epoch has its own order of the data set's files ("shards" to `datasets`). Readers share them as evenly as
-  whole files go, and where several must read the same file, each keeps every n-th document.
-- A reader shuffles its documents in blocks, each by a permutation that is a function of (seed, epoch, place). The
-  shuffle buffer of `datasets` is not used: it isn't part of its state, so a resume would drop what it held.
-- A resume reads the block that it was in once more, and goes on in it.
+- Every epoch has its own order of the data set's files ("shards" in `datasets`). Readers divide them as evenly as
+  whole files allow; where several must read the same file, each takes every n-th document.
+- A reader shuffles its documents in blocks, each by a permutation that is a function of (seed, epoch, position). The
+  shuffle buffer of `datasets` is not used: it is not part of its state, so a resume would drop its content.
+- A resume reads the current block again and continues inside it.
 
-A read that fails or stalls is tried again from the document where it stood.
+A read that fails or stalls is retried from the document it had reached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,20 @@ from titanlite.errors import UserError, first_line
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK_CHARACTERS = 1 << 26
-"""A block is full with as much text, however few documents that is."""
+"""A block ends when it holds this much text, even with fewer than `Stream.block` documents."""
+
+
+_STREAMS = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+    "c4_test": ("", "", "train"),  # TorchTitan's name for a local sample
+}
+"""Repository, configuration and split."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is streamed, and how windows are cut from it; the same on all ranks."""
+    """A streamed data set and how to cut windows from it; the same on all ranks."""
 
     name: str
     shards: Any
@@ -53,228 +61,251 @@ class Stream:
     masked: bool = False
     stall_timeout: float = 10.0
     pause: float = 1.0
-    """Seconds before the first new try; each pause is twice the one before."""
+    """Seconds before the first retry; the pause doubles with each further one."""
     block: int = 4096
-    """Documents that are shuffled at a time."""
+    """Documents that are shuffled together."""
     read: int = 256
     """Documents that are read at a time."""
     samples: None = field(default=None, init=False)
-    """Nobody knows how many windows there are."""
+    """The number of windows is unknown."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the data set's name and number of files, the tokenizer, and what else decides the windows."""
-        what = (self.name, self.shards.num_shards, self.tokenizer.fingerprint, self.seq_len, self.seed)
-        return hashlib.sha256(" ".join(map(str, what)).encode()).hexdigest()[:16]
+        """A hash of the data set's name and number of files, the tokenizer, and what else decides the windows."""
+        parts = (self.name, self.shards.num_shards, self.tokenizer.fingerprint, self.seq_len, self.seed)
+        return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
 
-    @property
-    def rows(self) -> int:
-        return 4 if self.masked else 2
-
-    def empty(self) -> np.ndarray:
-        """A window that does not count."""
-        out = self.room()
+    def blank_window(self) -> np.ndarray:
+        """Return a window of padding."""
+        out = np.empty((4 if self.masked else 2, self.seq_len), dtype=np.int64)
         blank(out)
         return out
 
-    def room(self) -> np.ndarray:
-        """Memory for a window, not filled yet."""
-        return np.empty((self.rows, self.seq_len), dtype=np.int64)
+
+def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
+    """Open a streamed data set, NAME[:CONFIG][@SPLIT] on the hub, or the folder `path` if given.
+
+    Return its full name, for messages, and the `datasets.IterableDataset`.
+    """
+    try:
+        import datasets  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError(
+            f"{key}.dataset = \"{name}\": streaming needs datasets: pip install 'titanlite[hf]'"
+        ) from None
+    rest, _, split = name.partition("@")
+    repo, _, config = rest.partition(":")
+    repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
+    if not path and not repo:
+        raise UserError(f'{key}.dataset = "{name}" is a local sample of C4: name its folder in {key}.dataset_path')
+    try:
+        stream = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
+    except Exception as error:  # the library raises all kinds
+        setting = f'{key}.dataset = "{name}"' + (f' with dataset_path = "{path}"' if path else "")
+        raise UserError(f"{setting} can't be streamed: {first_line(error)}") from None
+    return f"{path or repo}{':' * bool(config)}{config}@{split}", stream
 
 
 class Reader:
-    """Windows of one reader, from the beginning or from a state."""
+    """Windows of reader `number` of `readers`, from the beginning or from a state."""
 
     def __init__(self, stream: Stream, rank: int, number: int, readers: int, batch: int) -> None:
         self._stream, self._rank, self._number, self._readers, self._batch = stream, rank, number, readers, batch
         self._files = stream.shards.num_shards
-        lanes = math.gcd(self._files, readers)  # disjoint sets of files
-        self._lane, self._lanes = number % lanes, lanes
-        self._part, self._parts = number // lanes, readers // lanes
-        self.load_state_dict(
-            {"epoch": 0, "file": 0, "document": 0, "taken": 0, "rest": [], "given": 0, "over": False}
-        )
+        self._file_groups = math.gcd(self._files, readers)  # disjoint sets of files, each with as many readers
+        self._file_group, self._reader_in_group = number % self._file_groups, number // self._file_groups
+        self._readers_per_group = readers // self._file_groups
+        start = {"epoch": 0, "file": 0, "document": 0, "taken": 0, "rest": [], "given": 0, "over": False}
+        self.load_state_dict(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the block began, what was taken of it, and the tokens that no window has had yet."""
-        epoch, file, document = self._began
-        position = {"epoch": epoch, "file": file, "document": document, "taken": self._taken}
-        return {**position, "rest": self._rest.tolist(), "given": self._given, "over": self._over}
+        """Return the block's start, how many of its documents were used, and the tokens not yet in a window."""
+        epoch, file, document = self._block_start
+        position = {"epoch": epoch, "file": file, "document": document, "taken": self._documents_taken}
+        rest = self._leftover_tokens.tolist()
+        return {**position, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._began = self._stands = (state["epoch"], state["file"], state["document"])
-        self._taken, self._given, self._over = state["taken"], state["given"], state["over"]
-        self._rest = np.asarray(state["rest"], dtype=np.int64)
+        """Continue from a state that a reader with the same number returned."""
+        self._block_start = self._position = (state["epoch"], state["file"], state["document"])
+        self._documents_taken, self._windows_emitted = state["taken"], state["given"]
+        self._leftover_tokens, self._exhausted = np.asarray(state["rest"], dtype=np.int64), state["over"]
         self._block: list[str] | None = None
-        self._documents = self._epoch()
+        self._documents = self._read_epoch()
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     def __next__(self) -> np.ndarray:
-        """Tokens, labels, and under a document mask documents and positions. At the end the rest, then as many
-        windows that do not count as fill a batch."""
+        """Return tokens, labels, and under a document mask documents and positions.
+
+        The last tokens are padded to a window, and the last windows to a batch.
+        """
         stream = self._stream
-        while len(self._rest) <= stream.seq_len and not self._over:
+        while len(self._leftover_tokens) <= stream.seq_len and not self._exhausted:
             self._take_document()
-        if len(self._rest) < 2 and self._given % self._batch == 0:
+        if len(self._leftover_tokens) < 2 and self._windows_emitted % self._batch == 0:
             raise StopIteration
-        self._given += 1
-        if len(self._rest) < 2:
-            return stream.empty()
-        ids, self._rest = self._rest[: stream.seq_len + 1], self._rest[stream.seq_len :]
-        out = stream.room()
-        fill(out, ids, stream.tokenizer.end)
+        self._windows_emitted += 1
+        out = stream.blank_window()
+        if len(self._leftover_tokens) >= 2:
+            fill(out, self._leftover_tokens[: stream.seq_len + 1], stream.tokenizer.end)
+            self._leftover_tokens = self._leftover_tokens[stream.seq_len :]
         return out
 
     def _take_document(self) -> None:
-        """Put a document and the end after it behind the rest; at the epoch's end begin the next, if any."""
+        """Append a document and its end token to the leftover tokens; at the epoch's end start the next, if any."""
         if self._block is None:
             self._block = self._read_block()
-        if self._taken < len(self._block):
-            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._taken]), dtype=np.int64)
-            self._rest = np.concatenate([self._rest, ids, [self._stream.tokenizer.end]])
-            self._taken += 1
+        if self._documents_taken < len(self._block):
+            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._documents_taken]), dtype=np.int64)
+            self._leftover_tokens = np.concatenate([self._leftover_tokens, ids, [self._stream.tokenizer.end]])
+            self._documents_taken += 1
             return
         if self._block:
-            self._began = self._stands
+            self._block_start = self._position
         elif not self._stream.repeat:
-            self._over = True
-        elif self._began[1:] == (0, 0):
-            raise UserError(f"{self._me}: fewer documents than its {self._readers} readers, and none for this one")
+            self._exhausted = True
+        elif self._block_start[1:] == (0, 0):
+            raise UserError(
+                f"{self._description} has fewer documents than the {self._readers} readers (ranks × workers); "
+                f"reader {self._number} has none"
+            )
         else:
-            self._began = self._stands = (self._began[0] + 1, 0, 0)
-            self._documents = self._epoch()
-        self._block, self._taken = None, 0
+            self._block_start = self._position = (self._block_start[0] + 1, 0, 0)
+            self._documents = self._read_epoch()
+        self._block, self._documents_taken = None, 0
 
     def _read_block(self) -> list[str]:
-        """The next documents in their shuffled order; none at the epoch's end."""
+        """Return the next documents, shuffled; an empty list at the epoch's end."""
         block: list[str] = []
         size = 0
-        for stands, text in self._documents:
-            self._stands = stands
+        for position, text in self._documents:
+            self._position = position
             block.append(text)
             size += len(text)
             if len(block) == self._stream.block or size >= BLOCK_CHARACTERS:
                 break
-        order = np.random.default_rng(derive_seed("block", self._stream.seed, self._number, *self._began))
+        order = np.random.default_rng(derive_seed("block", self._stream.seed, self._number, *self._block_start))
         return [block[i] for i in order.permutation(len(block))]
 
-    def _epoch(self) -> Iterator[tuple[tuple[int, int, int], str]]:
-        """This reader's documents from where it stands to the epoch's end, each with the place behind it."""
-        epoch, begin, first = self._stands
+    def _read_epoch(self) -> Iterator[tuple[tuple[int, int, int], str]]:
+        """Yield this reader's documents from its position to the epoch's end, each with the position after it."""
+        epoch, first_file, first_document = self._position
         order = np.random.default_rng(derive_seed("files", self._stream.seed, epoch)).permutation(self._files)
-        files = order[self._lane :: self._lanes].tolist()
-        for place in range(begin, len(files)):
-            for document, text in self._patiently(files[place], first):
-                yield (epoch, place, document + 1), text
-            first = 0
+        files = order[self._file_group :: self._file_groups].tolist()
+        for index in range(first_file, len(files)):
+            for document, text in self._read_with_retries(files[index], first_document):
+                yield (epoch, index, document + 1), text
+            first_document = 0
 
-    def _patiently(self, file: int, first: int) -> Iterator[tuple[int, str]]:
-        """This reader's documents of a file from number `first` on; what fails or stalls is tried again."""
-        tries = 0
+    def _read_with_retries(self, file: int, first: int) -> Iterator[tuple[int, str]]:
+        """Yield this reader's documents of a file from number `first` on; retry a read that fails or stalls."""
+        retries = 0
         while True:
-            reading = Prefetcher(_tables(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
+            columns = Prefetcher(_text_columns(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
             try:
-                at = 0
-                for table in reading:
-                    texts = _texts(self._stream.name, table)
-                    mine = max(first, at) + (self._part - max(first, at)) % self._parts
-                    for document in range(mine, at + len(texts), self._parts):
-                        if text := texts[document - at].as_py():  # nothing but ends would look like the data's end
+                start = 0
+                for texts in columns:
+                    stop = start + len(texts)
+                    begin = max(first, start)
+                    begin += (self._reader_in_group - begin) % self._readers_per_group
+                    for document in range(begin, stop, self._readers_per_group):
+                        # Skip empty documents: a window of nothing but end tokens would look like the data's end.
+                        if text := texts[document - start].as_py():
                             yield document, text
-                    if at + len(texts) > first:
-                        first, tries = at + len(texts), 0
-                    at += len(texts)
+                    if stop > first:
+                        first, retries = stop, 0
+                    start = stop
                 return
             except UserError:
                 raise
-            except Exception as error:  # whatever the network, the file system and the format come up with
-                where = f"{self._me}, file {file + 1} of {self._files}, document {first}: "
-                said = where + first_line(error)
-                if tries == RETRIES:
-                    raise UserError(f"{said}; gave up after {RETRIES} more tries") from None
-                pause = self._stream.pause * 2**tries
-                print(f"titanlite: {said}; trying again in {pause:g} s", file=sys.stderr, flush=True)
+            except Exception as error:  # the network, the file system and the file format raise all kinds
+                location = f"{self._description}, file {file + 1} of {self._files}, document {first}"
+                message = f"{location}: {first_line(error)}"
+                if retries == RETRIES:
+                    raise UserError(f"{message}; gave up after {RETRIES} retries") from None
+                pause = self._stream.pause * 2**retries
+                print(f"titanlite: {message}; retrying in {pause:g} s", file=sys.stderr, flush=True)
                 time.sleep(pause)
-                tries += 1
+                retries += 1
             finally:
-                reading.stop()
+                columns.stop()
 
     @property
-    def _me(self) -> str:
-        worker = get_worker_info()
-        return f"the stream {self._stream.name} of data-parallel rank {self._rank}" + (
-            f", worker {worker.id}" if worker else ""
-        )
+    def _description(self) -> str:
+        worker = f", worker {info.id}" if (info := get_worker_info()) else ""
+        return f"stream {self._stream.name} of data-parallel rank {self._rank}{worker}"
 
 
-def _tables(stream: Stream, file: int) -> Iterator[Any]:
-    """A file's documents as Arrow tables. (Plain iteration would share the file among torch's workers again.)"""
-    one = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
-    yield from one.iter(batch_size=stream.read)
+def _text_columns(stream: Stream, file: int) -> Iterator[Any]:
+    """Yield a file's texts as Arrow columns. (Plain iteration would divide the file among torch's workers again.)"""
+    shard = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
+    for table in shard.iter(batch_size=stream.read):
+        if "text" not in table.column_names:
+            raise UserError(f'{stream.name} has no column "text"; it has: {", ".join(table.column_names)}')
+        yield table["text"]
 
 
-def _texts(name: str, table: Any) -> Any:
-    if "text" not in table.column_names:
-        raise UserError(f'{name} has no column "text"; it has: {", ".join(table.column_names)}')
-    return table["text"]
+class _RankStream(IterableDataset):
+    """The part of a stream that one rank reads, divided among its workers."""
 
-
-class _Shared(IterableDataset):
-    """A stream as the workers of a rank see it."""
-
-    def __init__(self, stream: Stream, share: RankSlice, workers: int) -> None:
-        self._stream, self._share, self._workers = stream, share, max(1, workers)
+    def __init__(self, stream: Stream, rank_slice: RankSlice, workers: int) -> None:
+        self._stream, self._rank_slice, self._workers = stream, rank_slice, max(1, workers)
 
     def __iter__(self) -> Reader:
-        worker = get_worker_info()
-        share = self._share
-        number = share.coordinate * self._workers + (worker.id if worker else 0)
-        return Reader(self._stream, share.coordinate, number, share.ranks * self._workers, share.local)
+        worker, rank_slice = get_worker_info(), self._rank_slice
+        number = rank_slice.coordinate * self._workers + (worker.id if worker else 0)
+        readers = rank_slice.ranks * self._workers
+        return Reader(self._stream, rank_slice.coordinate, number, readers, rank_slice.local)
 
 
 class StreamLoader:
-    """Micro-batches of one rank, `steps` of them or without end: after its last document a rank goes on with batches
-    that do not count, until no rank has a token left. To notice that is for the one who reads."""
+    """Micro-batches of one rank: `steps` of them, or without end.
 
-    def __init__(self, stream: Stream, share: RankSlice, steps: int | None, options: dict[str, Any]) -> None:
-        self._stream, self._share, self._steps = stream, share, steps
-        workers = options.get("num_workers", 0)
-        self._loader = StatefulDataLoader(_Shared(stream, share, workers), batch_size=share.local, **options)
+    After a rank's last document come batches of padding, because other ranks may still have data. The caller must
+    detect that no rank has any left.
+    """
+
+    def __init__(self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]) -> None:
+        self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
+        dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
+        self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)
         self.num_workers, self.prefetch_factor = self._loader.num_workers, self._loader.prefetch_factor
         self.persistent_workers = self._loader.persistent_workers
-        self._out = self._resume_out = False
+        self._exhausted = self._resume_exhausted = False
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        filler = np.stack([self._stream.empty()] * self._share.local)
-        self._out, self._resume_out = self._resume_out, False
-        return islice(chain(() if self._out else self._loader, self._ended(), repeat(filler)), self._steps)
+        self._exhausted, self._resume_exhausted = self._resume_exhausted, False
+        return islice(self._batches(), self._steps)
 
-    def _ended(self) -> Iterator[np.ndarray]:
-        self._out = True
-        yield from ()
+    def _batches(self) -> Iterator[np.ndarray]:
+        if not self._exhausted:
+            yield from self._loader
+            self._exhausted = True
+        yield from repeat(np.stack([self._stream.blank_window()] * self._rank_slice.local))
 
-    def _owner(self) -> dict[str, Any]:
+    def _reader_identity(self) -> dict[str, Any]:
         return {
             "data": self._stream.fingerprint,
-            "data-parallel degree": self._share.ranks,
-            "data-parallel rank": self._share.coordinate,
+            "data-parallel degree": self._rank_slice.ranks,
+            "data-parallel rank": self._rank_slice.coordinate,
             "training.dataloader.num_workers": self.num_workers,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every worker of this rank stands after the last batch; for this rank alone."""
-        return {**self._owner(), "out": self._out, "loader": None if self._out else self._loader.state_dict()}
+        """Return the position of every worker of this rank after the last batch."""
+        loader = None if self._exhausted else self._loader.state_dict()
+        return {**self._reader_identity(), "out": self._exhausted, "loader": loader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same rank among as many ranks and workers."""
-        for what, mine in self._owner().items():
-            if state[what] != mine:
+        """Continue from a state of the same rank with the same numbers of ranks and workers."""
+        for key, value in self._reader_identity().items():
+            if state[key] != value:
                 raise UserError(
-                    f"the stream {self._stream.name} can't go on: {what} was {state[what]} and is {mine}. A stream's "
+                    f"the stream {self._stream.name} can't continue: {key} was {state[key]} and is {value}. Its "
                     "position belongs to the ranks and workers that read it: resume with as many, or prepare the data"
                 )
-        self._resume_out = state["out"]  # a loader that has ended would begin anew
-        if not self._resume_out:
+        self._resume_exhausted = state["out"]  # a loader that has ended would start over
+        if not self._resume_exhausted:
             self._loader.load_state_dict(state["loader"])

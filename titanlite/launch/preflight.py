@@ -52,8 +52,8 @@ def _messages(checks: Iterable[Check]) -> list[str]:
 
 def _machine_checks(job: Job, device: str) -> Iterator[Check]:
     """Yield the checks that need no model."""
-    from titanlite.data.sources import validate_dataset
     from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
     from titanlite.parallel import float8

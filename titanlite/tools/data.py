@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from rich import progress
+from rich.console import Console
+
 from titanlite.data.documents import text_files
-from titanlite.data.prepare import ConsoleProgress, prepare
+from titanlite.data.prepare import Progress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
 from titanlite.errors import UserError, format_table, positive_int
@@ -46,11 +51,21 @@ def _prepare(arguments: Namespace) -> int:
     def say(text: str) -> None:
         print(f"titanlite: {text}", file=sys.stderr)
 
-    manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, ConsoleProgress(), say)
+    with _progress_bar() as report:
+        manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, say)
     counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
     print(f"{counts} in {len(manifest['shards'])} shards: {arguments.out}")
     print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"')
     return 0
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """Yield a callback that draws a progress bar on stderr."""
+    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+    with progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(arguments: Namespace) -> int:

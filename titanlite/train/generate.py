@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Generate
-from titanlite.data.tokenizer import Tokenizer, printable
+from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
 from titanlite.runtime.determinism import derive_seed
 
 
@@ -18,7 +18,7 @@ from titanlite.runtime.determinism import derive_seed
 @torch.compiler.set_stance("force_eager")  # compiling for every length of a growing text costs more than it saves
 def generate(
     parts: Sequence[nn.Module],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     settings: Generate,
     positions: int,
     seed: int,
@@ -30,6 +30,7 @@ def generate(
     The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
     """
     (model,) = parts  # the only case today
+    tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()

@@ -104,7 +104,7 @@ def export_live(
     translation: Translation,
     live: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     group: dist.ProcessGroup,
     file_bytes: int = FILE_BYTES,
 ) -> None:

@@ -118,7 +118,7 @@ def read_box(
 
 def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """The files beside the tensors: config.json, generation_config.json, and what the tokenizer has."""
-    end = tokenizer.end if tokenizer and tokenizer.end >= 0 else None
+    end = tokenizer.end if tokenizer else None
     ids = {"bos_token_id": end, "eos_token_id": end}  # here a document begins after the end of another
     found: dict[str, Any] = {
         "config.json": {**config, **ids, "torch_dtype": str(dtype).removeprefix("torch.")},
