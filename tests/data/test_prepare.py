@@ -92,6 +92,7 @@ def test_shards_hold_every_document_once(library, assets, tmp_path):
 
 COMMAND = """
 import sys
+from titanlite.cli import main
 from titanlite.data import prepare
 prepare.UNIT_BYTES = 1 << 18
 if __name__ == "__main__":
@@ -100,25 +101,22 @@ if __name__ == "__main__":
 
 
 def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_path):
-    """Kill the command and its workers at several points, then let a run finish."""
+    """Kill the command and its workers after 0, 1 and 4 shards, then let a run finish."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     prepare({str(library): text_files("x", str(library))}, str(assets), tmp_path / "undisturbed", workers=1)
     out = tmp_path / "out"
     argv = ["prepare", str(library), "--tokenizer", str(assets), "--out", str(out), "--workers", "2"]
     command = [sys.executable, str(script), *argv]
-    kills = 0
-    for seconds in (0.6, 0.9, 1.2):
+    for shards in (0, 1, 4):
         process = subprocess.Popen(
             command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
         )
-        time.sleep(seconds)
-        assert not out.exists() or (out / "manifest.json").exists(), "published complete or absent"
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
+        while process.poll() is None and len(list((tmp_path / ".out.preparing").glob("*.bin"))) < shards:
+            time.sleep(0.01)
+        assert process.poll() is None and not out.exists(), "killed before the end"
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    assert kills >= 1
     final = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
     assert final.returncode == 0, final.stderr
     assert digest(out) == digest(tmp_path / "undisturbed")

@@ -164,10 +164,10 @@ def test_a_mixture_draws_from_its_sources_by_weight(pool, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "more", "message"),
     [
-        (['{dataset = "python-stdlib", weight = 0.5}'], [], "must add up to 1, and 0.5 = 0.5"),
-        (['{dataset = "python-stdlib", weight = 0.00001}'], [], "in steps of 0.0001"),
+        (['{dataset = "python-stdlib", weight = 0.5}'], [], "must add up to 1, not 0.5 = 0.5"),
+        (['{dataset = "python-stdlib", weight = 0.00001}'], [], "must be multiples of 0.0001"),
         (['{dataset = "text", weight = 1.0}'], [], "needs a folder or file in dataset_path"),
-        (['{dataset = "python-stdlib", weight = 1.0}'], ["--training.no_repeat"], "a mixture never ends"),
+        (['{dataset = "python-stdlib", weight = 1.0}'], ["--training.no_repeat"], "so it never ends"),
         (['{dataset = "python-stdlib"}'], [], "training.mixture"),
         (['{dataset = "python-stdlib", weight = 2.0}'], [], "training.mixture"),
     ],
@@ -193,7 +193,7 @@ def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     with pytest.raises(UserError, match="generate.at_end = true: this needs a tokenizer, .* model.hf_assets_path"):
         open_tokenizer(job([*argv, "--generate.at_end"], 1))
     with pytest.raises(UserError, match="generation: this needs a tokenizer"):
-        generate(torch.nn.Identity(), tokenizer, plain.config.generate, 16, 0, torch.device("cpu"))
+        generate([torch.nn.Identity()], tokenizer, plain.config.generate, 16, 0, torch.device("cpu"))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match='validation.dataset = "text": this needs a tokenizer'):
         open_source("validation", "text", str(tmp_path), tokenizer, 300)
