@@ -7,6 +7,7 @@ import titanlite.train.trainer
 from tests.jobs import QUIET, TINY, trainer
 from tests.launch.run import train
 from titanlite.checkpoint.manager import Checkpoints
+from titanlite.errors import RunFailed
 from titanlite.parallel.replica_check import check_replicas, content_hash
 from titanlite.verify.pool import RankFailed
 
@@ -61,7 +62,7 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
             tensor.view(-1)[-1].mul_(1 + 1e-6)
     try:
         check_replicas([model], "after loading", run.device)
-    except titanlite.train.trainer.UserError as error:
+    except RunFailed as error:
         return str(error)
     return ""
 

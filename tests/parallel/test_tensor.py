@@ -62,7 +62,8 @@ def test_a_sequence_is_gathered_once_for_attention_and_once_for_the_feed_forward
 
 def test_what_tensor_parallel_splits_is_not_kept_on_fewer_ranks():
     with pytest.raises(
-        ConfigError, match='FSDP2 keeps what tensor parallel splits on all ranks or on one; use "always"'
+        ConfigError,
+        match='FSDP2 keeps matrices that tensor parallel splits on all sharding ranks or on one; use "always"',
     ):
         job([*EVEN, TP2, "--parallelism.fsdp_reshard_after_forward=2"], 8)
 

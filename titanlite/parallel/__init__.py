@@ -1,0 +1,4 @@
+"""The parallelize layer: the device mesh, every technique in one fixed order, initial values, and the replica check.
+
+May import runtime, config, registry, layout and errors. Never knows the data, the optimizer, the loop or a model.
+"""

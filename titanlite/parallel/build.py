@@ -5,6 +5,7 @@ The table covers the whole model, so that names and patterns mean the same on a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -66,6 +67,11 @@ def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str
             raise UserError(f'{key}: "{pattern}" matches no parameter')
         matched |= dict.fromkeys(names)
     return list(matched)
+
+
+def layer_pattern(name: str, blocks: str) -> str:
+    """Return a module's or parameter's name with a wildcard for the number of its block."""
+    return re.sub(rf"^({re.escape(blocks)})\.\d+\.", r"\1.*.", name)
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

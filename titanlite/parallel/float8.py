@@ -9,7 +9,6 @@ are not, is decided here without torchao and logged at the start.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import warnings
 from collections import Counter
@@ -28,7 +27,7 @@ from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_table, nearest, some_of
-from titanlite.parallel.build import Context
+from titanlite.parallel.build import Context, layer_pattern
 from titanlite.parallel.gloo_float8 import gather_activations_as_bytes
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import float8_cast
@@ -56,7 +55,7 @@ class Float8:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         config = Float8LinearConfig.from_recipe_name(self._settings.recipe_name)
         config = replace(config, emulate=self._settings.emulate)
-        for gathered in (False, True):
+        for gathered in {layer.gathered for layer in layers if not layer.skip_reason}:
             names = {layer.name for layer in layers if not layer.skip_reason and layer.gathered == gathered}
             convert_to_float8_training(
                 model,
@@ -182,11 +181,10 @@ def _table(layers: Sequence[Layer], job: Job) -> list[str]:
     settings, high = job.config.quantize.linear.float8, job.config.training.mixed_precision_param
     rows: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
-        pattern = re.sub(rf"^({re.escape(job.spec.blocks)})\.\d+\.", r"\1.*.", layer.name)
         result = f"{high}: {layer.skip_reason}" if layer.skip_reason else "float8"
         result += ", gathered in float8" * layer.gathered
         result += f", gathered in {high}: {layer.gather_reason}" * bool(layer.gather_reason)
-        rows[pattern, f"{layer.rows} x {layer.columns}", result] += 1
+        rows[layer_pattern(layer.name, job.spec.blocks), f"{layer.rows} x {layer.columns}", result] += 1
     converted = sum(not layer.skip_reason for layer in layers)
     details = [settings.recipe_name] + ["emulated"] * settings.emulate
     details += ["scales precomputed"] * settings.precompute_float8_dynamic_scale_for_fsdp

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed
 from titanlite.parallel.dtensor import local_part, shard_offset
 from titanlite.runtime.determinism import derive_seed
 
@@ -36,7 +36,7 @@ def check_replicas(
         for ranks in _ranks_by_shard(shards[:, number]):
             hashes = contents[ranks, number]
             if (hashes != hashes[0]).any():
-                raise UserError(_describe(name, when, ranks.tolist(), hashes.tolist()))
+                raise RunFailed(_describe(name, when, ranks.tolist(), hashes.tolist()))
 
 
 def _tensors(part: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:

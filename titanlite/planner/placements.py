@@ -6,7 +6,6 @@ is what a run has.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import cast
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlite.config.job import Job
 from titanlite.errors import format_table
 from titanlite.layout import DIMENSIONS
-from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.parallelize import parallelize, split
 from titanlite.planner.fake_world import fake_world
@@ -71,11 +70,12 @@ def _parameters(part: nn.Module, job: Job) -> list[str]:
     """Return a row for each parameter; layers that are placed alike share one."""
     rows: Counter[tuple[str, ...]] = Counter()
     for name, parameter in part.named_parameters():
-        pattern = re.sub(rf"^({re.escape(job.spec.blocks)})\.\d+\.", r"\1.*.", name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        pattern = layer_pattern(name, job.spec.blocks)
         rows[pattern, _size(parameter.shape), _placement(parameter), _size(local.shape)] += 1
+    header = ("parameter", "shape", "placement", "on rank 0", "")
     cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
-    return format_table(cells, ("parameter", "shape", "placement", "on rank 0", "layers")).splitlines()
+    return format_table(cells, header).splitlines()
 
 
 def _size(shape: Iterable[int]) -> str:

@@ -15,9 +15,10 @@ from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.launch.nodes import gpu_capability
 from titanlite.launch.preflight import check_machine
-from titanlite.parallel.build import build_model
+from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.float8 import Float8, check_device, plan
+from titanlite.planner.fake_world import fake_world
 from titanlite.planner.placements import describe
 from titanlite.verify.pool import RankFailed
 
@@ -58,7 +59,7 @@ def test_a_converter_comes_before_sharding_and_leaves_the_names(pool, tmp_path):
 
 def test_a_converter_that_renames_a_parameter_is_an_error_with_both_names(pool, tmp_path):
     argv = [*TINY, "--model.package=louder", '--model.converters=["renaming"]']
-    with pytest.raises(RankFailed, match=r"the converter Renaming took away the parameter norm.weight"):
+    with pytest.raises(RankFailed, match=r"the converter Renaming removed the parameter norm.weight"):
         pool.run(names_of, argv, str(tmp_path), world=1)
 
 
@@ -137,15 +138,18 @@ def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathe
     found = fates(AG, kept, "--model.overrides.hidden_dim=96", world=3)
     assert found["layers.1.feed_forward.w1"] == "float8"
     assert found["layers.1.attention.wq"] == "64 rows do not split evenly over 3 ranks"
-    assert found["layers.0.attention.wq"] == "it is kept whole"
+    assert found["layers.0.attention.wq"] == "parallelism.fsdp_keep_whole replicates it"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--quantize.linear.float8.filter_fqns=['outptu']"], r"in no linear layer's name; the nearest is output"),
+        (
+            ["--quantize.linear.float8.filter_fqns=['outptu']"],
+            r"is not in the name of any linear layer; did you mean output",
+        ),
         (["--quantize.linear.float8.filter_fqns=['w','output']"], r"no layer can be converted:\n  layers.0"),
-        ([AG], r"no weight can be gathered so:\n  layers.0.attention.wq: 64 rows do not split evenly over 7"),
+        ([AG], r"no weight can be gathered in float8:\n  layers.0.attention.wq: 64 rows do not split evenly over 7"),
     ],
 )
 def test_what_would_come_to_nothing_is_refused_with_the_reason(argv, message):
@@ -188,13 +192,15 @@ def test_the_placements_are_those_without_float8_and_tell_what_is_converted():
     found = describe(job([*WIDE, *argv, FLOAT8, AG], 4), 4).splitlines()
     assert [line for line in found if line in plain] == plain
     said = [line for line in found if line not in plain]
-    assert said[0] == "float8     15 of 15 linear layers multiply in float8 (tensorwise)" and len(said) == 9
+    assert said[0] == "Applied float8 to 15 of 15 linear layers (tensorwise)" and len(said) == 9
 
 
 def test_a_table_says_what_was_converted():
     found = job([*WIDE, FLOAT8, "--quantize.linear.float8.filter_fqns=['output']", BFLOAT16], 1)
-    lines = Float8(found).convert(build_model(found)[0])
-    assert lines[0] == "float8     14 of 15 linear layers multiply in float8 (tensorwise)"
+    model, table = build_model(found)
+    with fake_world(found.layout) as mesh:
+        lines = Float8(found).apply(model, Context(found, mesh, table, torch.device("cpu")))
+    assert lines[0] == "Applied float8 to 14 of 15 linear layers (tensorwise)"
     assert lines[1].split("  ")[-1].strip() == "x 2" and "layers.*.attention.wq" in lines[1]
     assert lines[-1].endswith('bfloat16: filter_fqns has "output"')
 
