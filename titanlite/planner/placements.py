@@ -73,7 +73,7 @@ def _parameters(part: nn.Module, job: Job) -> list[str]:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         pattern = layer_pattern(name, job.spec.blocks)
         rows[pattern, _size(parameter.shape), _placement(parameter), _size(local.shape)] += 1
-    header = ("parameter", "shape", "placement", "on rank 0", "")
+    header = ("parameter", "shape", "placement", "on rank 0", "layers")
     cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
     return format_table(cells, header).splitlines()
 
