@@ -30,7 +30,7 @@ def package(tmp_path_factory) -> Path:
     return root
 
 
-def test_the_pages_model_equals_one_process_in_rows_of_the_table(package, monkeypatch):
+def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
     """Two of the rows; the page's command runs all pairs."""
     monkeypatch.syspath_prepend(package)
     rows = [Row("dp2 x tp2", "op", prefetch="2", variant="frozen"), Row("hsdp2x2", "2nd", reshard="never")]
@@ -40,7 +40,7 @@ def test_the_pages_model_equals_one_process_in_rows_of_the_table(package, monkey
             assert result.passed, f"{row}: {result.what} {result.error:.1e}"
 
 
-def test_the_pages_commands_are_understood(package, monkeypatch):
+def test_commands_of_the_page_are_valid(package, monkeypatch):
     """The training command is judged sound; the proof's is taken as far as its list of faults."""
     monkeypatch.syspath_prepend(package)
     (train,) = re.findall(r"`\./run_train\.sh (--model\.package tiny .*?)`", PAGE, re.DOTALL)

@@ -48,7 +48,7 @@ def some_tokens(*size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
-def test_a_flavour_has_exactly_the_published_parameters(flavor):
+def test_flavor_has_the_published_parameter_count(flavor):
     with torch.device("meta"):
         model = SPEC.module(FLAVORS[flavor], 16)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
@@ -105,7 +105,7 @@ def test_logits_equal_transformers_gpt2(dropout):
     assert torch.equal(logits[False], logits[True]) == (dropout == 0)
 
 
-def test_a_document_mask_equals_each_document_alone():
+def test_document_mask_equals_separate_documents():
     model, _ = build_random()
     lengths = [7, 1, 22]
     tokens = some_tokens(1, sum(lengths))
@@ -117,7 +117,7 @@ def test_a_document_mask_equals_each_document_alone():
     assert (together - alone).abs().max() <= 1e-6
 
 
-def test_stages_and_the_head_seam_compose_to_the_model():
+def test_stages_and_head_compose_to_the_model():
     """A pipeline stage lacks some modules; layers keep their global numbers."""
     model, _ = build_random()
     first, last = build_random()[0], build_random()[0]
@@ -129,7 +129,7 @@ def test_stages_and_the_head_seam_compose_to_the_model():
         assert torch.equal(last(first(tokens), head=lambda h, output: -output(h)), -model(tokens))
 
 
-def test_initial_values_are_gpt2s():
+def test_initial_values_are_those_of_gpt2():
     """What writes into the residual stream shrinks with the number of layers, the same in each."""
     config = GPT2Config(256, 8, 4, vocab_size=999)
     model, _ = build(config)
@@ -162,7 +162,7 @@ def test_two_runs_with_dropout_are_bit_equal(pool, tmp_path):
     assert not any(torch.equal(runs[0][name], other[name]) for name in other)
 
 
-def test_a_sequence_beyond_the_models_positions_is_refused():
+def test_sequence_longer_than_the_positions_is_refused():
     assert job(["--model.name=gpt2", "--training.seq_len=1024"], 1).positions == 1024
     with pytest.raises(ConfigError) as caught:
         job(["--model.name=gpt2", "--training.seq_len=2048"], 1)

@@ -39,13 +39,13 @@ def build(config: LlamaConfig, positions: int = 64):
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
-def test_a_flavour_has_exactly_the_published_parameters(flavor):
+def test_flavor_has_the_published_parameter_count(flavor):
     with torch.device("meta"):
         model = SPEC.module(FLAVORS[flavor], 16)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
 
 
-def test_a_document_mask_equals_each_document_alone():
+def test_document_mask_equals_separate_documents():
     model, _ = build(SMALL)
     tokens = torch.randint(99, (1, 30))
     lengths = [7, 1, 22]
@@ -57,14 +57,14 @@ def test_a_document_mask_equals_each_document_alone():
     assert (together - alone).abs().max() <= 1e-6
 
 
-def test_the_head_seam_sees_the_last_hidden_state_and_the_output_layer():
+def test_head_receives_hidden_states_and_the_output_layer():
     model, _ = build(SMALL)
     tokens = torch.randint(99, (2, 8))
     with torch.no_grad():
         assert torch.equal(model(tokens, head=lambda h, output: -output(h)), -model(tokens))
 
 
-def test_stages_without_embedding_or_output_compose_to_the_model():
+def test_stages_compose_to_the_model():
     """A pipeline stage lacks some modules; layers keep their global numbers."""
     model, _ = build(SMALL)
     tokens = torch.randint(99, (2, 8))
@@ -77,14 +77,14 @@ def test_stages_without_embedding_or_output_compose_to_the_model():
         assert torch.equal(last(first(tokens)), expected)
 
 
-def test_a_buffer_that_nothing_fills_is_an_error():
+def test_buffer_without_reset_is_an_error():
     model, table = build(SMALL)
     model.get_submodule("layers.0").register_buffer("mask", torch.ones(3))
     with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) but no method reset_buffers"):
         materialize(model, table, 0, torch.device("cpu"))
 
 
-def test_ties_survive_materialising():
+def test_ties_survive_materialize():
     model, _ = build(VARIANTS["tied"])
     assert model.output.weight is model.tok_embeddings.weight
 
@@ -102,7 +102,7 @@ def test_flops_equal_the_flop_counter():
         assert counter.get_total_flops() == expected * tokens.numel()
 
 
-def test_flops_of_8b_at_8192_are_those_of_the_literature():
+def test_flops_of_8b_match_the_literature():
     config = FLAVORS["8B"]
     with torch.device("meta"):
         model = SPEC.module(config, 16)
@@ -120,7 +120,7 @@ NAMES = ["tok_embeddings.weight", "layers.0.w.weight", "layers.1.w.weight"]
 ROWS = (Rule("tok_embeddings.weight", ones, "embedding"), Rule("layers.*.w.weight", ones, "column"))
 
 
-def test_a_table_covers_every_parameter_exactly_once():
+def test_table_must_cover_every_parameter_once():
     assert assign(ROWS, NAMES, ties={}).keys() == set(NAMES)
     for rows, names, ties, says in (
         (ROWS, [*NAMES, "norm.weight"], {}, "norm.weight matches no row"),
@@ -133,7 +133,7 @@ def test_a_table_covers_every_parameter_exactly_once():
         assert says in str(caught.value)
 
 
-def test_an_unknown_model_is_named_with_the_nearest():
+def test_unknown_model_is_refused_with_a_suggestion():
     with pytest.raises(UserError, match="did you mean llama3"):
         get_model("llama4")
     assert get_model("llama3") is SPEC and register_model(SPEC) is SPEC

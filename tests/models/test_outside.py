@@ -14,13 +14,13 @@ from titanlite.parallel.build import build_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_package_registers_its_model_and_trains(pool, tmp_path):
+def test_package_registers_its_model_and_trains(pool, tmp_path):
     one, two = (pool.run(run_to_end, PARROT, str(tmp_path / str(n)), world=n) for n in (1, 2))
     assert one[0]["step"] == two[1]["step"] == 3
     assert any("parrot small" in line for line in one[0]["start"])
 
 
-def test_an_entry_point_registers_a_model(tmp_path):
+def test_entry_point_registers_a_model(tmp_path):
     """As pip would leave it: a dist-info folder that names the module."""
     info = tmp_path / "parrot-1.0.dist-info"
     info.mkdir()
@@ -35,7 +35,7 @@ def test_an_entry_point_registers_a_model(tmp_path):
     assert 'name = "parrot"' in done.stdout
 
 
-def test_a_parameter_outside_the_table_is_an_error(monkeypatch):
+def test_parameter_outside_the_table_is_an_error(monkeypatch):
     import parrot.model
     import pytest
 

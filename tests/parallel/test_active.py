@@ -90,7 +90,7 @@ def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dic
 GROUPS = 6  # the embedding, four blocks, norm and output
 
 
-def test_fsdp_gathers_each_group_twice_and_reduces_it_once(pool, tmp_path):
+def test_fsdp_gathers_twice_and_reduces_once_per_group(pool, tmp_path):
     found = seen(pool, tmp_path)["counts"]
     assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS}
     never = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["counts"]
@@ -99,12 +99,12 @@ def test_fsdp_gathers_each_group_twice_and_reduces_it_once(pool, tmp_path):
     assert always["gather 2"] == 2 * GROUPS
 
 
-def test_resharding_to_a_number_gathers_again_over_that_many(pool, tmp_path):
+def test_partial_resharding_gathers_again_over_that_many_ranks(pool, tmp_path):
     found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=2", world=4)["counts"]
     assert (found["gather 4"], found["gather 2"]) == (GROUPS, GROUPS)
 
 
-def test_hsdp_asked_is_hsdp_had(pool, tmp_path):
+def test_hsdp_all_reduces_over_replicas(pool, tmp_path):
     """Shards are gathered and reduced over two ranks, and every group is all-reduced over the two replicas."""
     found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)["counts"]
     assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS, "all_reduce 2": GROUPS}
@@ -112,14 +112,14 @@ def test_hsdp_asked_is_hsdp_had(pool, tmp_path):
     assert replicas["all_reduce 2"] == GROUPS
 
 
-def test_deferring_reduces_once_a_step(pool, tmp_path):
+def test_deferred_sync_reduces_once_per_step(pool, tmp_path):
     plain = seen(pool, tmp_path, accumulation=3)["counts"]
     assert plain["scatter 2"] == 3 * GROUPS
     deferred = seen(pool, tmp_path, "--parallelism.defer_gradient_sync", accumulation=3)["counts"]
     assert deferred["scatter 2"] == GROUPS
 
 
-def test_blocks_in_one_group_share_a_gather(pool, tmp_path):
+def test_grouped_blocks_share_a_gather(pool, tmp_path):
     found = seen(pool, tmp_path, "--parallelism.fsdp_blocks_per_group=2")["counts"]
     assert found["scatter 2"] == 4
 
@@ -139,7 +139,7 @@ RECOMPUTED_AND_COMPILED = "--activation_checkpoint.mode=full --compile.enable --
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("more", ["", RECOMPUTED_AND_COMPILED], ids=["plain", "recomputed and compiled"])
-def test_the_recorded_forward_order_is_the_declared_one(pool, tmp_path, depth, more):
+def test_forward_prefetch_follows_the_schedule(pool, tmp_path, depth, more):
     argv = [f"--parallelism.fsdp_forward_prefetch={depth}", *more.split()]
     plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
     declared: list[int] = []
@@ -155,7 +155,7 @@ def test_the_recorded_forward_order_is_the_declared_one(pool, tmp_path, depth, m
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_recorded_backward_order_is_the_declared_one(pool, tmp_path, depth):
+def test_backward_prefetch_follows_the_schedule(pool, tmp_path, depth):
     argv = [f"--parallelism.fsdp_backward_prefetch={depth}"]
     plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
     assert plan.backward is not None
@@ -170,12 +170,12 @@ def test_the_recorded_backward_order_is_the_declared_one(pool, tmp_path, depth):
     assert not any(found["whole"][f"backward {block}"] for block in range(4)), "those before are sharded again"
 
 
-def test_what_is_never_resharded_stays_whole(pool, tmp_path):
+def test_never_resharding_keeps_blocks_gathered(pool, tmp_path):
     found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["whole"]
     assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
 
 
-def test_the_schedule_is_data_that_can_be_read():
+def test_schedule_is_readable_data():
     argv = [*FOUR_LAYERS, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
     plan = schedule(job(argv, 2), tied=False)
     assert plan.labels == ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm+output")
@@ -195,7 +195,7 @@ def test_the_schedule_is_data_that_can_be_read():
     assert "own order (none ahead)" in str(schedule(job(FOUR_LAYERS, 2), tied=False))
 
 
-def test_the_config_verb_prints_the_schedule_without_torch():
+def test_config_command_prints_the_schedule_without_torch():
     code = (
         "import sys, titanlite.cli as c; "
         "c.main('config --schedule --parallelism.fsdp_forward_prefetch 2'.split()); "
@@ -207,7 +207,7 @@ def test_the_config_verb_prints_the_schedule_without_torch():
     assert done.returncode == 0 and "  layers.1 gathers layers.2, layers.3" in done.stdout
 
 
-def test_recomputing_computes_again_what_it_says(pool, tmp_path):
+def test_recompute_modes_repeat_the_expected_operations(pool, tmp_path):
     """Matrix products of a step: each block has seven in its forward pass."""
 
     def products(*argv: str) -> int:
@@ -236,7 +236,7 @@ def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
     return gradient.clone()
 
 
-def test_recomputing_drops_the_same_unless_told_otherwise(pool, tmp_path):
+def test_recompute_repeats_dropout_masks_unless_disabled(pool, tmp_path):
     def gradient(*argv: str) -> torch.Tensor:
         return pool.run(dropped_gradient, str(tmp_path), *argv, world=1)[0]
 
@@ -274,7 +274,7 @@ def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
     ("components", "expected"),
     [("['model','loss']", {"block", "loss"}), ("['model']", {"block"}), ("['loss']", {"loss"})],
 )
-def test_compiling_compiles_what_was_named_and_never_again(pool, tmp_path, components, expected):
+def test_compile_components_are_compiled_once(pool, tmp_path, components, expected):
     name = "_".join(sorted(expected))
     argv = ("--compile.enable", f"--compile.backend={name}", f"--compile.components={components}")
     names, later = pool.run(compiled, str(tmp_path), name, *argv, world=2)[0]
@@ -308,7 +308,7 @@ def validated(folder: str) -> list[int]:
     return added
 
 
-def test_after_its_warm_up_nothing_is_compiled_again_and_the_metrics_say_so(pool, tmp_path):
+def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
     """The first step is the warm-up of training, the first validation that of validation: it needs no gradients. Its
     last batch is not full (15 windows for batches of six), and a sample grows by a token at a time."""
     added = pool.run(validated, str(tmp_path), world=2)[0]
@@ -317,11 +317,11 @@ def test_after_its_warm_up_nothing_is_compiled_again_and_the_metrics_say_so(pool
     assert [record["recompiles"] for record in records if "loss" in record] == [0] * 6
 
 
-def test_without_compile_nothing_is_compiled(pool, tmp_path):
+def test_nothing_is_compiled_by_default(pool, tmp_path):
     assert pool.run(compiled, str(tmp_path), "none", world=2)[0] == (set(), [0] * 5)
 
 
-def test_a_config_tuned_for_a_cluster_trains_on_one_rank(pool, tmp_path):
+def test_cluster_config_trains_on_one_rank(pool, tmp_path):
     """What only acts on several ranks changes nothing on one, where FSDP2 still casts the parameters."""
     options = [*TINY, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=4"]
     tuned = (
@@ -340,7 +340,7 @@ def test_a_config_tuned_for_a_cluster_trains_on_one_rank(pool, tmp_path):
 KEPT = "--parallelism.fsdp_keep_whole"
 
 
-def test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step(pool, tmp_path):
+def test_replicated_parameters_are_reduced_once_per_step(pool, tmp_path):
     """The embedding's group has nothing left to gather; a block lacks its norms, and still gathers once."""
     whole = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
     found = seen(pool, tmp_path, whole, accumulation=3)["counts"]
@@ -351,7 +351,7 @@ def test_what_is_kept_whole_is_not_gathered_and_summed_once_a_step(pool, tmp_pat
     assert found == {"gather 2": 2 * groups - 1, "scatter 2": groups, "all_reduce 2": groups, "all_reduce 4": 1}
 
 
-def test_keeping_whole_is_refused_where_it_contradicts_something(pool, tmp_path):
+def test_contradictory_keep_whole_is_refused(pool, tmp_path):
     kept = f"{KEPT}=['norm.*']"
     with pytest.raises(ConfigError, match="one or the other"):
         job([*TINY, kept, "--training.enable_cpu_offload"], 2)
@@ -389,7 +389,7 @@ def test_memory_budget_is_kept_and_ends_with_its_run(pool, tmp_path):
     assert sizes[-1] == kept(), "a whole budget keeps what no budget keeps"
 
 
-def test_a_memory_budget_that_nobody_would_keep_is_refused():
+def test_memory_budget_without_compile_is_refused():
     budget = [*TINY, "--activation_checkpoint.mode=memory_budget"]
     for argv in ([], ["--compile.enable", "--compile.components=['loss']"]):
         with pytest.raises(ConfigError, match="set compile.enable, with"):
@@ -407,5 +407,5 @@ def offload_policies(folder: str) -> set[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_offload_asked_is_offload_had_on_one_rank_too(pool, tmp_path, world):
+def test_cpu_offload_is_active(pool, tmp_path, world):
     assert pool.run(offload_policies, str(tmp_path), world=world)[0] == {"CPUOffloadPolicy"}

@@ -71,7 +71,7 @@ def alone(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("world", "accumulation"), [(3, 2), (4, 1)])
-def test_shards_of_uneven_sizes_change_nothing(pool, alone, tmp_path, world, accumulation):
+def test_uneven_shards_change_no_number(pool, alone, tmp_path, world, accumulation):
     model = "llama3 odd widths"
     sizes = [
         f"--training.local_batch_size={SAMPLES // world // accumulation}",
@@ -129,7 +129,7 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
     ("technique", "model"),
     [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
 )
-def test_a_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):
+def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):
     """Each on its own, and many together, with accumulation over three micro-batches; compiled, for one model here
     and for all in `titanlite verify`."""
     world, words = TECHNIQUES[technique]
@@ -149,7 +149,7 @@ def test_a_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model,
     ],
     ids=["kept whole", "cpu offload", "memory budget"],
 )
-def test_a_technique_changes_no_number_beside_tensor_parallel(pool, tmp_path, world, words):
+def test_technique_changes_no_number_with_tensor_parallel(pool, tmp_path, world, words):
     argv = [*TINY, "--model.overrides.n_kv_heads=2"]
     expected = pool.run(one_step, [*argv, f"--training.local_batch_size={SAMPLES}"], str(tmp_path), world=1)[0]
     argv += [f"--training.local_batch_size={2 * SAMPLES // world}", "--parallelism.tensor_parallel_degree=2"]
@@ -179,7 +179,7 @@ WIDE = [*TINY, "--model.overrides.dim=280", "--model.overrides.hidden_dim=251"]
 
 
 @pytest.mark.parametrize("model", [WIDE, [*WIDE, "--model.overrides.tied"], PARROT], ids=["llama3", "tied", "parrot"])
-def test_initial_weights_are_bit_equal_on_1_2_3_and_4_ranks(pool, tmp_path, model):
+def test_initial_weights_are_bit_equal_on_any_world_size(pool, tmp_path, model):
     expected, _ = pool.run(initial_weights, model, str(tmp_path), world=1)[0]
     for world in (2, 3, 4):
         for found, _ in pool.run(initial_weights, model, str(tmp_path), world=world):
@@ -187,7 +187,7 @@ def test_initial_weights_are_bit_equal_on_1_2_3_and_4_ranks(pool, tmp_path, mode
                 assert torch.equal(found[name], value), f"{name} on {world} ranks"
 
 
-def test_no_two_shards_or_layers_begin_with_the_same_values(pool, tmp_path):
+def test_shards_and_layers_start_with_different_values(pool, tmp_path):
     ranks = pool.run(initial_weights, WIDE, str(tmp_path), world=2)
     matrices = [name for name, value in ranks[0][0].items() if value.dim() > 1]
     pieces = [local[name].flatten()[:64] for _, local in ranks for name in matrices]
@@ -195,7 +195,7 @@ def test_no_two_shards_or_layers_begin_with_the_same_values(pool, tmp_path):
         assert not torch.equal(a, b)
 
 
-def test_another_seed_begins_elsewhere(pool, tmp_path):
+def test_seed_changes_initial_weights(pool, tmp_path):
     first, _ = pool.run(initial_weights, TINY, str(tmp_path), world=1)[0]
     other, _ = pool.run(initial_weights, [*TINY, "--debug.seed=1"], str(tmp_path), world=1)[0]
     assert all(not torch.equal(first[name], other[name]) for name in first if first[name].dim() > 1)

@@ -44,7 +44,7 @@ def exact(pool, tmp_path_factory):
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 3), (2, 3), (4, 1)])
-def test_bfloat16_is_within_its_bound_of_float64(pool, exact, tmp_path, master, world, accumulation):
+def test_bfloat16_gradients_are_close_to_float64(pool, exact, tmp_path, master, world, accumulation):
     argv = [*TINY, *BFLOAT16, f"--training.dtype={master}", *sizes(world, accumulation)]
     for found in pool.run(gradients_and_norm, argv, str(tmp_path), world=world):
         assert found["norm"].dtype == torch.float32
@@ -55,7 +55,7 @@ def test_bfloat16_is_within_its_bound_of_float64(pool, exact, tmp_path, master, 
 
 
 @pytest.mark.parametrize("key", ["dtype", "mixed_precision_param", "mixed_precision_reduce"])
-def test_float16_is_refused_with_the_reason(key):
+def test_float16_is_refused(key):
     with pytest.raises(ConfigError, match="float16 would need loss scaling"):
         job([*TINY, f"--training.{key}=float16"], 1)
 
@@ -67,7 +67,7 @@ COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint
 
 
 @pytest.mark.parametrize("more", ["", COMPILED, "--model.overrides.tied"], ids=["plain", "compiled", "tied"])
-def test_what_is_kept_whole_computes_in_the_precision_of_the_rest(pool, tmp_path, more):
+def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
     """bfloat16 activations everywhere, float32 masters and gradients; the same bits as with everything sharded. But
     the two gradients of a tied weight are added in float32 here, and in bfloat16 where it is sharded."""
     argv = [*TINY, *BFLOAT16, *sizes(2), *more.split()]
@@ -85,7 +85,7 @@ def three_adamw_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     return weights(run)
 
 
-def test_adamw_steps_on_kept_and_sharded_parameters_equal_one_process(pool, tmp_path):
+def test_adamw_on_replicated_and_sharded_parameters_equals_one_process(pool, tmp_path):
     argv = [*TINY, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
     for implementation in ("fused", "foreach"):
         flags = [*argv, f"--optimizer.implementation={implementation}", "--training.local_batch_size=2"]

@@ -39,13 +39,13 @@ def mis_seeded(argv: list[str], folder: str, odd: int) -> None:
     ],
     ids=["two replicas", "four replicas", "hsdp", "kept whole"],
 )
-def test_a_mis_seeded_rank_is_named_with_the_parameter(pool, tmp_path, world, words, says):
+def test_rank_with_another_seed_is_named_with_the_parameter(pool, tmp_path, world, words, says):
     odd = 3 if "rank 3 differs" in says else 1
     with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
         pool.run(mis_seeded, [*TINY, words], str(tmp_path), odd, world=world)
 
 
-def test_shards_that_only_one_rank_holds_are_compared_with_none(pool, tmp_path):
+def test_unreplicated_shards_are_not_compared(pool, tmp_path):
     pool.run(mis_seeded, TINY, str(tmp_path), 1, world=2)
 
 
@@ -67,19 +67,19 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
     return ""
 
 
-def test_one_bit_of_a_buffer_is_enough(pool, tmp_path):
+def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
     for said in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
         assert said.startswith("replicas out of sync after loading: rope.cos on rank 1 differs from rank 0, 2")
 
 
-def test_what_is_replicated_over_tensor_parallel_ranks_is_compared_over_them(pool, tmp_path):
+def test_replicas_over_tensor_parallel_ranks_are_compared(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
     pool.run(mis_seeded, argv, str(tmp_path), -1, world=4)
     with pytest.raises(RankFailed, match="replicas out of sync"):
         pool.run(mis_seeded, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
 
 
-def test_a_hash_sees_values_and_their_order_and_leaves_them_alone():
+def test_hash_depends_on_values_and_order():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         values = torch.arange(200_001).to(dtype)
         kept = values.clone()
@@ -92,7 +92,7 @@ def test_a_hash_sees_values_and_their_order_and_leaves_them_alone():
         assert content_hash(values) != hashed
 
 
-def test_a_run_with_an_odd_rank_ends_before_its_first_step(tmp_path):
+def test_run_with_a_differing_rank_ends_before_its_first_step(tmp_path):
     argv = [*QUIET, "--model.package=odd", "--model.name=odd", "--model.flavor=small"]
     code, out = train(argv, tmp_path, NGPU="2")
     assert code == 1
@@ -123,6 +123,6 @@ def load_amiss(argv: list[str], folder: str, name: str) -> None:
     ("name", "told"),
     [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
 )
-def test_what_one_rank_loads_amiss_ends_the_run(pool, tmp_path, name, told):
+def test_differing_load_on_one_rank_ends_the_run(pool, tmp_path, name, told):
     with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 differs from rank 0"):
         pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

@@ -42,7 +42,7 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
     return Counter({name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))})
 
 
-def test_a_sequence_is_gathered_once_for_attention_and_once_for_the_feed_forward(pool, tmp_path):
+def test_sequence_is_gathered_once_per_module(pool, tmp_path):
     """In the backward pass it is scattered again, and the gradients of what stays whole are summed."""
     layers, norms = 2, 5
     expected = {
@@ -60,7 +60,7 @@ def test_a_sequence_is_gathered_once_for_attention_and_once_for_the_feed_forward
     }
 
 
-def test_what_tensor_parallel_splits_is_not_kept_on_fewer_ranks():
+def test_partial_resharding_is_refused_with_tensor_parallel():
     with pytest.raises(
         ConfigError,
         match='FSDP2 keeps matrices that tensor parallel splits on all sharding ranks or on one; use "always"',
@@ -76,7 +76,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     return loss, text
 
 
-def test_validation_and_sampling_are_those_of_one_process(pool, tmp_path):
+def test_validation_and_generation_equal_one_process(pool, tmp_path):
     """The prompt's length, and that of what follows, divide by two only now and then."""
     loss, text = pool.run(validation_and_sample, [*EVEN, "--validation.local_batch_size=4"], str(tmp_path), world=1)[
         0
@@ -86,7 +86,7 @@ def test_validation_and_sampling_are_those_of_one_process(pool, tmp_path):
     assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in split)
 
 
-def test_a_width_that_does_not_divide_is_refused_by_name():
+def test_indivisible_width_is_refused_by_name():
     found = job([*EVEN, TP2, "--model.overrides.hidden_dim=33"], 2)
     model, table = build_model(found)
     with pytest.raises(
@@ -95,7 +95,7 @@ def test_a_width_that_does_not_divide_is_refused_by_name():
         tensor.check(model, table, 2)
 
 
-def test_a_bias_whose_row_contradicts_its_weight_is_refused_by_name():
+def test_bias_role_that_contradicts_its_weight_is_refused():
     model, table = build_model(job([*QUIET, "--model.name=gpt2"], 1))
     name = "layers.0.feed_forward.w2.bias"
     table[name] = dataclasses.replace(table[name], tensor="row")
@@ -112,7 +112,7 @@ def test_a_bias_whose_row_contradicts_its_weight_is_refused_by_name():
         ([TP2, "--compile.enable"], "GPUs that reach each other's memory"),
     ],
 )
-def test_async_tensor_parallel_names_what_it_lacks(argv, message):
+def test_async_tensor_parallel_names_missing_requirements(argv, message):
     with pytest.raises(ConfigError, match=message):
         job([*EVEN, "--parallelism.enable_async_tensor_parallel", *argv], 2)
 
@@ -125,6 +125,6 @@ def test_async_tensor_parallel_names_what_it_lacks(argv, message):
         (["--validation.enable", "--validation.seq_len=15"], "2 does not divide 15 tokens in a validation sequence"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_legal_degrees(argv, message):
+def test_indivisible_degree_is_refused_with_the_legal_ones(argv, message):
     with pytest.raises(ConfigError, match=message):
         job([*EVEN, TP2, *argv], 2)

@@ -28,12 +28,12 @@ def realized(argv: list[str], folder: str) -> list[str]:
     ],
     ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp alone"],
 )
-def test_the_printed_placements_are_those_of_a_run(pool, tmp_path, argv):
+def test_printed_placements_equal_those_of_a_run(pool, tmp_path, argv):
     lines = describe(job(argv, 4), per_node=2).splitlines()
     assert lines[lines.index("") + 1 :] == pool.run(realized, argv, str(tmp_path), world=4)[0]
 
 
-def test_groups_that_cross_nodes_are_told():
+def test_groups_that_cross_nodes_are_named():
     argv = [*EVEN, "--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_replicate_degree=2"]
     text = describe(job(argv, 8), per_node=4)
     assert "mesh: dp_replicate 2 x dp_shard 2 x tp 2, 8 ranks" in text
@@ -42,7 +42,7 @@ def test_groups_that_cross_nodes_are_told():
     assert "dp_shard 2: inside a node, e.g. ranks 0, 2" in text and "tp 2: inside a node, e.g. ranks 0, 1" in text
 
 
-def test_placements_of_70b_on_256_ranks_are_told_on_a_laptop():
+def test_placements_of_70b_on_256_ranks_need_one_process():
     command = [sys.executable, "-m", "titanlite", "config", "--placements", "--config", "llama_70b.toml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr

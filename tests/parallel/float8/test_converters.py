@@ -41,7 +41,7 @@ def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
     return converter.seen, expected
 
 
-def test_a_package_registers_its_converter_which_is_told_of_the_first_weights_and_after_every_step(pool, tmp_path):
+def test_custom_converter_hooks_are_called(pool, tmp_path):
     seen, expected = pool.run(louder, LOUDER, str(tmp_path), world=1)[0]
     assert len(seen) == 1 + 3 and seen == pytest.approx(expected, rel=1e-12) and len(set(seen)) == 4
 
@@ -50,25 +50,25 @@ def names_of(argv: list[str], folder: str) -> list[str]:
     return list(weights(trainer(argv, folder)))
 
 
-def test_a_converter_comes_before_sharding_and_leaves_the_names(pool, tmp_path):
+def test_converter_runs_before_sharding_and_keeps_names(pool, tmp_path):
     """The converter itself asserts that it sees whole parameters without memory."""
     for world in (1, 2):
         names = pool.run(names_of, LOUDER, str(tmp_path / str(world)), world=world)[0]
         assert names == pool.run(names_of, TINY, str(tmp_path / "plain"), world=world)[0]
 
 
-def test_a_converter_that_renames_a_parameter_is_an_error_with_both_names(pool, tmp_path):
+def test_converter_that_renames_a_parameter_is_refused(pool, tmp_path):
     argv = [*TINY, "--model.package=louder", '--model.converters=["renaming"]']
     with pytest.raises(RankFailed, match=r"the converter Renaming removed the parameter norm.weight"):
         pool.run(names_of, argv, str(tmp_path), world=1)
 
 
-def test_an_unknown_converter_is_refused_with_the_nearest():
+def test_unknown_converter_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match=r'no converter is registered as "lauder"; did you mean louder\?'):
         job([*TINY, "--model.package=louder", '--model.converters=["lauder"]'], 1)
 
 
-def test_converters_come_in_the_order_of_the_list_and_float8_last_unless_it_is_listed():
+def test_converters_keep_their_order_and_float8_is_last_if_unlisted():
     def names(*argv: str) -> list[str]:
         return [type(c).__name__ for c in build_converters(job([*WIDE, "--model.package=louder", *argv], 1))]
 
@@ -77,7 +77,7 @@ def test_converters_come_in_the_order_of_the_list_and_float8_last_unless_it_is_l
     assert names() == []
 
 
-def test_without_torchao_the_line_that_installs_it_is_given(monkeypatch):
+def test_missing_torchao_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=r"torchao is not installed; .*-m pip install .torchao"):
         build_converters(job([*WIDE, FLOAT8], 1))
@@ -92,7 +92,7 @@ def fates(*argv: str, world: int = 1) -> dict[str, str]:
     return {layer.name: layer.skip_reason or layer.gather_reason or "float8" for layer in plan(model, found, table)}
 
 
-def test_every_linear_layer_is_converted_or_it_is_said_why_not():
+def test_every_unconverted_layer_has_a_reason():
     assert set(fates().values()) == {"float8"} and len(fates()) == 15
     left = fates("--quantize.linear.float8.filter_fqns=['output','1.attention.wk']")
     assert left["output"] == 'filter_fqns has "output"' and left["layers.0.attention.wk"] == "float8"
@@ -103,7 +103,7 @@ def test_every_linear_layer_is_converted_or_it_is_said_why_not():
     )
 
 
-def test_chunks_of_the_loss_that_16_does_not_divide_leave_the_head_alone():
+def test_odd_loss_chunks_keep_the_head_in_high_precision():
     """A GPU sums a weight's gradient over tokens in steps of 16."""
     chunks = "--training.loss_chunks="
     assert (
@@ -114,7 +114,7 @@ def test_chunks_of_the_loss_that_16_does_not_divide_leave_the_head_alone():
     assert set(fates(chunks + "3").values()) - {fates(chunks + "3")["output"]} == {"float8"}
 
 
-def test_under_tensor_parallel_a_layer_s_part_must_be_wide_enough():
+def test_tensor_parallel_slices_must_be_wide_enough():
     found = fates("--model.overrides.hidden_dim=48", TP2, world=2)
     assert found["layers.0.feed_forward.w1"] == "24 x 64 on a rank, and 16 must divide both"
     assert found["layers.0.feed_forward.w2"] == "64 x 24 on a rank, and 16 must divide both"
@@ -122,7 +122,7 @@ def test_under_tensor_parallel_a_layer_s_part_must_be_wide_enough():
     assert fates("--model.overrides.hidden_dim=48")["layers.0.feed_forward.w1"] == "float8"
 
 
-def test_more_than_a_linear_layer_is_left_alone():
+def test_subclasses_of_linear_are_not_converted():
     class Scaled(nn.Linear):
         def forward(self, input):
             return 2 * super().forward(input)
@@ -133,7 +133,7 @@ def test_more_than_a_linear_layer_is_left_alone():
     assert plan(model, found, table)[-1].skip_reason == "Scaled is more than a linear layer"
 
 
-def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathered_as_ever():
+def test_uneven_or_replicated_weights_are_gathered_in_high_precision():
     kept = "--parallelism.fsdp_keep_whole=['layers.0.*']"
     found = fates(AG, kept, "--model.overrides.hidden_dim=96", world=3)
     assert found["layers.1.feed_forward.w1"] == "float8"
@@ -152,7 +152,7 @@ def test_a_weight_that_shards_cannot_carry_evenly_or_that_is_kept_whole_is_gathe
         ([AG], r"no weight can be gathered in float8:\n  layers.0.attention.wq: 64 rows do not split evenly over 7"),
     ],
 )
-def test_what_would_come_to_nothing_is_refused_with_the_reason(argv, message):
+def test_float8_settings_without_effect_are_refused(argv, message):
     with pytest.raises(UserError, match=message):
         fates(*argv, "--model.overrides.vocab_size=256", world=7 if AG in argv else 1)
 
@@ -174,19 +174,19 @@ def test_what_would_come_to_nothing_is_refused_with_the_reason(argv, message):
         (["--training.local_batch_size=3", "--training.seq_len=8"], 1, "float8.enable", "= 24 tokens"),
     ],
 )
-def test_what_float8_can_not_do_is_refused_by_name(argv, world, key, says):
+def test_impossible_float8_settings_are_refused(argv, world, key, says):
     with pytest.raises(ConfigError) as caught:
         job([*WIDE, FLOAT8, *argv], world)
     assert key in str(caught.value) and says in str(caught.value)
 
 
-def test_without_weight_gradients_in_float8_or_with_emulation_any_number_of_tokens_will_do():
+def test_any_token_count_works_with_emulation_or_high_precision_weight_gradients():
     odd = ["--training.local_batch_size=3", "--training.seq_len=8", FLOAT8]
     assert job([*WIDE, *odd, RECIPE + "rowwise_with_gw_hp"], 1)
     assert job([*WIDE, *odd, "--quantize.linear.float8.emulate"], 1)
 
 
-def test_the_placements_are_those_without_float8_and_tell_what_is_converted():
+def test_placements_list_converted_layers():
     argv = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     plain = describe(job([*WIDE, *argv], 4), 4).splitlines()
     found = describe(job([*WIDE, *argv, FLOAT8, AG], 4), 4).splitlines()
@@ -195,7 +195,7 @@ def test_the_placements_are_those_without_float8_and_tell_what_is_converted():
     assert said[0] == "Applied float8 to 15 of 15 linear layers (tensorwise)" and len(said) == 9
 
 
-def test_a_table_says_what_was_converted():
+def test_notes_list_converted_layers():
     found = job([*WIDE, FLOAT8, "--quantize.linear.float8.filter_fqns=['output']", BFLOAT16], 1)
     model, table = build_model(found)
     with fake_world(found.layout) as mesh:
@@ -205,14 +205,14 @@ def test_a_table_says_what_was_converted():
     assert lines[-1].endswith('bfloat16: filter_fqns has "output"')
 
 
-def test_this_machine_s_cpu_multiplies_float8():
+def test_this_cpu_multiplies_float8():
     one = torch.eye(16).to(torch.float8_e4m3fn)
     scale = torch.ones(())
     product = torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
     assert torch.equal(product, torch.eye(16))
 
 
-def test_a_gpu_that_cannot_multiply_float8_is_refused_unless_it_is_emulated(tmp_path, monkeypatch):
+def test_old_gpu_is_refused_unless_float8_is_emulated(tmp_path, monkeypatch):
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # of two GPUs the older decides
     driver.chmod(0o755)

@@ -118,18 +118,18 @@ def within_bounds(found: dict, expected: dict, bound: float) -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("compute", ["", " bfloat16"])
-def test_gradients_are_within_their_recipe_s_bound(alone, name, compute):
+def test_gradients_are_within_the_bound_of_their_recipe(alone, name, compute):
     """And not closer than float8 can be: something was rounded. Initial weights are the same bits."""
     within_bounds(alone[name + compute], alone["float32"], BOUNDS[name])
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_emulation_rounds_as_the_real_products_do(alone, name):
+def test_emulation_rounds_like_real_products(alone, name):
     assert error(alone[f"{name} emulated"]["gradients"], alone[name]["gradients"]) < 0.01
     assert alone[f"{name} emulated"]["products"] == alone["float32"]["products"] == 0
 
 
-def test_all_three_products_of_a_layer_are_in_float8_but_where_weight_gradients_are_not(alone):
+def test_each_layer_has_its_products_in_float8(alone):
     assert alone["tensorwise"]["products"] == 3 * 15
     if has_rowwise_scales_on_cpu():
         assert alone["rowwise"]["products"] == 3 * 15
@@ -137,7 +137,7 @@ def test_all_three_products_of_a_layer_are_in_float8_but_where_weight_gradients_
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "tied", "frozen"])
-def test_biases_ties_and_frozen_layers_go_with_it(alone, on_two, kind):
+def test_float8_works_with_biases_ties_and_frozen_layers(alone, on_two, kind):
     within_bounds(alone[kind], alone[f"{kind} float32"], 0.08)
     within_bounds(on_two[f"{kind} tp" if kind == "gpt2" else f"{kind} gathered"], alone[f"{kind} float32"], 0.08)
 
@@ -149,28 +149,28 @@ def same_bits(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("way", ON_TWO)
-def test_how_a_weight_is_gathered_changes_no_bit(on_two, alone, way):
+def test_gathering_in_float8_changes_no_bit(on_two, alone, way):
     within_bounds(on_two[way], alone["float32"], BOUNDS["tensorwise"])
     same_bits(on_two[way], on_two["fsdp"])
 
 
-def test_recomputing_changes_no_bit(alone):
+def test_recompute_changes_no_bit(alone):
     same_bits(alone["recomputed"], alone["tensorwise"])
     same_bits(alone["op"], alone["tensorwise"])
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_tensor_parallel_rounds_as_one_process_does(alone, on_two, name):
+def test_tensor_parallel_rounds_like_one_process(alone, on_two, name):
     """All ranks scale by the largest value of any; what differs is the order of sums, and what then rounds up."""
     assert error(on_two[f"{name} tp"]["gradients"], alone[name]["gradients"]) < 0.02
     within_bounds(on_two[f"{name} tp"], alone["float32"], BOUNDS[name])
 
 
-def test_a_module_with_one_layer_in_high_precision_still_works_under_tensor_parallel(alone, on_two):
+def test_partly_converted_module_works_with_tensor_parallel(alone, on_two):
     within_bounds(on_two["one of three filtered tp"], alone["float32"], BOUNDS["tensorwise"])
 
 
-def test_all_together_stays_within_bounds(alone, on_two, on_four):
+def test_combined_techniques_stay_within_bounds(alone, on_two, on_four):
     for name in ("fsdp", "hsdp", "fsdp x tp", "rowwise x tp", "loss in chunks"):
         within_bounds(on_four[name], alone["float32"], BOUNDS["tensorwise"])
     assert error(on_four["hsdp"]["gradients"], on_four["fsdp"]["gradients"]) < 1e-6, "the order of a sum"
@@ -215,7 +215,7 @@ def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
     return dict(seen)
 
 
-def test_a_weight_costs_one_byte_an_element_where_bfloat16_costs_two(pool, tmp_path):
+def test_fsdp_gathers_one_byte_per_element(pool, tmp_path):
     """With the scales computed before, so that all of it is the gathers'."""
     argv = [*WIDE, BFLOAT16, "--parallelism.fsdp_reshard_after_forward=never"]
     cases = [argv, [*argv, FLOAT8, AG, PRECOMPUTED], [*argv, FLOAT8]]
@@ -228,7 +228,7 @@ def test_a_weight_costs_one_byte_an_element_where_bfloat16_costs_two(pool, tmp_p
     assert unasked == plain
 
 
-def test_tensor_parallel_gathers_one_byte_an_element_where_bfloat16_costs_two(pool, tmp_path):
+def test_tensor_parallel_gathers_one_byte_per_element(pool, tmp_path):
     """Into two modules a block and the head, and the gradients of two modules' outputs; not the embedding's."""
     argv = [*WIDE, BFLOAT16, TP2]
     slices = (2 * 2 + 1) + 2 * 2
@@ -282,7 +282,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_a_resumed_run_is_the_run_that_was_never_cut(pool, tmp_path):
+def test_resumed_float8_run_equals_uninterrupted_run(pool, tmp_path):
     """FSDP x TP: the same losses, and the same bits in every tensor of the state."""
     argv = [*FLOAT8_SAVING, TP2, "--training.steps=3"]
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=4)
@@ -300,7 +300,7 @@ def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
 
 
-def test_a_checkpoint_is_plain_float32_and_loads_where_torchao_is_absent(saved):
+def test_float8_checkpoint_loads_without_torchao(saved):
     folder, state = saved
     code = (
         "import sys, hashlib, json; sys.modules['torchao'] = None\n"
@@ -315,7 +315,7 @@ def test_a_checkpoint_is_plain_float32_and_loads_where_torchao_is_absent(saved):
     assert json.loads(done.stdout) == {name: value for name, value in state.items() if isinstance(value, str)}
 
 
-def test_an_export_to_hugging_face_has_the_float32_weights(saved):
+def test_hugging_face_export_has_float32_weights(saved):
     from safetensors.torch import load_file
 
     folder, state = saved
@@ -326,7 +326,7 @@ def test_an_export_to_hugging_face_has_the_float32_weights(saved):
     assert hashlib.sha256(down.numpy().tobytes()).hexdigest() == state["model.layers.0.feed_forward.w2.weight"]
 
 
-def test_a_float8_run_goes_on_without_and_another_one_goes_on_with_it(pool, saved, tmp_path):
+def test_float8_can_be_turned_on_and_off_on_resume(pool, saved, tmp_path):
     folder, state = saved
     plain = [word for word in FLOAT8_SAVING if "float8" not in word]
     path = f"--checkpoint.initial_load_path={folder / 'checkpoint/step-4'}"
