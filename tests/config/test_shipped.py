@@ -1,4 +1,4 @@
-"""The configs that ship are sound at the size that they are meant for."""
+"""Shipped configs are valid on the number of ranks that they are meant for."""
 
 from pathlib import Path
 
@@ -31,17 +31,17 @@ def shipped(name: str) -> Job:
     return job_from(parse_command_line(["--config", f"{name}.toml"], {}), world=MEANT_FOR[name].world, training=True)
 
 
-def test_every_config_that_ships_is_judged_here():
+def test_every_shipped_config_is_in_the_table():
     assert {path.stem for path in FOLDER.glob("*.toml")} == set(MEANT_FOR)
 
 
 @pytest.mark.parametrize("name", MEANT_FOR)
-def test_a_shipped_config_is_sound_at_its_intended_world_size(name):
+def test_a_shipped_config_is_valid_at_its_world_size(name):
     assert shipped(name).layout == MEANT_FOR[name]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_rank_of_80_gb_holds_its_part_of_the_state_with_room_for_activations(name):
+def test_the_state_of_a_rank_takes_less_than_0_4_of_80_gb(name):
     """Parameters, gradients and AdamW's two means, in float32."""
     layout = shipped(name).layout
     assert 16 * PARAMETERS[name] / layout.splits < 0.4 * 80e9

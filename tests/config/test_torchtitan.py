@@ -1,4 +1,4 @@
-"""TorchTitan's TOML files load as they are; what they ask for that titanlite lacks is refused by name."""
+"""TorchTitan's TOML files load unchanged; features that titanlite lacks are refused by name."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ def resolve(*argv: str, training: bool = False):
     ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 16, "405B")]
 )
 def test_a_v022_file_resolves(file, ranks, parameters):
-    found = resolve("--config", str(FILES / f"{file}.toml"))
-    assert found.layout.world == ranks
-    assert found.config.model.flavor == (parameters or "debugmodel")
+    job = resolve("--config", str(FILES / f"{file}.toml"))
+    assert job.layout.world == ranks
+    assert job.config.model.flavor == (parameters or "debugmodel")
 
 
 def test_the_float8_converter_switches_its_section_on():
@@ -31,8 +31,8 @@ def test_the_float8_converter_switches_its_section_on():
 
 
 def test_custom_import_is_the_old_spelling_of_package():
-    found = resolve("--experimental.custom_import=parrot", "--model.name=parrot", "--model.flavor=small")
-    assert found.spec.name == "parrot"
+    job = resolve("--experimental.custom_import=parrot", "--model.name=parrot", "--model.flavor=small")
+    assert job.spec.name == "parrot"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_custom_import_is_the_old_spelling_of_package():
         ("--metrics.save_for_all_ranks", "every rank has its log file"),
     ],
 )
-def test_a_key_that_titanlite_lacks_says_what_to_use_instead(argv, says):
+def test_a_key_that_titanlite_lacks_names_what_to_use_instead(argv, says):
     with pytest.raises(ConfigError) as caught:
         resolve(argv)
     assert says in str(caught.value)
@@ -55,5 +55,5 @@ def test_a_key_that_titanlite_lacks_says_what_to_use_instead(argv, says):
 @pytest.mark.parametrize(
     "argv", ["--fault_tolerance.enable=false", "--fault_tolerance.group_size=2", "--memory_estimation.enable=false"]
 )
-def test_a_key_that_asks_for_nothing_is_accepted(argv):
+def test_a_key_that_switches_a_feature_off_is_accepted(argv):
     assert resolve(argv)

@@ -238,7 +238,9 @@ def _build(
             elif entries:
                 values[name] = entries
         elif key in tree:
-            values[name] = _as_text(tree[key]) if info.annotation is str else tree[key].value
+            entry = tree[key]  # a text from the command line is taken as typed, even if it looks like a number
+            as_typed = info.annotation is str and entry.text is not None and not isinstance(entry.value, str)
+            values[name] = entry.text if as_typed else entry.value
     try:
         return cls.model_validate(values)
     except ValidationError as error:
@@ -251,8 +253,3 @@ def _build(
         faults.append(Fault(prefix + name, why, entry.value, entry.origin))
         invalid.add(prefix + name)
     return cls.model_validate({name: value for name, value in values.items() if name not in bad})
-
-
-def _as_text(entry: Entry) -> Any:
-    """Return the value of a text field: from the command line as typed, even if it looks like a number."""
-    return entry.value if entry.text is None or isinstance(entry.value, str) else entry.text

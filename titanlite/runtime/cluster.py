@@ -1,4 +1,4 @@
-"""A worker's rank, store and cores, read from the environment (torchrun's variables or SLURM_*). No torch."""
+"""A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A worker's place in the job."""
+    """A worker's rank in the job and on its node."""
 
     rank: int
     world: int
@@ -26,33 +26,20 @@ class RankInfo:
     host: str
 
 
-def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The first node of the job, and a port that other jobs on it are unlikely to use."""
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
-    addr = environ.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else "")
-    if not addr:
-        raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
-    job = read_number(environ, "SLURM_JOB_ID", 0)
-    return addr, read_number(environ, "MASTER_PORT", 20000 + job % 10000)
-
-
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """This worker's place; alone where the environment says nothing. torchrun and srun both will do."""
-    host = socket.gethostname()
+    """Return this worker's rank as torchrun or srun announces it, by default the only one."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, world, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        rank, world, local = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     else:
-        return RankInfo(0, 1, 0, host)
-    return RankInfo(
-        read_number(environ, rank, 0), read_number(environ, world, 1), read_number(environ, local, 0), host
-    )
+        return RankInfo(0, 1, 0, socket.gethostname())
+    rank, world, local_rank = (read_number(environ, name, 0) for name in names)
+    return RankInfo(rank, world or 1, local_rank, socket.gethostname())
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:
-    """Where the ranks of a job that was not started by an elastic agent meet; None for a rank alone."""
+    """Return host and port of the ranks' store, or None for a single rank."""
     if world == 1:
         return None
     if "RANK" not in environ:
@@ -62,29 +49,41 @@ def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | N
     return environ["MASTER_ADDR"], read_number(environ, "MASTER_PORT", DEFAULT_PORT)
 
 
-def cores() -> int:
-    """Cores that this process may use: by affinity, and by a container's quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = Path("/sys/fs/cgroup/cpu.max")
-    quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
-    return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
-
-
-def shown_ranks(environ: Mapping[str, str]) -> set[int]:
-    """Ranks whose output is shown: LOG_RANK, one or several with commas between."""
-    text = environ.get("LOG_RANK") or "0"
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"LOG_RANK={text} must be a rank, or several with commas between")
-    return set(map(int, text.split(",")))
+def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first node of the job, and a port that other jobs on it are unlikely to use."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
+    address = environ.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else "")
+    if not address:
+        raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
+    job = read_number(environ, "SLURM_JOB_ID", 0)
+    return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000)
 
 
 def read_number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    """Return a variable as a whole number; raise UserError where it is anything else or below `least`."""
     text = environ.get(name, "")
     if not text:
         return default
     if not text.isdigit() or int(text) < least:
         raise UserError(f"{name}={text} must be a whole number >= {least}")
     return int(text)
+
+
+def shown_ranks(environ: Mapping[str, str]) -> set[int]:
+    """Return the ranks whose output is shown: LOG_RANK, one rank or several with commas between."""
+    text = environ.get("LOG_RANK") or "0"
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"LOG_RANK={text} must be a rank, or several with commas between")
+    return set(map(int, text.split(",")))
+
+
+def cores() -> int:
+    """Return the cores that this process may use, by its affinity and its container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
+    return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
 
 
 def check_torch() -> None:
