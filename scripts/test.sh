@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# All checks: ./scripts/test.sh [pytest arguments]. With arguments only pytest runs, and gets them.
+# All checks: ./scripts/test.sh [--long] [pytest arguments]
+# --long adds the tests that are marked long. With other arguments only pytest runs, and gets them.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$here/scripts/python.sh"
 python=$("$python" "$here/scripts/environment.py" --dev)
 cd "$here"
-if [ $# -gt 0 ]; then
+if [ $# -gt 0 ] && [ "$*" != --long ]; then
     exec "$python" -m pytest "$@"
 fi
 "$python" -m ruff check --output-format concise .
 "$python" -m ruff format --check .
 "$python" -m pyrefly check --output-format min-text
 # Two files at a time: a test that starts processes waits for much of its time. One pool of ranks each.
-exec "$python" -m pytest -n 2 --dist loadfile
+exec "$python" -m pytest -n 2 --dist loadfile "$@"

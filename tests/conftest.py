@@ -1,21 +1,64 @@
-"""One pool of ranks for the whole session, and folders that a test may write to."""
+"""One pool of ranks for the whole session, and two lanes: tests marked `long` run with --long or when named."""
+
+from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "outside"))  # the outside model's package
+sys.path.insert(0, str(Path(__file__).parent / "outside"))  # packages that register models and converters
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
 
-from titanlite.verify.pool import Pool  # noqa: E402
+from titanlite.verify.pool import INDUCTOR_MODULE, Pool  # noqa: E402
 
-PRELOAD = ["titanlite.train.trainer", "torch._inductor.compile_fx"]  # the latter for what compiles, in every new rank
+PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
+LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool() -> Iterator[Pool]:
     ranks = Pool(4, PRELOAD)
     yield ranks
     ranks.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests that are marked long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = 0
+    if not hasattr(config, "workerinput"):  # xdist's workers get the option from here
+        named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
+        config.option.long = bool(config.option.long or named)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.long:
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        config.stash[LEFT_OUT] = len(long)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count from an xdist worker: every worker collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash[LEFT_OUT]:
+        terminalreporter.line(
+            f"left out: {config.stash[LEFT_OUT]} tests marked long; ./scripts/test.sh --long runs all"
+        )

@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.launch.run import environment
 from titanlite.cli import main
-from titanlite.verify.model_under_test import read_subject
-from titanlite.verify.runner import proof
+from titanlite.verify.model_under_test import read_model
+from titanlite.verify.pool import Pool
+from titanlite.verify.runner import PRELOAD, row_runner
 from titanlite.verify.table import Row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -34,9 +36,10 @@ def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
     """Two of the rows; the page's command runs all pairs."""
     monkeypatch.syspath_prepend(package)
     rows = [Row("dp2 x tp2", "op", prefetch="2", variant="frozen"), Row("hsdp2x2", "2nd", reshard="never")]
-    with proof(read_subject(["--model.package=tiny", "--model.name=tiny"], {}), ranks=4) as prove:
+    model = read_model(["--model.package=tiny", "--model.name=tiny"], {})
+    with closing(Pool(4, PRELOAD)) as ranks, row_runner(model, ranks) as run:  # ranks that find the package
         for row in rows:
-            result = prove(row)
+            result = run(row)
             assert result.passed, f"{row}: {result.what} {result.error:.1e}"
 
 

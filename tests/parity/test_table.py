@@ -8,8 +8,8 @@ import pytest
 from tests.jobs import OUTSIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.verify.command import Book, fault_rows, sources
-from titanlite.verify.model_under_test import build_job, read_subject
+from titanlite.verify.command import ResultCache, fault_rows, source_files
+from titanlite.verify.model_under_test import build_job, read_model
 from titanlite.verify.table import (
     EXCLUDED_PAIR,
     INDUCTOR,
@@ -18,7 +18,7 @@ from titanlite.verify.table import (
     VARIANTS,
     choices,
     full,
-    meets,
+    is_valid,
     pairs,
     pairs_in,
     pairwise,
@@ -26,7 +26,7 @@ from titanlite.verify.table import (
 
 
 def subject(*words: str):
-    return read_subject(list(words), {})
+    return read_model(list(words), {})
 
 
 EVERYTHING = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
@@ -47,8 +47,8 @@ def test_the_full_table_is_a_product_in_which_all_pairs_meet():
 
 
 def test_only_what_nothing_shards_is_never_gathered_ahead():
-    assert not meets({"layout": "tp2", "prefetch": "1"}) and not meets({"layout": "1", "reshard": "never"})
-    assert meets({"layout": "dp2", "prefetch": "2", "reshard": "always"})
+    assert not is_valid({"layout": "tp2", "prefetch": "1"}) and not is_valid({"layout": "1", "reshard": "never"})
+    assert is_valid({"layout": "dp2", "prefetch": "2", "reshard": "always"})
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
@@ -73,8 +73,8 @@ def test_layouts_that_a_model_cannot_have_are_left_out_and_said(monkeypatch):
     monkeypatch.syspath_prepend(OUTSIDE)
     parrot = subject("--model.package=parrot", "--model.name=parrot")
     assert parrot.name == "parrot small" and not any("tp" in layout for layout in parrot.layouts)
-    assert "attention heads" in parrot.left_out["tp2"]
-    with pytest.raises(UserError, match="no row that could show norms-not-reduced"):
+    assert "attention heads" in parrot.refused_layouts["tp2"]
+    with pytest.raises(UserError, match="no row that can show norms-not-reduced"):
         fault_rows(parrot, "norms-not-reduced")
 
 
@@ -85,16 +85,16 @@ def test_only_the_model_is_asked_for():
 
 
 def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkeypatch, tmp_path):
-    names = {f"{path.parent.name}/{path.name}" for path in sources(subject())}
+    names = {f"{path.parent.name}/{path.name}" for path in source_files(subject())}
     assert {"common/attention.py", "llama3/model.py", "verify/table.py", "titanlite/optim/grad_norm.py"} <= names
     monkeypatch.syspath_prepend(OUTSIDE)
-    assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= sources(
+    assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= source_files(
         subject("--model.package=parrot", "--model.name=parrot")
     )
     (tmp_path / "alone.py").write_text("")
     (tmp_path / "beside.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    lone = sources(replace(subject(), modules=("alone",)))
+    lone = source_files(replace(subject(), modules=("alone",)))
     assert {tmp_path / "alone.py", tmp_path / "beside.py"} <= lone
 
 
@@ -102,8 +102,8 @@ def test_a_full_run_goes_on_where_it_stopped_unless_the_model_is_another(tmp_pat
     from titanlite.verify.runner import Result
 
     row = pairwise(EVERYTHING)[0]
-    book = Book(tmp_path / "rows.jsonl", subject())
-    book.add(Result(row, "gradient of x", 1e-12, rank=0, seconds=1.0))
-    book.add(Result(INDUCTOR[0], "gradient of x", 1.0, rank=0, seconds=1.0))
-    assert [*Book(tmp_path / "rows.jsonl", subject()).passed] == [row], "what failed is run again"
-    assert not Book(tmp_path / "rows.jsonl", subject("--model.overrides.n_layers=2")).passed
+    cache = ResultCache(tmp_path / "rows.jsonl", subject())
+    cache.add(Result(row, "gradient of x", 1e-12, rank=0, seconds=1.0))
+    cache.add(Result(INDUCTOR[0], "gradient of x", 1.0, rank=0, seconds=1.0))
+    assert [*ResultCache(tmp_path / "rows.jsonl", subject()).passed] == [row], "what failed is run again"
+    assert not ResultCache(tmp_path / "rows.jsonl", subject("--model.overrides.n_layers=2")).passed

@@ -51,10 +51,10 @@ def group_of_a_mesh() -> str:
 
 def test_equal_meshes_of_two_runs_share_their_groups_but_for_those_that_a_failure_left(pool):
     first, second = (pool.run(group_of_a_mesh, world=2) for _ in range(2))
-    assert first == second and pool._made_for == 2
+    assert first == second and pool._world == 2
     with pytest.raises(RankFailed):
         pool.run(misbehave, 1, "raise", world=2)
-    assert pool._made_for == 0
+    assert pool._world == 0
     assert pool.run(group_of_a_mesh, world=2) == first, "made anew, they have the same names"
 
 

@@ -1,6 +1,4 @@
-"""Parity, the proof: one table of rows and the harness that compares each with one process.
+"""The proof that every layout and technique trains like one process: a table of rows, and what runs them.
 
-`titanlite verify` and tests/parity run the same. table.py says which rows there are, subject.py which model they are
-run with, harness.py what every rank does, proof.py how a row is run on local processes, faults.py which known faults
-the table must notice, report.py and command.py how it is told.
+May import everything below tools; only cli, tests and scripts import it. Never changes how training runs.
 """

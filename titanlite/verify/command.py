@@ -1,4 +1,4 @@
-"""`titanlite verify`: is a model's parallel training equal to one process, for every technique and mesh?"""
+"""`titanlite verify`: check that a model trains on every mesh and with every technique as in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.errors import UserError, nearest
-from titanlite.verify.model_under_test import ModelUnderTest, read_subject
+from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
 
 if TYPE_CHECKING:
@@ -61,78 +61,80 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         print("\n".join(FAULTS))
         return 0
     arguments.resumable = arguments.full
-    model = [f"--model.name={arguments.model}"] if arguments.model else []
-    subject = read_subject([*overrides, *model], os.environ)
-    return _run(subject, _rows(subject, arguments), arguments, shlex.join(["titanlite", *arguments.argv]))
+    name = [f"--model.name={arguments.model}"] if arguments.model else []
+    model = read_model([*overrides, *name], os.environ)
+    return _run_rows(model, _rows(model, arguments), arguments)
 
 
-def _rows(subject: ModelUnderTest, arguments: Namespace) -> list[Row]:
+def _rows(model: ModelUnderTest, arguments: Namespace) -> list[Row]:
     if arguments.fault:
-        return fault_rows(subject, arguments.fault)
-    of = choices(subject.layouts, list(subject.variants))
-    compiled = [row for row in INDUCTOR if row.layout in subject.layouts]
-    return [*(full(of) if arguments.full else pairwise(of)), *compiled]
+        return fault_rows(model, arguments.fault)
+    columns = choices(model.layouts, list(model.variants))
+    compiled = [row for row in INDUCTOR if row.layout in model.layouts]
+    return [*(full(columns) if arguments.full else pairwise(columns)), *compiled]
 
 
-def fault_rows(subject: ModelUnderTest, name: str) -> list[Row]:
-    """The rows that can show a fault, of those that the model allows."""
+def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
+    """Return the rows that can show a known fault, of those that the model allows."""
     from titanlite.verify.known_faults import FAULTS
 
-    if name not in FAULTS:
-        close = nearest(name, FAULTS)
-        raise UserError(f'there is no fault "{name}"; ' + (f"did you mean {close}?" if close else ", ".join(FAULTS)))
-    wanted = FAULTS[name].rows
-    if subject.tied:
-        wanted = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in wanted)
-    rows = [row for row in wanted if row.layout in subject.layouts and row.variant in subject.variants]
-    if not rows:
-        raise UserError(f"{subject.name} has no row that could show {name}: {wanted[0]}")
-    return rows
+    if fault not in FAULTS:
+        close = nearest(fault, FAULTS)
+        hint = f"did you mean {close}?" if close else f"known faults: {', '.join(FAULTS)}"
+        raise UserError(f"--fault: unknown fault '{fault}'; {hint}")
+    rows = FAULTS[fault].rows
+    if model.tied:
+        rows = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in rows)
+    allowed = [row for row in rows if row.layout in model.layouts and row.variant in model.variants]
+    if not allowed:
+        raise UserError(f"{model.name} has no row that can show {fault}: {rows[0]}")
+    return allowed
 
 
-def _run(subject: ModelUnderTest, rows: Sequence[Row], arguments: Namespace, command: str) -> int:
-    """Run what is not known yet, and tell it row by row."""
-    from titanlite.verify.report import Printed, page
-    from titanlite.verify.runner import proof
+def _run_rows(model: ModelUnderTest, rows: Sequence[Row], arguments: Namespace) -> int:
+    """Run and print the rows that are not cached, and with --full write the page."""
+    from titanlite.verify.report import TablePrinter, page
+    from titanlite.verify.runner import row_runner
 
-    began, printed = time.monotonic(), Printed()
-    out = arguments.out or Path(f"parity-{subject.name.split()[0]}.md")
-    book = Book(out.with_suffix(".jsonl"), subject) if arguments.full else None
-    known = book.passed if book else {}
-    printed.head(_introduction(subject, rows, arguments.fault or "", len(known)))
+    start, printer = time.monotonic(), TablePrinter()
+    out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
+    cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
+    cached = cache.passed if cache else {}
+    printer.head(_introduction(model, rows, arguments.fault or "", len(cached)))
     results: list[Result] = []
-    with proof(subject) as run:
+    with row_runner(model) as run:
         for number, row in enumerate(rows, 1):
-            result = known.get(row) or run(row, arguments.fault or "")
+            result = cached.get(row) or run(row, arguments.fault or "")
             results.append(result)
-            if row not in known:
-                printed.row(number, result)
-                if book:
-                    book.add(result)
-    printed.foot(results, time.monotonic() - began)
-    if book:
-        out.write_text(page(subject.name, command, results), encoding="utf-8")
-        printed.head([f"wrote {out}"])
+            if row not in cached:
+                printer.row(number, result)
+                if cache:
+                    cache.add(result)
+    printer.foot(results, time.monotonic() - start)
+    if cache:
+        command = shlex.join(["titanlite", *arguments.argv])
+        out.write_text(page(model.name, command, results), encoding="utf-8")
+        print(f"wrote {out}")
     return 0 if all(result.passed for result in results) else 1
 
 
-def _introduction(subject: ModelUnderTest, rows: Sequence[Row], fault: str, known: int) -> Iterator[str]:
-    yield f"titanlite verify: {subject.name}, {len(rows)} rows on up to {max(r.mesh.world for r in rows)} processes"
+def _introduction(model: ModelUnderTest, rows: Sequence[Row], fault: str, cached: int) -> Iterator[str]:
+    yield f"titanlite verify: {model.name}, {len(rows)} rows on up to {max(r.mesh.world for r in rows)} processes"
     if fault:
         from titanlite.verify.known_faults import FAULTS
 
-        yield f"with a fault put in, which must be noticed: {FAULTS[fault].says}"
-    for layout, why in subject.left_out.items():
-        yield f"left out: {layout}: {why}"
-    if known:
-        yield f"{known} rows are known from an earlier run of the same code"
+        yield f"with a fault that must be detected: {FAULTS[fault].summary}"
+    for layout, reason in model.refused_layouts.items():
+        yield f"skipping layout {layout}: {reason}"
+    if cached:
+        yield f"{cached} rows passed in an earlier run of the same code"
 
 
-class Book:
-    """Rows that passed, one a line, so that a stopped run goes on; another model, torch or code begins anew."""
+class ResultCache:
+    """Rows that passed, one a line, so that a stopped run continues; another model, torch or code starts over."""
 
-    def __init__(self, path: Path, subject: ModelUnderTest) -> None:
-        self._path, self._identity = path, _identity(subject)
+    def __init__(self, path: Path, model: ModelUnderTest) -> None:
+        self._path, self._identity = path, _identity(model)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -150,28 +152,29 @@ class Book:
             self.passed[row] = Result(row=row, **values)
 
     def add(self, result: Result) -> None:
+        """Append a result, if it passed."""
         if result.passed:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
 
 
-def _identity(subject: ModelUnderTest) -> dict[str, object]:
-    """What the rows hold for: the model as asked for, torch, and the code of titanlite and of the model."""
+def _identity(model: ModelUnderTest) -> dict[str, object]:
+    """Return what the results depend on: the model's overrides, torch, and the code of titanlite and of the model."""
     code = hashlib.sha256()
-    for path in sorted(sources(subject)):
+    for path in sorted(source_files(model)):
         code.update(path.read_bytes())
-    return {"model": [*subject.words], "torch": version("torch"), "code": code.hexdigest()[:16]}
+    return {"model": [*model.overrides], "torch": version("torch"), "code": code.hexdigest()[:16]}
 
 
-def sources(subject: ModelUnderTest) -> set[Path]:
-    """The files of titanlite, and of the packages that the model is in; of a lone module, those beside it too."""
-    ours = Path(__file__).parents[1]
-    found = {*ours.rglob("*.py"), *(ours / "models").resolve().rglob("*.py")}  # in a checkout that is a link
-    for module in subject.modules:
+def source_files(model: ModelUnderTest) -> set[Path]:
+    """Return the files of titanlite and of the model's packages; of a lone module, those beside it too."""
+    titanlite = Path(__file__).parents[1]
+    files = {*titanlite.rglob("*.py"), *(titanlite / "models").resolve().rglob("*.py")}  # a link in a checkout
+    for module in model.modules:
         top = find_spec(module.partition(".")[0])
         assert top is not None, "the model was imported"
         if top.submodule_search_locations is not None:
-            found.update(path for place in top.submodule_search_locations for path in Path(place).rglob("*.py"))
+            files.update(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
         elif top.origin:
-            found.update(Path(top.origin).parent.glob("*.py"))
-    return found
+            files.update(Path(top.origin).parent.glob("*.py"))
+    return files

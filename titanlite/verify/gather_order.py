@@ -1,7 +1,7 @@
-"""The order of the all-gathers: what the prefetch schedule declares, and what FSDP2 did, by group.
+"""The order of the all-gathers by FSDP group: what the prefetch schedule declares, and what FSDP2 did.
 
-FSDP2 names the group of each all-gather in profiler traces (tried on torch 2.11 and 2.13); the collective's own
-arguments don't tell one block from another.
+FSDP2 names the group of each all-gather in profiler traces (tried on torch 2.11, 2.13 and 2.15); the collective's own
+arguments don't distinguish blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from titanlite.parallel.fsdp_schedule import schedule
 
 Group = frozenset[str]
 ROOT = frozenset(("the root",))
-"""FSDP2's word for it is nothing."""
+"""FSDP2 gives this group no name."""
 
 
 @contextmanager
 def gathers_recorded(into: list[Group]) -> Iterator[None]:
-    """Add the modules of each all-gather, in the order in which they were issued."""
+    """Append the modules of each all-gather to `into`, in the order in which they were issued."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*clears events")  # of torch 2.11, which means longer profiles
+        warnings.filterwarnings("ignore", message=".*clears events")  # torch 2.11 says so of longer profiles
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
     try:
@@ -33,17 +33,17 @@ def gathers_recorded(into: list[Group]) -> Iterator[None]:
     finally:
         trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
-    # Not trace.events(): a Python object for each of many thousand events takes longer than the row's steps.
+    # The public trace.events() makes an object for each of many thousand events: longer than the row's steps.
     gathers = [
         event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::all_gather")
     ]
     for event in sorted(gathers, key=lambda event: event.start_ns()):
-        if found := re.fullmatch(r"FSDP::all_gather(?: \((.+)\))?", event.name()):
-            into.append(frozenset(found[1].split(", ")) if found[1] else ROOT)
+        if match := re.fullmatch(r"FSDP::all_gather(?: \((.+)\))?", event.name()):
+            into.append(frozenset(match[1].split(", ")) if match[1] else ROOT)
 
 
 def declared(job: Job, tied: bool) -> list[Group]:
-    """The groups in the order in which a step's first micro-batch gathers them."""
+    """Return the groups in the order in which a step's first micro-batch gathers them."""
     plan = schedule(job, tied)
     count = len(plan.groups)
     policy = job.config.parallelism.fsdp_reshard_after_forward
@@ -68,12 +68,12 @@ def declared(job: Job, tied: bool) -> list[Group]:
     return [groups[group] for group in order]
 
 
-def first_difference(found: list[Group], expected: list[Group]) -> str:
-    """The first group that was gathered out of turn, or nothing; further micro-batches may follow."""
+def first_difference(actual: list[Group], expected: list[Group]) -> str:
+    """Describe the first group gathered out of order, or return an empty string; more micro-batches may follow."""
     for number, group in enumerate(expected):
-        here = found[number] if number < len(found) else frozenset(("nothing",))
-        if here != group:
-            return f"{_name(here)} was gathered instead of {_name(group)}, at place {number + 1}"
+        gathered = actual[number] if number < len(actual) else frozenset(("nothing",))
+        if gathered != group:
+            return f"{_name(gathered)} was gathered instead of {_name(group)}, at position {number + 1}"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""What a rank does: the real trainer takes a few steps, is looked at, and compared with the reference.
+"""What a rank does: run a few steps of the real trainer, measure them, and compare with the reference.
 
-The batch is ragged: its first half has no valid token at all, and goes to the first data-parallel ranks.
+The first half of the batch has no valid token at all, and goes to the first data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,68 +28,70 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify import gather_order, measurements
 from titanlite.verify.known_faults import FAULTS
-from titanlite.verify.measurements import Finding, Observed, named
+from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
-def measure(words: list[str], expected: str, bound: float, fault: str = "") -> Finding:
-    """The worst that this rank finds in the job of a row, a known fault put in if one is named.
+def measure(overrides: list[str], reference: str, bound: float, fault: str = "") -> Mismatch:
+    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
 
-    Failed is raised where it does not run: the pool then ends the ranks that wait for this one.
+    A job that does not run raises RowFailed, so that the pool ends the ranks that wait for this one.
     """
-    # In the rank itself: a process that was killed would leave its compiling children behind.
+    # Compile in the rank itself: a process that is killed would leave compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every recomputed block that is compiled
+    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every block that is recomputed and compiled
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
     rank, world = dist.get_rank(), dist.get_world_size()
-    run: InstrumentedTrainer | None = None
+    trainer: InstrumentedTrainer | None = None
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
-            run = InstrumentedTrainer(build_job(words, world), RankInfo(rank, world, rank, f"rank{rank}"))
-            seen = run.observe()
+            trainer = InstrumentedTrainer(build_job(overrides, world), RankInfo(rank, world, rank, f"rank{rank}"))
+            measured = trainer.measure_steps()
     except Exception as error:
-        where = "building" if run is None else _module_in(error.__traceback__, run.parts[0]) or "a step"
-        raise Failed(f"{type(error).__name__} in {where}: {first_line(error)}") from error
-    finding = measurements.compare(seen, torch.load(expected, mmap=True), bound)
-    if finding.error <= bound and (difference := run.gathered_out_of_order()):
-        return Finding("all-gathers:", difference)
-    return finding
+        where = (
+            "building" if trainer is None else _innermost_module(error.__traceback__, trainer.parts[0]) or "a step"
+        )
+        raise RowFailed(f"{type(error).__name__} in {where}: {first_line(error)}") from error
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), bound)
+    if mismatch.error <= bound and (difference := trainer.gathered_out_of_order()):
+        return Mismatch("all-gathers:", difference)
+    return mismatch
 
 
-class Failed(Exception):
-    """A row's job did not run; one line says in which module."""
+class RowFailed(Exception):
+    """A row's job did not run; the message is one line that names the module."""
 
 
 class InstrumentedTrainer(Trainer):
-    """The trainer itself, given its batch, and looked at while it steps."""
+    """The trainer on a fixed batch, measured while it steps."""
 
-    def __init__(self, job: Job, place: RankInfo) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-        super().__init__(job, place, torch.device("cpu"), logging.Logger("quiet"))
-        whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
-        mine = whole.chunk(self.share.ranks)[self.share.coordinate]
-        self.given = [MicroBatch(rows) for rows in mine.chunk(self.share.accumulation)]
-        self.seen: Observed = {}
+        super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
+        global_batch = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
+        own_rows = global_batch.chunk(self.share.ranks)[self.share.coordinate]
+        self.micro_batches = [MicroBatch(rows) for rows in own_rows.chunk(self.share.accumulation)]
+        self.measured: Measured = {}
         self.gathered: list[gather_order.Group] = []
         self.report.close()
-        self.report.sinks = [_Kept(self.seen)]
+        self.report.sinks = [CapturingSink(self.measured)]
         self._forward_backward = self.runner.forward_backward
         self.runner.forward_backward = self.forward_backward  # type: ignore[method-assign]
 
-    def observe(self) -> Observed:
-        """Take the steps; what was seen in them."""
+    def measure_steps(self) -> Measured:
+        """Take the steps of every optimizer, and return what was measured."""
         model, config = self.parts[0], self.job.config
-        self.seen[measurements.INITIAL] = measurements.values(model)
+        self.measured[measurements.INITIAL] = measurements.parameters(model)
         for name, steps in measurements.steps_of(config).items():
-            self.runner.optimizer = build_optimizer(self.trained, named(config, name))
+            self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name))
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.seen[measurements.after(name)] = measurements.values(model)
-        return self.seen
+            self.measured[measurements.after_steps(name)] = measurements.parameters(model)
+        return self.measured
 
     def next_micro_batches(self) -> list[MicroBatch]:
-        return self.given
+        return self.micro_batches
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
@@ -98,15 +100,15 @@ class InstrumentedTrainer(Trainer):
             return self._forward_backward(step, micro_batches, valid_tokens)
         with gather_order.gathers_recorded(self.gathered) if self._gathers() else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
-        self.seen[measurements.GRADIENT] = measurements.gradients(self.parts[0])
-        self.seen[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.runner.parameters, math.inf, math.inf)}
+        self.measured[measurements.GRADIENT] = measurements.gradients(self.parts[0])
+        self.measured[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.runner.parameters, math.inf, math.inf)}
         return loss
 
     def _gathers(self) -> bool:
         return self.job.layout.fsdp > 1
 
     def gathered_out_of_order(self) -> str:
-        """The first group that was not gathered when the schedule says."""
+        """Return the first group that was not gathered when the schedule says, or an empty string."""
         if not self._gathers():
             return ""
         return gather_order.first_difference(
@@ -114,16 +116,16 @@ class InstrumentedTrainer(Trainer):
         )
 
 
-class _Kept:
-    """The sink that keeps what the first step reports."""
+class CapturingSink:
+    """Keeps what the first step logs."""
 
-    def __init__(self, seen: Observed) -> None:
-        self.seen = seen
+    def __init__(self, measured: Measured) -> None:
+        self.measured = measured
 
     def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
         if record.step == 1:
-            self.seen[measurements.NORM]["(p = 2)"] = torch.tensor(record.grad_norm, dtype=torch.float64)
-            self.seen[measurements.LOSS] = {"": torch.tensor(record.loss, dtype=torch.float64)}
+            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(record.grad_norm, dtype=torch.float64)
+            self.measured[measurements.LOSS] = {"": torch.tensor(record.loss, dtype=torch.float64)}
 
     def validation(self, step: int, loss: float) -> None: ...
 
@@ -132,10 +134,10 @@ class _Kept:
     def close(self) -> None: ...
 
 
-def _module_in(trace: TracebackType | None, model: nn.Module) -> str:
-    """The innermost module of the model that an error came through."""
-    names, found = {id(module): name for name, module in model.named_modules()}, ""
+def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
+    """Return the name of the model's innermost module that an error passed through, or an empty string."""
+    names, innermost = {id(module): name for name, module in model.named_modules()}, ""
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
+        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost
         trace = trace.tb_next
-    return found
+    return innermost

@@ -1,6 +1,6 @@
-"""Known faults, kept as patches: mistakes that real trainers shipped, and that the table must notice.
+"""Known faults as patches: mistakes that real trainers shipped, and that the table must detect.
 
-Each is put into the trainer on every rank, never into the reference. A fault names the rows that are able to show it.
+Each is put into the trainer on every rank, never into the reference. A fault names the rows that can show it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from titanlite.verify.table import Row
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: what it is, how it is put in, and the rows that show it."""
+    """A mistake: what it is, the rows that show it, and the patch that puts it in."""
 
     name: str
-    says: str
+    summary: str
     rows: tuple[Row, ...]
     put_in: Callable[[], AbstractContextManager[None]]
 
@@ -38,17 +38,19 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def _fault(says: str, *rows: Row) -> Callable[[Callable[[], Iterator[None]]], None]:
-    def keep(patch: Callable[[], Iterator[None]]) -> None:
-        name = patch.__name__.strip("_").replace("_", "-")
-        FAULTS[name] = Fault(name, says, rows, contextmanager(patch))
+def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Iterator[None]]], None]:
+    """Register the decorated patch under its own name."""
 
-    return keep
+    def register(patch: Callable[[], Iterator[None]]) -> None:
+        name = patch.__name__.strip("_").replace("_", "-")
+        FAULTS[name] = Fault(name, summary, rows, contextmanager(patch))
+
+    return register
 
 
 @contextmanager
 def _replaced(owner: Any, **new: Any) -> Iterator[None]:
-    """Other values for some attributes while the context lasts."""
+    """Replace some attributes while the context lasts."""
     old = {name: getattr(owner, name) for name in new}
     for name, value in new.items():
         setattr(owner, name, value)
@@ -60,8 +62,8 @@ def _replaced(owner: Any, **new: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _then(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[None]:
-    """After the function `name`, do `more` with its result and arguments."""
+def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[None]:
+    """Let each call of the function `name` be followed by `more(result, *arguments)`."""
     original = getattr(owner, name)
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +105,7 @@ def _reduction_dropped() -> Iterator[None]:
         yield
 
 
-@_fault("gradients are averaged over the ranks, though the loss was divided by all valid tokens", Row("dp2"))
+@_fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
 def _divided_twice() -> Iterator[None]:
     def average(model: torch.nn.Module, context: Context) -> None:
         for module in model.modules():
@@ -114,7 +116,7 @@ def _divided_twice() -> Iterator[None]:
         yield
 
 
-@_fault("every rank draws initial values with a seed of its own", Row("dp2"), Row("replicate4"))
+@_fault("every rank draws initial values with another seed", Row("dp2"), Row("replicate4"))
 def _seed_per_rank() -> Iterator[None]:
     draw = parallelize.materialize
 
@@ -125,13 +127,13 @@ def _seed_per_rank() -> Iterator[None]:
         yield
 
 
-@_fault("every shard begins with the values of the first one", Row("dp2"))
+@_fault("every shard has the initial values of the first one", Row("dp2"))
 def _same_shards() -> Iterator[None]:
     with _replaced(init, shard_offset=lambda tensor: (0,) * tensor.dim()):
         yield
 
 
-@_fault("HSDP shards within a replica and never sums over the replicas", Row("hsdp2x2"))
+@_fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
 def _hsdp_made_fsdp() -> Iterator[None]:
     build = trainer.build_mesh
 
@@ -143,7 +145,7 @@ def _hsdp_made_fsdp() -> Iterator[None]:
         yield
 
 
-@_fault("under sequence parallel each rank keeps the norm weights' gradient of its own tokens", Row("tp2"))
+@_fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
 def _norms_not_reduced() -> Iterator[None]:
     with _replaced(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate):
         yield
@@ -156,11 +158,11 @@ def _column_made_whole() -> Iterator[None]:
         wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
         table.update({n: replace(r, tensor="replicated") for n, r in table.items() if r.pattern == wrong.pattern})
 
-    with _then(trainer, "build_model", spoil):
+    with _followed_by(trainer, "build_model", spoil):
         yield
 
 
-@_fault("the output layer has a weight of its own in place of the embedding's", Row("dp2", variant="tied"))
+@_fault("the output layer does not share the embedding's weight", Row("dp2", variant="tied"))
 def _tie_broken() -> Iterator[None]:
     def untie(built: Any, *args: Any) -> None:
         model, table = built
@@ -170,7 +172,7 @@ def _tie_broken() -> Iterator[None]:
             setattr(model.get_submodule(module), attribute, own)
             table[second] = table[first]
 
-    with _then(trainer, "build_model", untie):
+    with _followed_by(trainer, "build_model", untie):
         yield
 
 
@@ -179,11 +181,11 @@ def _frozen_thawed() -> Iterator[None]:
     def thaw(built: Any, *args: Any) -> None:
         built[0].requires_grad_(True)
 
-    with _then(trainer, "build_model", thaw):
+    with _followed_by(trainer, "build_model", thaw):
         yield
 
 
-@_fault("the forward pass gathers ahead what the backward pass should", Row("dp2", prefetch="2"))
+@_fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
 def _prefetch_reversed() -> Iterator[None]:
     set_order = fsdp_schedule.set_prefetch
 
@@ -202,7 +204,7 @@ def _accumulation_in_bf16() -> Iterator[None]:
     yield from _between_micro_batches(narrow)
 
 
-@_fault("each micro-batch's gradients replace those of the one before", Row("dp2", accumulation="3"))
+@_fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
 def _accumulation_forgotten() -> Iterator[None]:
     yield from _between_micro_batches(lambda gradient: gradient.zero_())
 
@@ -222,7 +224,7 @@ def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Iterator[No
         yield
 
 
-@_fault("gradients are clipped by the norm of the rank's own shards", Row("dp2"), Row("tp2"))
+@_fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
 def _clip_by_local_norm() -> Iterator[None]:
     def local(parameters: Any, max_norm: float, p: float = 2.0) -> torch.Tensor:
         shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
@@ -234,8 +236,8 @@ def _clip_by_local_norm() -> Iterator[None]:
         yield
 
 
-@_fault("Muon orthogonalises each rank's own part of a matrix", Row("dp2"), Row("tp2"))
-def _parts_orthogonalised() -> Iterator[None]:
+@_fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
+def _parts_orthogonalized() -> Iterator[None]:
     def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [orthogonalize(part) for part in parts]
 
@@ -243,13 +245,13 @@ def _parts_orthogonalised() -> Iterator[None]:
         yield
 
 
-@_fault("the loss is divided by the rank's own valid tokens", Row("dp3"), Row("replicate4"))
+@_fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Iterator[None]:
     with _replaced(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens):
         yield
 
 
-@_fault("gradients are reduced in bfloat16 though float32 was asked for", Row("dp2", precision="float32"))
+@_fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
 def _reduction_in_bf16() -> Iterator[None]:
     policy = fsdp.MixedPrecisionPolicy
 
@@ -260,7 +262,7 @@ def _reduction_in_bf16() -> Iterator[None]:
         yield
 
 
-@_fault("a wrapper of the blocks shows in their parameters' names", Row("dp2", recompute="full"))
+@_fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))
 def _names_wrapped() -> Iterator[None]:
     class Wrapper(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:

@@ -14,41 +14,40 @@ from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model
 from titanlite.parallel.init import materialize
 from titanlite.verify import measurements
-from titanlite.verify.measurements import Observed, named
+from titanlite.verify.measurements import Measured, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
-def reference(words: list[str], path: str) -> float:
-    """Write what the plain module does to a file; the norm that it clipped to, half of what it was."""
-    job = build_job(words, 1)
+def measure_reference(overrides: list[str], path: str) -> float:
+    """Write the plain module's measurements to a file, and return the norm it clipped to: half of its own."""
+    job = build_job(overrides, 1)
     config = job.config
     batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len)
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
-    optimized = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
-    trained = [item.parameter for item in optimized]
-    seen: Observed = {measurements.INITIAL: measurements.values(model)}
+    trained = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
+    measured: Measured = {measurements.INITIAL: measurements.parameters(model)}
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():
-        optimizer = build_optimizer(optimized, named(config, name))
+        optimizer = build_optimizer(trained, with_optimizer(config, name))
         for _ in range(steps):
             step += 1
             optimizer.zero_grad()
             loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             if step == 1:
-                seen |= _first(model, loss)
-                max_norm = seen[measurements.NORM]["(p = 2)"].item() / 2
-            clip_grad_norm_(trained, max_norm)
+                measured |= _measure_gradients(model, loss)
+                max_norm = measured[measurements.NORM]["(p = 2)"].item() / 2
+            clip_grad_norm_([item.parameter for item in trained], max_norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()
-        seen[measurements.after(name)] = measurements.values(model)
-    torch.save(seen, path)
+        measured[measurements.after_steps(name)] = measurements.parameters(model)
+    torch.save(measured, path)
     return max_norm
 
 
-def _first(model: torch.nn.Module, loss: torch.Tensor) -> Observed:
-    found = measurements.gradients(model)
-    norms = {name: get_total_norm(found.values(), p) for name, p in (("(p = 2)", 2.0), ("(p = inf)", math.inf))}
-    return {measurements.GRADIENT: found, measurements.NORM: norms, measurements.LOSS: {"": loss.detach()}}
+def _measure_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Measured:
+    grads = measurements.gradients(model)
+    norms = {name: get_total_norm(grads.values(), p) for name, p in (("(p = 2)", 2.0), ("(p = inf)", math.inf))}
+    return {measurements.GRADIENT: grads, measurements.NORM: norms, measurements.LOSS: {"": loss.detach()}}

@@ -1,4 +1,4 @@
-"""How a proof is told: a line for each row as it comes out, a sentence at the end, and a page for docs/."""
+"""Print a line for each row when it is done and a summary at the end; write the page for docs/."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WIDTHS = {
 _TITLES = {"accumulation": "accum"}
 
 
-class Printed:
-    """The table on the console, row by row; in a pipe the same without colors."""
+class TablePrinter:
+    """Prints the table row by row; without color when stdout is not a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -64,34 +64,34 @@ def _error(error: float) -> str:
     return "-" if math.isinf(error) else f"{error:.1e}"
 
 
-def page(subject: str, command: str, results: Sequence[Result]) -> str:
-    """The result as Markdown: what was run, a count for every choice, and the worst rows of each precision."""
+def page(model: str, command: str, results: Sequence[Result]) -> str:
+    """Return the results as Markdown: what was run, counts for every choice, and the rows with largest errors."""
     failed = [result for result in results if not result.passed]
     lines = [
-        f"# Parity of {subject}",
+        f"# Parity of {model}",
         "",
         f"`{command}`, torch {version('torch')}, {time.strftime('%Y-%m-%d')}:",
         f"{len(results)} rows, {len(failed)} failed.",
         "",
-        "Every layout with every recomputation, accumulation and variant; in the other columns every two choices",
-        "that can meet do meet, which is less than their product. Each row is compared with the plain module in one",
-        "process on the whole batch, at least one data-parallel rank holding no valid token: initial values bit for",
+        "Every layout with every recomputation, accumulation and variant; the other columns are covered in pairs:",
+        "every valid pair of choices occurs, not every combination. Each row is compared with the plain module in one",
+        "process on the whole batch, at least one data-parallel rank having no valid token: initial values bit for",
         "bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of",
         "AdamW and, in float64, one of Muon. bfloat16 is mixed precision, compared with float32; pure bf16 has",
-        "weights of bfloat16, as its reference has. Errors are of full tensors, ||x - ref|| / ||ref||; where ||ref||",
-        "is below a thousandth of that of all tensors of its kind, it counts as that.",
+        "bfloat16 weights, as has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; an ||ref|| below",
+        "a thousandth of the norm of all tensors of its kind is replaced by that.",
         "",
         f"| column | choice | rows | failed | largest error in {' | '.join(BOUNDS)} |",
         "|---|---|---|---|" + "---|" * len(BOUNDS),
     ]
     for column in COLUMNS:
         for choice in dict.fromkeys(getattr(result.row, column) for result in results):
-            these = [result for result in results if getattr(result.row, column) == choice]
-            worst = " | ".join(_worst(these, precision) for precision in BOUNDS)
-            lines.append(f"| {column} | {choice} | {len(these)} | {sum(not r.passed for r in these)} | {worst} |")
+            rows = [result for result in results if getattr(result.row, column) == choice]
+            worst = " | ".join(_worst(rows, precision) for precision in BOUNDS)
+            lines.append(f"| {column} | {choice} | {len(rows)} | {sum(not r.passed for r in rows)} | {worst} |")
     lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
-    most = sorted(results, key=lambda result: -result.error / result.bound)
-    lines += [f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |" for r in most[:10]]
+    worst_first = sorted(results, key=lambda result: -result.error / result.bound)
+    lines += [f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |" for r in worst_first[:10]]
     return "\n".join(lines) + "\n"
 
 

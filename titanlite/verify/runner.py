@@ -1,4 +1,4 @@
-"""Rows run on local processes: a pool of ranks, and one reference for each variant and precision."""
+"""Runs rows on local processes: a pool of ranks, and one reference for each variant and precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +14,20 @@ import numpy as np
 
 from titanlite.data.shards import id_type
 from titanlite.verify.harness import measure
-from titanlite.verify.measurements import BOUNDS, Finding
+from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
-from titanlite.verify.pool import Pool, RankFailed
-from titanlite.verify.reference import reference
+from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
+from titanlite.verify.reference import measure_reference
 from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 
-PRELOAD = ["titanlite.verify.harness", "torch._inductor.compile_fx"]
-TIMEOUT = 300.0
-"""Seconds that a row may take; compiling is the slowest."""
+PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
+TIMEOUT_SECONDS = 300.0
+"""Of one row; compiling takes longest."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a row came out: the worst that was found on any rank."""
+    """The worst error of a row, and on which rank."""
 
     row: Row
     what: str
@@ -45,57 +45,56 @@ class Result:
 
 
 @contextmanager
-def proof(subject: ModelUnderTest, ranks: int = 0) -> Iterator[Callable[..., Result]]:
-    """A function that runs a row, with a fault's name or none, on up to `ranks` processes (0: as many as any needs).
+def row_runner(model: ModelUnderTest, pool: Pool | None = None) -> Iterator[Callable[..., Result]]:
+    """Give a function that runs a row, with the name of a known fault or without, on `pool` or one of its own.
 
-    One compile backend a process, since a second one fails there: the rows of inductor get processes of their own.
+    A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # what ends, the system frees
-    ranks = ranks or max(LAYOUTS[layout].world for layout in subject.layouts)
-    pool = Pool(ranks, PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        rows = Rows(subject, Path(folder))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
+    largest = max(LAYOUTS[layout].world for layout in model.layouts)
+    open_pool = nullcontext(pool) if pool else closing(Pool(largest, PRELOAD))
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, open_pool as ranks:
+        runner = RowRunner(model, Path(folder))
 
         def run(row: Row, fault: str = "") -> Result:
             if row.compile == "inductor":
-                with closing(Pool(row.mesh.world, PRELOAD)) as own:
-                    return rows.run(own, row, fault)
-            return rows.run(pool, row, fault)
+                with closing(Pool(row.mesh.world, PRELOAD)) as new_ranks:
+                    return runner.run(new_ranks, row, fault)
+            return runner.run(ranks, row, fault)
 
-        with closing(pool):
-            yield run
+        yield run
 
 
-class Rows:
-    """Runs rows of a subject on a pool."""
+class RowRunner:
+    """Compares rows of one model with their references, which are kept in `folder`."""
 
-    def __init__(self, subject: ModelUnderTest, folder: Path) -> None:
-        self._subject, self._folder = subject, folder
+    def __init__(self, model: ModelUnderTest, folder: Path) -> None:
+        self._model, self._folder = model, folder
         self._references: dict[tuple[str, str], tuple[str, float]] = {}
-        vocab_size = build_job(subject.command_line(Row("1"), folder), 1).shape.vocab_size
+        vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
     def run(self, pool: Pool, row: Row, fault: str = "") -> Result:
         """Compare one row with its reference."""
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            expected, max_norm = self._reference(pool, row)
-            words = self._subject.command_line(row, self._folder, max_norm)
-            arguments = (words, expected, BOUNDS[row.precision], fault)
-            findings = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT)
+            reference, max_norm = self._reference(pool, row)
+            overrides = self._model.command_line(row, self._folder, max_norm)
+            arguments = (overrides, reference, BOUNDS[row.precision], fault)
+            worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
-            findings = [Finding(str(error).strip().splitlines()[-1].rpartition("harness.Failed: ")[2], "")]
-        rank = max(range(len(findings)), key=lambda rank: findings[rank].error)
-        return Result(row, str(findings[rank]), findings[rank].error, rank, time.monotonic() - began)
+            worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
+        rank = max(range(len(worst)), key=lambda rank: worst[rank].error)
+        return Result(row, str(worst[rank]), worst[rank].error, rank, time.monotonic() - start)
 
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
-        """The file with what the plain module does, and the norm that it clips to."""
+        """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
-        plain = Row("1", variant=row.variant, precision=precision)
-        key = (plain.variant, plain.precision)
+        key = (row.variant, precision)
         if key not in self._references:
-            path = str(self._folder / f"{'-'.join(key)}.pt")
-            words = self._subject.command_line(plain, self._folder)
-            self._references[key] = path, pool.run(reference, words, path, world=1, timeout=TIMEOUT)[0]
+            path = str(self._folder / f"{row.variant}-{precision}.pt")
+            overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
+            max_norm = pool.run(measure_reference, overrides, path, world=1, timeout=TIMEOUT_SECONDS)[0]
+            self._references[key] = path, max_norm
         return self._references[key]

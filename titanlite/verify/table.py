@@ -1,8 +1,8 @@
-"""The table: which combinations are proved, each equal to one process on the whole batch. No torch.
+"""The table: which combinations are compared with one process on the whole batch. Imports no torch.
 
-A row takes one choice of every column. `pairwise` is a small set in which every two choices that can meet do meet;
-`full` is every layout with every recomputation, accumulation and variant, the other columns going round in a way
-that every two choices meet there too.
+A row has one choice of every column. `pairwise` returns a small set of rows in which every valid pair of choices occurs;
+`full` returns every layout with every recomputation, accumulation and variant, and every valid pair of choices in
+its other columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import combinations, product
 from titanlite.layout import Layout
 
 SAMPLES = 36
-"""Of the whole batch: divisible by every data-parallel degree times every accumulation."""
+"""Samples of the global batch: divisible by every data-parallel degree times every accumulation."""
 
 LAYOUTS = {
     "1": Layout(),
@@ -32,7 +32,7 @@ VARIANTS = ("plain", "tied", "untied", "frozen")
 
 _AC, _FSDP, _TRAINING = "--activation_checkpoint.", "--parallelism.fsdp_", "--training."
 _MIXED = [_TRAINING + "mixed_precision_param=", _TRAINING + "mixed_precision_reduce="]
-WORDS: dict[str, dict[str, list[str]]] = {
+OVERRIDES: dict[str, dict[str, list[str]]] = {
     "recompute": {
         "none": [],
         "full": [_AC + "mode=full"],
@@ -57,7 +57,7 @@ WORDS: dict[str, dict[str, list[str]]] = {
         "pure bf16": [_TRAINING + "dtype=bfloat16", _MIXED[0] + "bfloat16", _MIXED[1] + "float32"],
     },
 }
-"""What each choice adds to the command line; those of layouts and variants depend on more."""
+"""What each choice adds to the command line; what layouts and variants add is computed."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Row:
     def mesh(self) -> Layout:
         return LAYOUTS[self.layout]
 
-    def words(self) -> list[str]:
-        """The overrides that make a job of this row, but for its variant of the model."""
+    def overrides(self) -> list[str]:
+        """Return the command line's overrides for this row, without those for its variant of the model."""
         mesh = self.mesh
         return [
             f"--parallelism.data_parallel_replicate_degree={mesh.dp_replicate}",
             f"--parallelism.tensor_parallel_degree={mesh.tp}",
             f"--training.local_batch_size={SAMPLES // mesh.batch // int(self.accumulation)}",
-            *(word for column, choices in WORDS.items() for word in choices[getattr(self, column)]),
+            *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
         ]
 
     def __str__(self) -> str:
@@ -97,32 +97,32 @@ INDUCTOR = (
     Row("dp2", "op", "inductor", precision="float32"),
     Row("dp2 x tp2", "full", "inductor", "3", precision="float32"),
 )
-"""Compiled for real, in processes of their own. Not in float64: torch 2.11's inductor then mistakes the type of what
-attention keeps for its backward pass (2.13's does not)."""
+"""Rows compiled by inductor, each in new processes. Not in float64: torch 2.11's inductor then mistakes the dtype of
+what attention saves for its backward pass (2.13's does not)."""
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED_PAIR: _Pair = frozenset({("layout", "hsdp2x2 x tp2"), ("compile", "aot_eager")})
-"""What has one row in `full`, and none in the small set: eight processes that compile take a minute on two cores."""
+"""Has one row in `full` and none in `pairwise`: eight processes that compile take a minute on two cores."""
 
 
 def choices(layouts: Sequence[str], variants: Sequence[str]) -> Choices:
-    """Every column's choices, for the layouts and variants that a model allows."""
-    found = {"layout": layouts, "variant": variants} | {column: list(words) for column, words in WORDS.items()}
-    found["compile"] = ["off", "aot_eager"]
-    return {column: found[column] for column in COLUMNS}
+    """Return the choices of every column, for the layouts and variants that a model allows."""
+    by_column = {"layout": layouts, "variant": variants} | {column: list(c) for column, c in OVERRIDES.items()}
+    by_column["compile"] = ["off", "aot_eager"]
+    return {column: by_column[column] for column in COLUMNS}
 
 
-def meets(row: Mapping[str, str]) -> bool:
-    """Whether these choices can stand in one row: where nothing is sharded there is nothing to gather."""
+def is_valid(row: Mapping[str, str]) -> bool:
+    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect."""
     shards = "layout" not in row or LAYOUTS[row["layout"]].dp_shard > 1
     return shards or (row.get("prefetch", "0"), row.get("reshard", "default")) == ("0", "default")
 
 
 def pairs(of: Choices) -> set[_Pair]:
-    """Every two choices that can meet."""
+    """Return every valid pair of choices."""
     every = ({a: left, b: right} for a, b in combinations(COLUMNS, 2) for left, right in product(of[a], of[b]))
-    return {frozenset(pair.items()) for pair in every if meets(pair)}
+    return {frozenset(pair.items()) for pair in every if is_valid(pair)}
 
 
 def pairs_in(row: Row) -> set[_Pair]:
@@ -131,42 +131,44 @@ def pairs_in(row: Row) -> set[_Pair]:
 
 
 def pairwise(of: Choices) -> list[Row]:
-    """A small set of rows in which all pairs meet; the same one every time, in the order of the layouts."""
+    """Return a small set of rows that contains every valid pair, always the same, in the order of the layouts."""
     covers = (_cover(of, pairs(of) - {EXCLUDED_PAIR}, random.Random(seed), prefer_cheap=True) for seed in range(30))
     return sorted(min(covers, key=len), key=lambda row: (list(LAYOUTS).index(row.layout), astuple(row)))
 
 
 def full(of: Choices) -> list[Row]:
-    """The product of the columns that change most of the mathematics; in the others all pairs meet."""
-    left, dice = pairs(of), random.Random(0)
+    """Return the product of the columns that change the mathematics most, and every valid pair of the others."""
+    uncovered, rng = pairs(of), random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
     rows = []
     for values in product(*(of[column] for column in varied)):
-        rows.append(_completed(dict(zip(varied, values, strict=True)), of, left, dice))
-        left -= pairs_in(rows[-1])
-    return rows + _cover(of, left, dice)
+        rows.append(_complete(dict(zip(varied, values, strict=True)), of, uncovered, rng))
+        uncovered -= pairs_in(rows[-1])
+    return rows + _cover(of, uncovered, rng)
 
 
-def _cover(of: Choices, left: set[_Pair], dice: random.Random, *, prefer_cheap: bool = False) -> list[Row]:
-    """One row after another: two choices that have not met yet, then whatever meets most."""
+def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False) -> list[Row]:
+    """Return rows until every pair is covered: each starts from an uncovered pair and is completed greedily."""
     rows = []
-    while left:
-        rows.append(_completed(dict(min(left, key=sorted)), of, left, dice, prefer_cheap=prefer_cheap))
-        left -= pairs_in(rows[-1])
+    while uncovered:
+        rows.append(_complete(dict(min(uncovered, key=sorted)), of, uncovered, rng, prefer_cheap=prefer_cheap))
+        uncovered -= pairs_in(rows[-1])
     return rows
 
 
-def _completed(
-    begun: dict[str, str], of: Choices, left: set[_Pair], dice: random.Random, *, prefer_cheap: bool = False
+def _complete(
+    row: dict[str, str], of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
 ) -> Row:
-    """Every other column gets what meets most, but makes no excluded pair; of equals a random one or, if
-    prefer_cheap, what takes no time."""
-    for column in sorted(COLUMNS, key=lambda _: dice.random()):
-        if column in begun:
+    """Give each missing column the choice that covers most pairs without making the excluded one.
+
+    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest.
+    """
+    for column in sorted(COLUMNS, key=lambda _: rng.random()):
+        if column in row:
             continue
-        made = {c: {frozenset(((column, c), other)) for other in begun.items()} for c in of[column]}
-        fits = [c for c in of[column] if meets({**begun, column: c}) and EXCLUDED_PAIR not in made[c]]
-        most = max(len(made[c] & left) for c in fits)
-        best = [c for c in fits if len(made[c] & left) == most]
-        begun[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else dice.choice(best)
-    return Row(**begun)
+        made = {c: {frozenset(((column, c), other)) for other in row.items()} for c in of[column]}
+        valid = [c for c in of[column] if is_valid({**row, column: c}) and EXCLUDED_PAIR not in made[c]]
+        most = max(len(made[c] & uncovered) for c in valid)
+        best = [c for c in valid if len(made[c] & uncovered) == most]
+        row[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
+    return Row(**row)
