@@ -86,7 +86,7 @@ def test_only_the_model_is_asked_for():
 
 def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkeypatch, tmp_path):
     names = {f"{path.parent.name}/{path.name}" for path in source_files(subject())}
-    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "titanlite/optim/grad_norm.py"} <= names
+    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "optim/grad_norm.py"} <= names
     monkeypatch.syspath_prepend(OUTSIDE)
     assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= source_files(
         subject("--model.package=parrot", "--model.name=parrot")

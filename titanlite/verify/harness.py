@@ -48,10 +48,8 @@ def measure(overrides: list[str], reference: str, bound: float, fault: str = "")
             trainer = InstrumentedTrainer(build_job(overrides, world), RankInfo(rank, world, rank, f"rank{rank}"))
             measured = trainer.measure_steps()
     except Exception as error:
-        where = (
-            "building" if trainer is None else _innermost_module(error.__traceback__, trainer.parts[0]) or "a step"
-        )
-        raise RowFailed(f"{type(error).__name__} in {where}: {first_line(error)}") from error
+        module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
+        raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
     mismatch = measurements.compare(measured, torch.load(reference, mmap=True), bound)
     if mismatch.error <= bound and (difference := trainer.gathered_out_of_order()):
         return Mismatch("all-gathers:", difference)

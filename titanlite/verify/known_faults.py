@@ -5,10 +5,11 @@ Each is put into the trainer on every rank, never into the reference. A fault na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from titanlite.parallel.build import Context
 from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
 
+Patch = AbstractContextManager[Any]
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -32,37 +35,23 @@ class Fault:
     name: str
     summary: str
     rows: tuple[Row, ...]
-    put_in: Callable[[], AbstractContextManager[None]]
+    put_in: Callable[[], Patch]
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Iterator[None]]], None]:
+def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Patch]], None]:
     """Register the decorated patch under its own name."""
 
-    def register(patch: Callable[[], Iterator[None]]) -> None:
-        name = patch.__name__.strip("_").replace("_", "-")
-        FAULTS[name] = Fault(name, summary, rows, contextmanager(patch))
+    def register(put_in: Callable[[], Patch]) -> None:
+        name = put_in.__name__.strip("_").replace("_", "-")
+        FAULTS[name] = Fault(name, summary, rows, put_in)
 
     return register
 
 
-@contextmanager
-def _replaced(owner: Any, **new: Any) -> Iterator[None]:
-    """Replace some attributes while the context lasts."""
-    old = {name: getattr(owner, name) for name in new}
-    for name, value in new.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[None]:
+def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Patch:
     """Let each call of the function `name` be followed by `more(result, *arguments)`."""
     original = getattr(owner, name)
 
@@ -71,19 +60,16 @@ def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Iterator[No
         more(result, *args)
         return result
 
-    with _replaced(owner, **{name: both}):
-        yield
+    return patch.object(owner, name, both)
 
 
-@contextmanager
-def _technique_replaced(technique: parallelize.Technique, replacement: parallelize.Technique) -> Iterator[None]:
+def _technique_replaced(technique: parallelize.Technique, replacement: parallelize.Technique) -> Patch:
     """Apply another technique in the place of one of the fixed order."""
     order = tuple(replacement if each is technique else each for each in parallelize.ORDER)
-    with _replaced(parallelize, ORDER=order):
-        yield
+    return patch.multiple(parallelize, ORDER=order)
 
 
-def _after_fsdp(change: Callable[[torch.nn.Module, Context], Any]) -> AbstractContextManager[None]:
+def _after_fsdp(change: Callable[[torch.nn.Module, Context], Any]) -> Patch:
     """After FSDP is applied to a model part, change it."""
 
     def both(model: torch.nn.Module, context: Context) -> list[str]:
@@ -95,75 +81,68 @@ def _after_fsdp(change: Callable[[torch.nn.Module, Context], Any]) -> AbstractCo
 
 
 @_fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
-def _reduction_dropped() -> Iterator[None]:
+def _reduction_dropped() -> Patch:
     def drop(model: torch.nn.Module, context: Context) -> None:
         block = next(iter(context.blocks(model).values()))
         assert isinstance(block, FSDPModule)
         block.set_requires_all_reduce(False)
 
-    with _after_fsdp(drop):
-        yield
+    return _after_fsdp(drop)
 
 
 @_fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
-def _divided_twice() -> Iterator[None]:
+def _divided_twice() -> Patch:
     def average(model: torch.nn.Module, context: Context) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(context.job.layout.batch))
 
-    with _after_fsdp(average):
-        yield
+    return _after_fsdp(average)
 
 
 @_fault("every rank draws initial values with another seed", Row("dp2"), Row("replicate4"))
-def _seed_per_rank() -> Iterator[None]:
+def _seed_per_rank() -> Patch:
     draw = parallelize.materialize
 
-    def own(model: Any, table: Any, seed: int, *args: Any, **how: Any) -> None:
-        draw(model, table, seed + dist.get_rank(), *args, **how)
+    def own(model: Any, table: Any, seed: int, *args: Any, **arguments: Any) -> None:
+        draw(model, table, seed + dist.get_rank(), *args, **arguments)
 
-    with _replaced(parallelize, materialize=own):
-        yield
+    return patch.multiple(parallelize, materialize=own)
 
 
 @_fault("every shard has the initial values of the first one", Row("dp2"))
-def _same_shards() -> Iterator[None]:
-    with _replaced(init, shard_offset=lambda tensor: (0,) * tensor.dim()):
-        yield
+def _same_shards() -> Patch:
+    return patch.multiple(init, shard_offset=lambda tensor: (0,) * tensor.dim())
 
 
 @_fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
-def _hsdp_made_fsdp() -> Iterator[None]:
+def _hsdp_made_fsdp() -> Patch:
     build = trainer.build_mesh
 
     def without_replicas(*args: Any) -> Any:
         mesh = build(*args)
         return replace(mesh, fsdp=mesh.world["dp_shard"])
 
-    with _replaced(trainer, build_mesh=without_replicas):
-        yield
+    return patch.multiple(trainer, build_mesh=without_replicas)
 
 
 @_fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
-def _norms_not_reduced() -> Iterator[None]:
-    with _replaced(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate):
-        yield
+def _norms_not_reduced() -> Patch:
+    return patch.multiple(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate)
 
 
 @_fault("a column row of the model's table says replicated", Row("tp2"))
-def _column_made_whole() -> Iterator[None]:
+def _column_made_whole() -> Patch:
     def spoil(built: Any, *args: Any) -> None:
         _, table = built
         wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
         table.update({n: replace(r, tensor="replicated") for n, r in table.items() if r.pattern == wrong.pattern})
 
-    with _followed_by(trainer, "build_model", spoil):
-        yield
+    return _followed_by(trainer, "build_model", spoil)
 
 
 @_fault("the output layer does not share the embedding's weight", Row("dp2", variant="tied"))
-def _tie_broken() -> Iterator[None]:
+def _tie_broken() -> Patch:
     def untie(built: Any, *args: Any) -> None:
         model, table = built
         for second, first in init.shared_names(model).items():
@@ -172,44 +151,41 @@ def _tie_broken() -> Iterator[None]:
             setattr(model.get_submodule(module), attribute, own)
             table[second] = table[first]
 
-    with _followed_by(trainer, "build_model", untie):
-        yield
+    return _followed_by(trainer, "build_model", untie)
 
 
 @_fault("frozen parameters are trained", Row("dp2", variant="frozen"))
-def _frozen_thawed() -> Iterator[None]:
+def _frozen_thawed() -> Patch:
     def thaw(built: Any, *args: Any) -> None:
         built[0].requires_grad_(True)
 
-    with _followed_by(trainer, "build_model", thaw):
-        yield
+    return _followed_by(trainer, "build_model", thaw)
 
 
 @_fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
-def _prefetch_reversed() -> Iterator[None]:
+def _prefetch_reversed() -> Patch:
     set_order = fsdp_schedule.set_prefetch
 
     def reversed_order(groups: Any, plan: fsdp_schedule.Schedule) -> None:
         set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
 
-    with _replaced(fsdp_schedule, set_prefetch=reversed_order):
-        yield
+    return patch.multiple(fsdp_schedule, set_prefetch=reversed_order)
 
 
 @_fault("gradients are rounded to bfloat16 between micro-batches", Row("dp2", accumulation="3"))
-def _accumulation_in_bf16() -> Iterator[None]:
+def _accumulation_in_bf16() -> Patch:
     def narrow(gradient: torch.Tensor) -> None:
         gradient.copy_(gradient.bfloat16())
 
-    yield from _between_micro_batches(narrow)
+    return _between_micro_batches(narrow)
 
 
 @_fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
-def _accumulation_forgotten() -> Iterator[None]:
-    yield from _between_micro_batches(lambda gradient: gradient.zero_())
+def _accumulation_forgotten() -> Patch:
+    return _between_micro_batches(lambda gradient: gradient.zero_())
 
 
-def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Patch:
     original = StepRunner.forward_backward
 
     def one_at_a_time(self: StepRunner, number: int, micro_batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
@@ -220,50 +196,45 @@ def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Iterator[No
             losses.append(original(self, number, [batch], valid_tokens))
         return torch.stack(losses).sum()
 
-    with _replaced(StepRunner, forward_backward=one_at_a_time):
-        yield
+    return patch.multiple(StepRunner, forward_backward=one_at_a_time)
 
 
 @_fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
-def _clip_by_local_norm() -> Iterator[None]:
+def _clip_by_local_norm() -> Patch:
     def local(parameters: Any, max_norm: float, p: float = 2.0) -> torch.Tensor:
         shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
         norm = torch.nn.utils.get_total_norm(shards, p)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    with _replaced(step, clip_grad_norm=local):
-        yield
+    return patch.multiple(step, clip_grad_norm=local)
 
 
 @_fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
-def _parts_orthogonalized() -> Iterator[None]:
+def _parts_orthogonalized() -> Patch:
     def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [orthogonalize(part) for part in parts]
 
-    with _replaced(Muon, _orthogonalize=apart):
-        yield
+    return patch.multiple(Muon, _orthogonalize=apart)
 
 
 @_fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
-def _labels_per_rank() -> Iterator[None]:
-    with _replaced(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens):
-        yield
+def _labels_per_rank() -> Patch:
+    return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens)
 
 
 @_fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
-def _reduction_in_bf16() -> Iterator[None]:
+def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
 
-    def narrow(**how: Any) -> Any:
-        return policy(**(how | {"reduce_dtype": torch.bfloat16}))
+    def narrow(**arguments: Any) -> Any:
+        return policy(**(arguments | {"reduce_dtype": torch.bfloat16}))
 
-    with _replaced(fsdp, MixedPrecisionPolicy=narrow):
-        yield
+    return patch.multiple(fsdp, MixedPrecisionPolicy=narrow)
 
 
 @_fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))
-def _names_wrapped() -> Iterator[None]:
+def _names_wrapped() -> Patch:
     class Wrapper(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()
@@ -278,5 +249,4 @@ def _names_wrapped() -> Iterator[None]:
             setattr(blocks, name, Wrapper(block))
         return []
 
-    with _technique_replaced(recompute.apply, wrap):
-        yield
+    return _technique_replaced(recompute.apply, wrap)

@@ -1,8 +1,8 @@
 """The table: which combinations are compared with one process on the whole batch. Imports no torch.
 
-A row has one choice of every column. `pairwise` returns a small set of rows in which every valid pair of choices occurs;
-`full` returns every layout with every recomputation, accumulation and variant, and every valid pair of choices in
-its other columns.
+A row has one choice of every column. `pairwise` returns a small set of rows in which every valid pair of choices
+occurs; `full` returns every layout with every recomputation, accumulation and variant, and every valid pair of
+choices in its other columns.
 """
 
 from __future__ import annotations
