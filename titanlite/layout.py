@@ -1,6 +1,6 @@
 """Layout: how the ranks are split, and the batch arithmetic that follows. Pure Python, no process behind it.
 
-`config/check.py` judges a layout against a world size and a model; `parallel/mesh.py` builds its device mesh.
+`config/rules/parallel.py` checks a layout against a world size and a model; `parallel/mesh.py` builds its mesh.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
 
 def divisors(n: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh. `ep` is no dimension of its own: experts are a second view of dp_shard x cp."""
+    """Degrees of the mesh. `ep` is not a dimension of it: experts are a second view of dp_shard x cp."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -28,7 +29,7 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """One degree per mesh dimension, in the order of DIMENSIONS."""
+        """Return one degree per mesh dimension, in the order of DIMENSIONS."""
         return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     @property
@@ -37,30 +38,30 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """How many groups of ranks read different data."""
+        """Return how many groups of ranks read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Over how many ranks parameters are sharded."""
+        """Return how many ranks parameters are sharded over."""
         return self.dp_shard * self.cp
 
     @property
     def splits(self) -> int:
-        """Over how many ranks the model's matrices are split, one way or another."""
+        """Return how many ranks the model's matrices are split over, by all dimensions together."""
         return self.pp * self.fsdp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each dimension of the mesh."""
-        place: dict[str, int] = {}
+        """Return a rank's coordinate on each dimension of the mesh."""
+        coordinates: dict[str, int] = {}
         for name, degree in zip(reversed(DIMENSIONS), reversed(self.degrees), strict=True):
-            rank, place[name] = divmod(rank, degree)
-        return {name: place[name] for name in DIMENSIONS}
+            rank, coordinates[name] = divmod(rank, degree)
+        return {name: coordinates[name] for name in DIMENSIONS}
 
     def batch_coordinate(self, rank: int) -> int:
-        """Which of the `batch` data streams a rank reads."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+        """Return which of the `batch` data streams a rank reads."""
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def __str__(self) -> str:
         used = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
@@ -77,7 +78,7 @@ class Batch:
 
     @classmethod
     def of(cls, local: int, total: int, data_parallel: int) -> Batch:
-        """The batch for a global size, where -1 means local x data-parallel; the sizes were checked before."""
+        """Return the batch of a global size, -1 meaning local x data-parallel; the sizes must have been checked."""
         return cls(local, data_parallel, 1 if total == -1 else total // (local * data_parallel))
 
     @property

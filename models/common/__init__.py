@@ -1,4 +1,7 @@
-"""Layers that several models share. No torch in here: a model's table and flavors import this."""
+"""Layers that several models share.
+
+This file imports no torch, since a model's flavors and table import it. Nothing in here knows of parallelism.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the long rotary wavelengths: those beyond original_positions / low_freq_factor by
-    `factor`, those below original_positions / high_freq_factor not at all, a blend between."""
+    """Llama 3.1's scaling of rotary wavelengths.
+
+    Those above original_positions / low_freq_factor are stretched by `factor`, those below original_positions /
+    high_freq_factor are kept, and those between are a blend.
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0

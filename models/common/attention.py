@@ -1,4 +1,4 @@
-"""Causal attention's core: the one module that context parallel or another kernel replaces."""
+"""The core of causal attention, in one module that context parallel or another kernel can replace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class CausalAttention(nn.Module):
     """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        """`dropout`: the probability that training drops one token's attention to another."""
+        """Initialize; `dropout` is the probability that training drops one token's attention to another."""
         super().__init__()
         self.dropout = dropout
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """With `documents` (batch, tokens), a token sees only tokens of the same number."""
+        """Attend; with `documents` (batch, tokens), a token sees only tokens of the same document number."""
         grouped = q.size(1) != k.size(1)
         dropout = self.dropout if self.training else 0.0
         if documents is None:
@@ -35,13 +35,13 @@ class CausalAttention(nn.Module):
 def flex_document_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
-    """The same under FlexAttention, which is fast only when compiled, and has no backward pass on a CPU."""
+    """Attend within documents by FlexAttention, which is slow unless compiled and has no backward pass on a CPU."""
 
-    def seen(batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def is_visible(batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return (i >= j) & (documents[batch, i] == documents[batch, j])
 
     tokens = q.size(2)
-    mask = create_block_mask(seen, q.size(0), None, tokens, tokens, device=q.device)
+    mask = create_block_mask(is_visible, q.size(0), None, tokens, tokens, device=q.device)
     out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
     assert isinstance(out, torch.Tensor)
     return out

@@ -11,7 +11,7 @@ from titanlite.models.common import RopeScaling
 
 
 class Rope(nn.Module):
-    """Tables of cosines and sines in float32, made on the device by `reset_buffers` (they are in no checkpoint)."""
+    """Tables of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -24,7 +24,7 @@ class Rope(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill the tables; computed in float64 so that every device holds the same float32 values."""
+        """Fill the tables, computing in float64 so that every device has the same float32 values."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
         if s := self.scaling:
@@ -36,7 +36,7 @@ class Rope(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, positions: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for positions (batch, tokens), or 0 to tokens - 1; a head axis to broadcast over."""
+        """Return cosines and sines at positions (batch, tokens) with a head axis, or at 0 to tokens - 1."""
         if positions is None:
             return self.cos[:tokens], self.sin[:tokens]
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)

@@ -23,11 +23,11 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: tensor parallel leaves some of the heads
+        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        seen = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), documents)
-        return self.dropout(self.wo(seen.transpose(1, 2).flatten(-2)))
+        values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), documents)
+        return self.dropout(self.wo(values.transpose(1, 2).flatten(-2)))
 
 
 class FeedForward(nn.Module):
@@ -58,7 +58,7 @@ class GPT2(Decoder):
     def __init__(self, c: GPT2Config, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        # All of them whatever `positions` is: weights must fit a run of any length.
+        # As many as the flavor has, whatever `positions` is: the weights must fit runs of any length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
         self.dropout = nn.Dropout(c.dropout)
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})

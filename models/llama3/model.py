@@ -25,12 +25,12 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: torch.Tensor | None
     ) -> torch.Tensor:
-        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: tensor parallel leaves some of the heads
+        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
-        seen = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
-        return self.wo(seen.transpose(1, 2).flatten(-2))
+        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
+        return self.wo(values.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
