@@ -1,4 +1,4 @@
-"""Every key is read by code, and every key that is flipped changes something or is refused."""
+"""Every key is read by code; a key that is set changes the run, is named as without effect, or is refused."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from titanlite.config.schema import keys, value_of
 from titanlite.config.toml import toml_value
 from titanlite.verify.pool import Pool
 
-COSTS = ("blocked", "staging", "write")
-SOURCE = Path(titanlite.__file__).parent
-BEHIND_KEYS = {
+SAVE_TIMES = ("blocked", "staging", "write")
+SOURCE, ROOT = Path(titanlite.__file__).parent, Path(__file__).parents[2]
+TUNING_KEYS = {  # key: the degree that switches its technique on
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
 }
 
 
-def waits_for(key: str) -> bool:
-    """Whether a key belongs to a technique that is refused by name until it is built."""
-    return key in NOT_BUILT or BEHIND_KEYS.get(key) in NOT_BUILT
+def is_not_built(key: str) -> bool:
+    """Return whether a key belongs to a technique that is refused by name until it is built."""
+    return key in NOT_BUILT or TUNING_KEYS.get(key) in NOT_BUILT
 
 
-def test_every_key_is_read_by_code_or_waits_for_a_technique_that_is_refused():
+def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
     code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py") if p.name not in ("schema.py", "torchtitan.py"))
     unread = []
     for key in keys():
         section, name = key.split(".")[-2:]
-        local = r"(?:settings|config|schedule|view)"  # a section passed on under a shorter name
+        local = r"(?:settings|config|schedule|view|recomputing)"  # a section passed on under a shorter name
         read = re.search(rf"\b(?:{section}|{local})\.{name}\b", code) or name in DEGREES.values()
-        if not read and not waits_for(key):
+        if not read and not is_not_built(key):
             unread.append(key)
     assert unread == []
 
 
 def observe(argv: list[str], folder: str) -> dict[str, Any]:
-    """What can be seen of a run, without what only repeats the config, and without times."""
+    """Train, and return what a run shows except for times."""
     lines: list[str] = []
     collections: list[int] = []
     log = logging.Logger("observe")
@@ -77,7 +77,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     loader = run.batches.loader
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
-    timed |= {"step_seconds_p50", "step_seconds_p95"} | {f"checkpoint_{what}_seconds" for what in COSTS}
+    timed |= {"step_seconds_p50", "step_seconds_p95"} | {f"checkpoint_{what}_seconds" for what in SAVE_TIMES}
     return {
         "outcome": outcome,
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
@@ -89,7 +89,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
         ),
         "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
-        "collections": collections.count(2),  # whole ones; Python begins small ones by itself
+        "collections": collections.count(2),  # full ones; Python starts small ones by itself
         "timeouts": timeouts,
         "groups": [group["weight_decay"] for group in run.runner.optimizer.param_groups],
         "optimizer": {k: str(run.runner.optimizer.defaults.get(k)) for k in ("fused", "foreach")},
@@ -98,6 +98,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 def run_timeout() -> str:
+    """Return the timeout of collectives over all ranks."""
     return str(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
 
 
@@ -107,7 +108,7 @@ PROFILED = "--profiling.enable_profiling --profiling.profile_freq=3 --profiling.
 CHECKPOINTS = "--checkpoint.enable"
 RAISED = "--training.steps=6 --lr_scheduler.warmup_steps=0"
 
-# key: (flipped value, what else is set in both runs)
+# key: (flipped value, other options of both runs)
 FLIPS: dict[str, tuple[str, str]] = {
     "job.description": ("other", ""),
     "model.freeze": ("['tok_embeddings.*']", ""),
@@ -170,28 +171,27 @@ FLIPS: dict[str, tuple[str, str]] = {
     "checkpoint.keep_every": ("2", f"{CHECKPOINTS} --checkpoint.interval=1 --checkpoint.keep_latest_k=1"),
     "checkpoint.enable_first_step_checkpoint": ("true", CHECKPOINTS),
 }
-REFUSED = {  # flipped to a value that can't be honoured here
+REFUSED = {  # key: (value, part of the message)
     "model.name": ("other", "llama3"),
-    "model.flavor": ("other", "no flavor"),
+    "model.flavor": ("other", 'unknown flavor "other"'),
     "training.dataset_path": ("/nowhere", "has no path"),
     "training.dtype": ("float64", "all three"),
     "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
     "parallelism.data_parallel_shard_degree": ("2", "2 × 1 (other degrees) ≠ 1 rank; use -1 or 1"),
     "profiling.enable_memory_snapshot": ("true", "a GPU's allocator"),
 }
-# Shown by another test, named here.
 ACTIVE = "tests/parallel/test_active.py::"
-ABROAD = "tests/checkpoint/test_huggingface.py::"
-LOADED, SAVED = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
+HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
+LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR = "tests/parallel/test_tensor.py::"
-CONVERTED, MULTIPLIED = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
-ELSEWHERE = {
-    "quantize.linear.float8.enable": MULTIPLIED + "test_gradients_are_within_the_bound_of_their_recipe",
-    "quantize.linear.float8.recipe_name": MULTIPLIED + "test_gradients_are_within_the_bound_of_their_recipe",
-    "quantize.linear.float8.emulate": MULTIPLIED + "test_emulation_rounds_like_real_products",
-    "quantize.linear.float8.filter_fqns": CONVERTED + "test_every_unconverted_layer_has_a_reason",
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": MULTIPLIED + "test_fsdp_gathers_one_byte_per_element",
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": MULTIPLIED + "test_scales_follow_the_weights",
+CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
+SHOWN_BY = {  # key: the test that shows its effect, or why no test can
+    "quantize.linear.float8.enable": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
+    "quantize.linear.float8.recipe_name": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
+    "quantize.linear.float8.emulate": FLOAT8 + "test_emulation_rounds_like_real_products",
+    "quantize.linear.float8.filter_fqns": CONVERTERS + "test_every_unconverted_layer_has_a_reason",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": FLOAT8 + "test_fsdp_gathers_one_byte_per_element",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": FLOAT8 + "test_scales_follow_the_weights",
     "parallelism.tensor_parallel_degree": TENSOR + "test_sequence_is_gathered_once_per_module",
     "parallelism.disable_loss_parallel": TENSOR + "test_sequence_is_gathered_once_per_module",
     "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_missing_requirements",
@@ -212,41 +212,41 @@ ELSEWHERE = {
     "compile.enable": ACTIVE + "test_compile_components_are_compiled_once",
     "compile.components": ACTIVE + "test_compile_components_are_compiled_once",
     "compile.backend": ACTIVE + "test_compile_components_are_compiled_once",
-    "job.dump_folder": "tests/launch/test_launch.py: the files of every run",
+    "job.dump_folder": "every run in this file",
     "job.print_config": "tests/launch/test_launch.py::test_a_run_leaves_its_files_and_says_where",
-    "job.device": "tests/launch/test_launch.py::test_a_gpu_that_is_not_there_is_refused",
-    "model.converters": CONVERTED + "test_custom_converter_hooks_are_called",
-    "model.package": "tests/config/test_torchtitan.py, tests/models/test_outside.py",
-    "model.hf_assets_path": "tests/data/test_sources.py",
-    "model.overrides": "tests/jobs.py: every tiny job",
+    "job.device": "tests/launch/test_launch.py::test_a_missing_gpu_is_refused",
+    "model.converters": CONVERTERS + "test_custom_converter_hooks_are_called",
+    "model.package": "tests/models/test_outside.py::test_package_registers_its_model_and_trains",
+    "model.hf_assets_path": "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named",
+    "model.overrides": "every run in this file",
     "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout",
-    "validation.dataset_path": "tests/train/test_validate.py",
-    "metrics.disable_color_printing": "tests/launch/test_terminal.py",
+    "validation.dataset_path": "tests/train/test_validate.py::test_a_ragged_set_gives_the_value_of_one_process",
+    "metrics.disable_color_printing": "tests/launch/test_terminal.py::test_disable_color_printing_shows_plain_lines",
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_together_record_the_same_steps",
     "profiling.profiler_warmup": "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_asked_steps",
-    "profiling.save_memory_snapshot_folder": "written on a GPU alone; needs one",
-    "comm.init_timeout_seconds": "tests/launch/test_nodes.py",
-    "comm.trace_buf_size": "read by NCCL alone; needs a GPU",
-    "comm.save_traces_folder": "read by NCCL alone; needs a GPU",
+    "profiling.save_memory_snapshot_folder": "needs a GPU",
+    "comm.init_timeout_seconds": "tests/launch/test_nodes.py::test_one_of_two_nodes_names_the_missing_one",
+    "comm.trace_buf_size": "needs a GPU, for NCCL",
+    "comm.save_traces_folder": "needs a GPU, for NCCL",
     "comm.checkpoint_timeout_seconds": "tests/checkpoint/test_save.py::test_saving_has_its_own_timeout",
     "checkpoint.interval_minutes": "tests/checkpoint/test_save.py::test_all_ranks_follow_rank_0_s_clock",
-    "checkpoint.load_step": LOADED + "test_an_asked_step_is_loaded_and_later_ones_are_moved_aside",
-    "checkpoint.initial_load_path": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
-    "checkpoint.initial_load_model_only": LOADED + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
-    "checkpoint.initial_load_in_hf": ABROAD + "test_each_rank_reads_what_its_shards_need",
-    "checkpoint.last_save_in_hf": ABROAD + "test_the_last_weights_are_exported_where_that_is_asked",
-    "checkpoint.export_dtype": ABROAD + "test_the_last_weights_are_exported_where_that_is_asked",
-    "checkpoint.exclude_from_loading": LOADED
+    "checkpoint.load_step": LOAD + "test_an_asked_step_is_loaded_and_later_ones_are_moved_aside",
+    "checkpoint.initial_load_path": LOAD + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
+    "checkpoint.initial_load_model_only": LOAD + "test_weights_alone_or_everything_is_taken_from_an_initial_path",
+    "checkpoint.initial_load_in_hf": HUGGING_FACE + "test_each_rank_reads_what_its_shards_need",
+    "checkpoint.last_save_in_hf": HUGGING_FACE + "test_the_last_weights_are_exported_where_that_is_asked",
+    "checkpoint.export_dtype": HUGGING_FACE + "test_the_last_weights_are_exported_where_that_is_asked",
+    "checkpoint.exclude_from_loading": LOAD
     + "test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error",
-    "checkpoint.verify_on_load": LOADED + "test_sizes_alone_are_read_where_that_is_asked",
+    "checkpoint.verify_on_load": LOAD + "test_sizes_alone_are_read_where_that_is_asked",
     "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_with_warn_the_run_goes_on_and_the_next_save_works",
-    "checkpoint.last_save_model_only": SAVED + "test_the_last_checkpoint_may_hold_the_weights_alone",
-    "checkpoint.async_mode": SAVED + "test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost",
+    "checkpoint.last_save_model_only": SAVE + "test_the_last_checkpoint_may_hold_the_weights_alone",
+    "checkpoint.async_mode": SAVE + "test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost",
     "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
 }
 
 
-NO_EFFECT = {  # key: (flipped value, what else is set) that has nothing to do on one rank
+NO_EFFECT = {  # on one rank; key: (flipped value, other options of both jobs)
     "parallelism.fsdp_reshard_after_forward": ("2", ""),
     "parallelism.fsdp_forward_prefetch": ("2", ""),
     "parallelism.fsdp_backward_prefetch": ("2", ""),
@@ -263,51 +263,60 @@ NO_EFFECT = {  # key: (flipped value, what else is set) that has nothing to do o
 }
 
 
-def test_the_table_of_flips_is_complete():
-    waiting = {key for key in keys() if waits_for(key)}
-    assert keys().keys() - FLIPS.keys() - REFUSED.keys() - ELSEWHERE.keys() - waiting == set()
+def test_every_key_is_in_a_table():
+    unbuilt = {key for key in keys() if is_not_built(key)}
+    assert keys().keys() - FLIPS.keys() - REFUSED.keys() - SHOWN_BY.keys() - unbuilt == set()
 
 
-def asked(key: str) -> tuple[tuple[str, int], tuple[str, int]]:
-    """Options and number of ranks with a key flipped, and without."""
+def test_the_tests_that_the_table_names_exist():
+    missing = []
+    for where in SHOWN_BY.values():
+        path, _, name = where.partition("::")
+        if path.startswith("tests/") and not (name and f"def {name}(" in (ROOT / path).read_text()):
+            missing.append(where)
+    assert missing == []
+
+
+def runs_of(key: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return options and number of ranks of a run with a key flipped, and of one without."""
     value, others = FLIPS[key]
     world = 2 if key == "training.mixed_precision_reduce" else 1  # one rank has nothing to reduce
     return (f"{others} --{key}={value}", world), (others, world)
 
 
 @pytest.fixture(scope="module")
-def seen(pool, tmp_path_factory):
-    """What is seen of each run, as futures: two run at a time, since most have one rank."""
+def observed(pool, tmp_path_factory):
+    """What each run shows, as futures: two run at a time, since most have one rank."""
     text = tmp_path_factory.mktemp("text")
     (text / "short.txt").write_text("abcdefg " * 5)
     (text / "second.txt").write_text("hij" * 10)
     pools: Queue[Pool] = Queue()
 
-    def run(words: str, world: int, folder: Path) -> Any:
-        argv = [*TINY, "--lr_scheduler.warmup_steps=0", *words.format(text=text).split()]
-        mine = pools.get()
+    def run(options: str, world: int, folder: Path) -> Any:
+        argv = [*TINY, "--lr_scheduler.warmup_steps=0", *options.format(text=text).split()]
+        free_pool = pools.get()
         try:
-            return mine.run(observe, argv, str(folder), world=world)[0]
+            return free_pool.run(observe, argv, str(folder), world=world)[0]
         finally:
-            pools.put(mine)
+            pools.put(free_pool)
 
     with closing(Pool(2, PRELOAD)) as second, ThreadPoolExecutor(2) as threads:
         pools.put(pool)
         pools.put(second)
-        wanted = dict.fromkeys([way for key in FLIPS for way in asked(key)] + [("--training.seq_len=16", 1)])
-        yield {way: threads.submit(run, *way, tmp_path_factory.mktemp("run")) for way in wanted}
+        runs = dict.fromkeys([one for key in FLIPS for one in runs_of(key)] + [("--training.seq_len=16", 1)])
+        yield {one: threads.submit(run, *one, tmp_path_factory.mktemp("run")) for one in runs}
 
 
 @pytest.mark.parametrize("key", FLIPS)
-def test_a_flipped_key_changes_what_can_be_seen(seen, key):
-    changed, plain = (dict(seen[way].result()) for way in asked(key))
+def test_a_flipped_key_changes_the_run(observed, key):
+    changed, plain = (dict(observed[one].result()) for one in runs_of(key))
     if key != "job.description":  # what the start prints only repeats the config
         del changed["start"], plain["start"]
     assert changed != plain
 
 
-def test_two_runs_of_one_config_look_the_same(seen):
-    assert seen["", 1].result() == seen["--training.seq_len=16", 1].result()
+def test_two_runs_of_one_config_show_the_same(observed):
+    assert observed["", 1].result() == observed["--training.seq_len=16", 1].result()
 
 
 @pytest.mark.parametrize("key", NO_EFFECT)

@@ -24,7 +24,7 @@ class Registry(Generic[Item]):
 
     def find(self, name: str, package: str = "") -> Item:
         """Return an item, importing `package` first and the name's entry point if needed."""
-        _import_package(package)
+        import_package(package)
         folders = _model_folders() if self._kind == "model" else []
         points = {} if name in self.items else {p.name: p for p in entry_points(group=f"titanlite.{self._kind}s")}
         if name not in self.items and name in folders:
@@ -111,7 +111,7 @@ def find_converter(name: str) -> str:
     return _converters.find(name)
 
 
-def _import_package(package: str) -> None:
+def import_package(package: str) -> None:
     """Import a package that registers items; raise UserError if it is not installed."""
     if not package:
         return

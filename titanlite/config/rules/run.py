@@ -9,6 +9,7 @@ from titanlite.config.schema import keys, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.registry import find_converter, get_model, get_optimizer
+from titanlite.registry.register import import_package
 
 RULES = Rules()
 
@@ -24,15 +25,15 @@ _FOLDERS = (
 @RULES.add
 def _model_exists(context: RuleContext) -> Faults:
     model = context.config.model
+    key = "model.package"
     try:
-        context.spec = get_model(model.name, model.package)
-    except UserError as error:
-        yield ("model.name" if "registered as" in str(error) else "model.package"), str(error)
-        return
-    try:
+        import_package(model.package)
+        key = "model.name"
+        context.spec = get_model(model.name)
+        key = "model.overrides" if model.flavor in context.spec.flavors else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
     except UserError as error:
-        yield ("model.flavor" if "no flavor" in str(error) else "model.overrides"), str(error)
+        yield key, str(error)
 
 
 @RULES.add
