@@ -26,6 +26,7 @@ def rows(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long
 def test_a_row_of_the_gpu_table_trains_in_mixed_precision_and_is_kept_with_its_shares(rows, tmp_path):
     found = rows("small, eager, recompute op")
     assert "--training.mixed_precision_param=bfloat16" in found["words"] and found["steps"] == 1

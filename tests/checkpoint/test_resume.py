@@ -63,6 +63,7 @@ def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str,
     return found
 
 
+@pytest.mark.long
 def test_saved_on_any_layout_a_state_loads_on_any_other(pool, tmp_path):
     saved, sources = {}, {}
     for name, (world, layout) in LAYOUTS.items():

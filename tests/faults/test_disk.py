@@ -106,6 +106,7 @@ def test_with_warn_a_disk_that_was_full_is_written_to_again(pool, tmp_path, smal
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
+@pytest.mark.long
 def test_a_save_that_takes_longer_than_training_waits_for_its_collectives_is_only_slow(pool, tmp_path):
     for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
         assert step == 4 and took >= 6

@@ -122,6 +122,7 @@ def test_an_absent_package_is_told_before_any_worker_starts(tmp_path, without_wa
     assert not out_folder.exists()
 
 
+@pytest.mark.long
 def test_a_worker_that_nobody_checked_tells_it_as_well(tmp_path, without_wandb):
     worker = start([*TINY, "--metrics.enable_wandb"], tmp_path / "out", module="titanlite.train", **without_wandb)
     code, out = finish(worker)
@@ -136,6 +137,7 @@ def test_a_folder_that_wandb_left_is_not_the_package(tmp_path, monkeypatch):
         require_wandb()
 
 
+@pytest.mark.long
 @needs_wandb
 def test_a_missing_key_is_told_without_a_traceback(tmp_path):
     home = {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false"}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.checkpoint.saved import run_until
 from tests.checkpoint.test_resume import load_all
 from tests.jobs import FLOAT64, TINY, relative_error, trainer, weights
+from tests.lanes import sample
 from titanlite.optim import muon, optimizer_bytes
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.muon import Muon, _plan, owners_of
@@ -136,7 +137,7 @@ def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "words",
-    [KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"],
+    sample([KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"], KEPT),
 )
 def test_several_steps_equal_one_process_in_float64(pool, tmp_path, words):
     """Beside what the table of `titanlite verify` has."""

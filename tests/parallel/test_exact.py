@@ -17,6 +17,7 @@ from tests.jobs import (
     trainer,
     weights,
 )
+from tests.lanes import sample
 from titanlite.data.packing import IGNORED
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.train.loss import count_valid
@@ -127,7 +128,12 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
 
 @pytest.mark.parametrize(
     ("technique", "model"),
-    [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
+    sample(
+        [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
+        *((name, "llama3") for name in TECHNIQUES if "compiled" not in name),
+        ("kept whole", "llama3 tied"),
+        ("cpu offload, replicas, deferred", "gpt2"),
+    ),
 )
 def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):
     """Each on its own, and many together, with accumulation over three micro-batches; compiled, for one model here
@@ -145,7 +151,11 @@ def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, t
     [
         (4, f"--parallelism.fsdp_keep_whole={SMALL}"),
         (4, "--training.enable_cpu_offload"),
-        (2, "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager"),
+        pytest.param(
+            2,
+            "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["kept whole", "cpu offload", "memory budget"],
 )

@@ -92,6 +92,7 @@ def test_hash_depends_on_values_and_order():
         assert content_hash(values) != hashed
 
 
+@pytest.mark.long
 def test_run_with_a_differing_rank_ends_before_its_first_step(tmp_path):
     argv = [*QUIET, "--model.package=odd", "--model.name=odd", "--model.flavor=small"]
     code, out = train(argv, tmp_path, NGPU="2")

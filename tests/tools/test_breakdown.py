@@ -119,6 +119,7 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
         assert found.kinds[DATA] >= 0.05
 
 
+@pytest.mark.long
 def test_the_command_prints_the_table_and_leaves_traces(tmp_path):
     words = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
     done = subprocess.run(

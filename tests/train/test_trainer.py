@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
+from tests.lanes import sample
 from titanlite.data.windows import Windows
 from titanlite.fault.nonfinite import NonFinite
 from titanlite.verify.pool import RankFailed
@@ -23,7 +24,7 @@ def logged(pool, folder, world: int, *argv: str) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in records(folder)]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", sample(["AdamW", "SGD"], "SGD"))
 def test_losses_and_norms_are_those_of_one_process(pool, tmp_path, optimizer):
     """Equal losses alone would not see a wrong gradient: AdamW and clipping hide its scale. The norm does not."""
     choice = f"--optimizer.name={optimizer}"
