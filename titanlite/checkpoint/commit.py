@@ -1,23 +1,20 @@
-"""How a checkpoint comes into being: staged, verified, published by one rename. Nobody else knows how.
+"""How a checkpoint is written: staged, verified, and published by one rename. No other module knows how.
 
-    .step-N.staging/   every rank's tensors, fsynced, each file's size and checksum taken while it is written
-                       rank 0 adds the JSON, and the manifest last
-    step-N/            the same folder under its final name, once every rank has told that all it planned is stored
-    latest             the newest step's name, for people and scripts; moved after the rename
+    .step-N.staging/   every rank's tensors, on the disk, with the size and checksum of each file
+                       rank 0 adds the JSON documents, and the manifest last
+    step-N/            the same folder under its final name, once all that was planned is stored on every rank
+    latest             the newest step's name, for people and scripts; updated after the rename
 
-Nothing is ever written into a committed folder. What a rank does runs under
-`run_on_all_ranks`: either all ranks continue, or all raise the same error.
+Nothing is ever written into a committed folder. Each rank's work runs under `run_on_all_ranks`: either all ranks
+continue, or all raise the same error.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,18 +24,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
 from titanlite.errors import UserError, first_line
+from titanlite.runtime import store
 
 T = TypeVar("T")
-_WORTH_A_THREAD = 1 << 18
-"""Bytes; the sum of fewer takes no longer than asking for it."""
-
+_DCP_INDEX = ".metadata"
+"""For other tools that read DCP; titanlite never opens it, since it is a pickle."""
 FAILPOINTS = (
     "staging begun",
     "file begun",
@@ -56,255 +54,191 @@ FAILPOINTS = (
     "half a deletion",
     "after a deletion",
 )
-"""Where a kill would hurt most, in their order; "file …" and "tensors stored" on every rank, the others on rank 0."""
+"""Where a kill would hurt most, in order; "… file …" and "tensors stored" on every rank, the others on rank 0."""
 
 
-def failpoint(point: str) -> None:
-    """Does nothing; tests put a kill or an error in its place."""
-    assert point in FAILPOINTS
+def failpoint(name: str) -> None:
+    """Do nothing; tests put a kill or an error in its place."""
+    assert name in FAILPOINTS
 
 
 class SaveFailed(UserError):
-    """A save that failed, on whichever rank: the same words on all of them."""
+    """A save that failed on any rank; the message is the same on all of them."""
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
-    """Do something on every rank; where any rank fails, all raise what failed where. Without a group this process
-    is alone."""
-    result: list[T] = []
+    """Run an action on every rank; if it fails on any, raise on all of them what failed where.
+
+    Without a group there is only this process.
+    """
+    results: list[T] = []
     failure = ""
     try:
-        result.append(action())
-    except CheckpointException as error:  # no Exception; every rank has it, and it tells whose it was
+        results.append(action())
+    except CheckpointException as error:  # a BaseException that DCP raises on every rank, with the errors by rank
         cause, _ = error.failures.get(rank_in(group), (None, None))
-        failure = _words(cause) if cause else ""
+        failure = _describe(cause) if cause else ""
     except Exception as error:
-        failure = _words(error)
-    everyone = gathered(failure, group)
-    if failed := [rank for rank, other in enumerate(everyone) if other]:
+        failure = _describe(error)
+    failures = gather_objects(failure, group)
+    if failed := [rank for rank, text in enumerate(failures) if text]:
         where = f" on rank {', '.join(map(str, failed))}" if group else ""
-        raise SaveFailed(f"{what} failed{where}: {everyone[failed[0]]}")
-    return result[0]
+        raise SaveFailed(f"{what} failed{where}: {failures[failed[0]]}")
+    return results[0]
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if group else 0
 
 
-def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank gives, on every rank."""
-    everyone = [mine]
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return every rank's value, on every rank."""
+    values = [value]
     if group:
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+@contextmanager
+def staging_folder(folder: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """Make an empty folder for all ranks to write into, and delete it if anything fails: a full disk needs the
+    space."""
+
+    def begin() -> None:
+        store.delete(folder)
+        store.make_folder(folder)
+        failpoint("staging begun")
+
+    try:
+        run_on_all_ranks(group, what, lambda: begin() if rank_in(group) == 0 else None)
+        yield
+    except BaseException:
+        if rank_in(group) == 0:
+            with suppress(OSError):
+                store.delete(folder)
+        raise
 
 
 def commit(
     root: Path,
     step: int,
-    live: Mapping[str, torch.Tensor],
-    held: Mapping[str, torch.Tensor],
-    mine: Any,
-    documents: Callable[[list[Any]], dict[str, bytes]],
+    tensors: Mapping[str, torch.Tensor],
+    host_copies: Mapping[str, torch.Tensor],
+    rank_payload: Any,
+    make_documents: Callable[[list[Any]], dict[str, bytes]],
     weights_only: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise SaveFailed.
 
-    `live` says how tensors lie on the mesh, `held` has this rank's part of each as it is to be stored. Every rank
-    gives something of its own, `mine`; of all of them rank 0 makes the documents that lie beside the tensors.
+    `tensors` say how each is sharded, `host_copies` hold the values of this rank's part. From every rank's
+    `rank_payload`, rank 0 makes the documents (contents by file name) that are stored beside the tensors.
     """
     rank, staging = rank_in(group), root / f".step-{step}.staging"
-    writer = _Writer(staging)
+    writer, saving = _Writer(staging), f"the save of step {step}"
 
-    def publish(everyone: list[Any]) -> None:
-        files = {name: file for written, _ in everyone for name, file in written.items()}
-        texts = documents([theirs for _, theirs in everyone])
-        _publish(root, step, staging, writer.stored, live, files, texts, weights_only)
+    def refuse_existing() -> None:
+        if store.exists(step_folder(root, step)):
+            raise UserError(f"{step_folder(root, step)} exists, and nothing is ever written into a checkpoint")
 
-    try:
-        run_on_all_ranks(
-            group, f"the save of step {step}", lambda: _begin(root, step, staging) if rank == 0 else None
-        )
-        run_on_all_ranks(group, f"the save of step {step}", lambda: _store(writer, live, held, group))
-        everyone = gathered((writer.written.files, mine), group)
-        run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(everyone) if rank == 0 else None)
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)  # a full disk needs the room
-        raise
+    def publish(payloads: list[tuple[dict[str, File], Any]]) -> None:
+        files = {name: file for rank_files, _ in payloads for name, file in rank_files.items()}
+        for name, content in make_documents([payload for _, payload in payloads]).items():
+            store.write(staging / name, content)
+            files[name] = File(len(content), zlib.crc32(content))
+        entries = _tensor_entries(writer.stored, tensors, files)
+        _publish(root, staging, Manifest(step, weights_only, files, entries))
 
-
-def _begin(root: Path, step: int, staging: Path) -> None:
-    if step_folder(root, step).exists():
-        raise UserError(f"{step_folder(root, step)} exists, and nothing is ever written into a checkpoint")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    failpoint("staging begun")
+    run_on_all_ranks(group, saving, lambda: refuse_existing() if rank == 0 else None)
+    with staging_folder(staging, group, saving):
+        rank_files = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, host_copies, group))
+        payloads = gather_objects((rank_files, rank_payload), group)
+        run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(payloads) if rank == 0 else None)
 
 
-def _store(
+def _write_tensors(
     writer: _Writer,
-    live: Mapping[str, torch.Tensor],
-    held: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    host_copies: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
-) -> None:
-    """Write this rank's part of the tensors."""
-    planner, alone = _Planner(held), group is None
-    dcp.save(dict(live), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+) -> dict[str, File]:
+    """Write this rank's part of the tensors; return the files that it wrote."""
+    planner, rank = _Planner(host_copies), rank_in(group)
+    dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    written = {
+        name: path
+        for name, path in store.list_folder(writer.staging).items()
+        if name.startswith(f"__{rank}_") or (rank == 0 and name == _DCP_INDEX)
+    }
+    # Summed after the write: the checksum is of what the file holds, and the disk works meanwhile.
+    files = {name: File(*store.sync_and_sum(path)) for name, path in written.items()}
     failpoint("tensors stored")
+    return files
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by the live tensors' places, and takes the data from what is held of them."""
+    """Plans by how the live tensors are sharded, and takes the values from their host copies."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, host_copies: Mapping[str, torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._held = held
+        self._host_copies = host_copies
+        self._looked_up = 0
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._held[index.fqn]
+        # The writer asks for a tensor when it has written the one before.
+        if self._looked_up == 0:
+            failpoint("file begun")
+        if self._looked_up == len(self.plan.items) // 2:
+            failpoint("half a file")
+        self._looked_up += 1
+        return self._host_copies[index.fqn]
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One file a rank, fsynced."""
+    """Writes one file per rank; syncing it is left to the store."""
 
     def __init__(self, staging: Path) -> None:
         # With more threads, torch 2.11 to 2.13 lose a writer's error; copying ahead waits for the training's stream.
-        super().__init__(staging, thread_count=1, per_thread_copy_ahead=0)
-        self.fs = self.written = _Files()  # type: ignore[misc]
+        super().__init__(staging, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+        self.staging = staging
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner)
+        failpoint("file written")
+        return results
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta()  # torch's would tell the place where it was written
+        return StorageMeta()  # torch's would hold the path of the staging folder
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: where all ranks' parts lie. (torch 2.11 puts it into a copy that it does not give away.)"""
+        """On rank 0, keep where all ranks' parts are. (torch 2.11 puts it into a copy that is not returned.)"""
         super().finish(metadata, results)
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        self.stored = replace(metadata, storage_data=places)
+        storage = {result.index: result.storage_data for rank_results in results for result in rank_results}
+        self.stored = replace(metadata, storage_data=storage)
 
 
-class _Files(FileSystem):
-    """Local files, with the size and checksum of each that was written."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, File] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as summer:
-            failpoint("file begun")
-            counted = _Counted(stream, summer)
-            yield counted
-        self.files[Path(path).name] = File(counted.size, counted.crc32)
-        failpoint("file written")
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
-
-
-class _Counted:
-    """A stream that sums what is written to it, at the same time: neither holds the interpreter for long."""
-
-    def __init__(self, stream: Any, summer: Executor) -> None:
-        self._stream, self._summer, self.size, self.crc32 = stream, summer, 0, 0
-        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        summed = self._summer.submit(zlib.crc32, view, self.crc32) if len(view) >= _WORTH_A_THREAD else None
-        try:
-            done = self._stream.write(view)
-        finally:
-            crc32 = summed.result() if summed else zlib.crc32(view, self.crc32)  # before the bytes may go
-        if done != len(view):
-            raise OSError(f"{done} of {len(view)} bytes were written")
-        if self.size == 0:
-            self._stream.flush()
-            failpoint("half a file")
-        self.size, self.crc32 = self.size + done, crc32
-        return done
-
-
-def _publish(
-    root: Path,
-    step: int,
-    staging: Path,
-    stored: Metadata,
-    live: Mapping[str, torch.Tensor],
-    files: dict[str, File],
-    documents: dict[str, bytes],
-    weights_only: bool,
-) -> None:
-    """Rank 0's part, when every rank has stored its own: JSON, manifest, rename, `latest`."""
-    for name, content in documents.items():
-        write(staging / name, content)
-        files[name] = File(len(content), zlib.crc32(content))
-    manifest = Manifest(step, weights_only, files, _tensors(stored, live, files))
-    failpoint("before the manifest")
-    write(staging / MANIFEST, manifest.render(), halfway="half a manifest")
-    failpoint("after the manifest")
-    for name, file in files.items():
-        if (found := (staging / name).stat().st_size) != file.size:
-            raise OSError(f"{name} has {found} bytes, {file.size} were written")
-    fsync_folder(staging)
-    failpoint("before the rename")
-    staging.rename(step_folder(root, step))
-    failpoint("after the rename")
-    fsync_folder(root)
-    point_latest(root, step)
-
-
-def point_latest(root: Path, step: int) -> None:
-    """Let `latest` name a step."""
-    failpoint("before latest")
-    write(root / ".latest.new", f"step-{step}\n".encode())
-    (root / ".latest.new").replace(root / "latest")
-    fsync_folder(root)
-    failpoint("after latest")
-
-
-def delete(root: Path, step: int) -> None:
-    """Remove a checkpoint: first its name, so that no half of one is ever taken for a whole."""
-    failpoint("before a deletion")
-    going = root / f".step-{step}.deleted"
-    step_folder(root, step).rename(going)
-    fsync_folder(root)
-    (going / MANIFEST).unlink()
-    failpoint("half a deletion")
-    shutil.rmtree(going)
-    failpoint("after a deletion")
-
-
-def clear_leftovers(root: Path) -> list[str]:
-    """Remove what a killed save, deletion or start left; the names of what there was."""
-    found = leftovers(root)
-    for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return [path.name for path in found]
-
-
-def _tensors(stored: Metadata, live: Mapping[str, torch.Tensor], files: Mapping[str, File]) -> dict[str, Tensor]:
-    """Every tensor's entry; an error unless each planned piece of it lies inside a file that was written."""
+def _tensor_entries(
+    stored: Metadata, tensors: Mapping[str, torch.Tensor], files: Mapping[str, File]
+) -> dict[str, Tensor]:
+    """Return every tensor's entry; raise unless each planned chunk is inside a file that was written."""
     entries = {}
-    assert stored.state_dict_metadata.keys() == live.keys()
+    assert stored.state_dict_metadata.keys() == tensors.keys()
     for name, planned in stored.state_dict_metadata.items():
         assert isinstance(planned, TensorStorageMetadata)
         chunks = []
         for chunk in planned.chunks:
-            place = stored.storage_data.get(MetadataIndex(name, chunk.offsets))
-            if place is None or place.offset + place.length > files[place.relative_path].size:
-                raise OSError(f"{name} at {list(chunk.offsets)} was planned, and is not stored")
-            where = (place.relative_path, place.offset, place.length)
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where))
+            info = stored.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if info is None or info.offset + info.length > files[info.relative_path].size:
+                raise OSError(f"{name} at {list(chunk.offsets)} was planned, but is not stored")
+            location = (info.relative_path, info.offset, info.length)
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *location))
         dtype = str(planned.properties.dtype).removeprefix("torch.")
-        entries[name] = Tensor(tuple(planned.size), dtype, _placement(live[name]), tuple(chunks))
+        entries[name] = Tensor(tuple(planned.size), dtype, _placement(tensors[name]), tuple(chunks))
     return entries
 
 
@@ -316,25 +250,48 @@ def _placement(tensor: torch.Tensor) -> str:
     return ", ".join(f"{name} {size}: {placement}" for name, size, placement in parts)
 
 
-def write(path: Path, content: bytes, halfway: str = "") -> None:
-    with path.open("wb") as file:
-        file.write(content[: len(content) // 2])
-        if halfway:
-            file.flush()
-            failpoint(halfway)
-        file.write(content[len(content) // 2 :])
-        file.flush()
-        os.fsync(file.fileno())
+def _publish(root: Path, staging: Path, manifest: Manifest) -> None:
+    """Write the manifest, rename the folder and update `latest`: rank 0, when every rank has stored its part."""
+    failpoint("before the manifest")
+    store.write(staging / MANIFEST, manifest.render(), lambda: failpoint("half a manifest"))
+    failpoint("after the manifest")
+    for name, file in manifest.files.items():
+        if (size := store.size(staging / name)) != file.size:
+            raise OSError(f"{name} has {size} bytes, {file.size} were written")
+    store.sync(staging)
+    failpoint("before the rename")
+    store.rename(staging, step_folder(root, manifest.step))
+    failpoint("after the rename")
+    point_latest(root, manifest.step)
 
 
-def fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def point_latest(root: Path, step: int) -> None:
+    """Let `latest` name a step."""
+    failpoint("before latest")
+    store.write(root / ".latest.new", f"step-{step}\n".encode())
+    store.rename(root / ".latest.new", root / "latest")
+    failpoint("after latest")
+
+
+def delete(root: Path, step: int) -> None:
+    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one."""
+    failpoint("before a deletion")
+    deleted = root / f".step-{step}.deleted"
+    store.rename(step_folder(root, step), deleted)
+    store.delete(deleted / MANIFEST)
+    failpoint("half a deletion")
+    store.delete(deleted)
+    failpoint("after a deletion")
+
+
+def clear_leftovers(root: Path) -> list[str]:
+    """Delete what a killed save, deletion or start left; return the names."""
+    paths = leftovers(root)
+    for path in paths:
+        store.delete(path)
+    return [path.name for path in paths]
 
 
 def to_json(value: Any) -> bytes:
-    """A document; an error where JSON can't hold it."""
+    """Return a JSON document; raise if JSON cannot hold the value."""
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -1,92 +1,97 @@
-"""When a run saves and what, and where it begins; commit.py knows how, load.py checks and reads.
+"""When a run saves and what, and where it starts; commit.py knows how to write, load.py checks and reads.
 
-A save copies this rank's part of the state, then training goes on while a thread writes and commits. One save is
-in flight; the next waits for it and says so. All collectives of saving are on a gloo group of their own with
-comm.checkpoint_timeout_seconds, so that slow storage never meets the training's timeout. What goes wrong on any
-rank is known to all at the next logged step.
+A save copies this rank's part of the state; then training continues while a thread writes and commits. One save is
+pending at a time: the next waits for it and logs that. All collectives of saving use a gloo group of their own with
+comm.checkpoint_timeout_seconds, so slow storage never runs into the training's timeout. A failure on any rank is
+known to all at the next logged step.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, load
-from titanlite.checkpoint.hf.export import HuggingFaceFolder, export_live
+from titanlite.checkpoint.hf.export import export_live
+from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     SEEN_BY_ALL,
     STATE,
+    Position,
     committed,
     export_folder,
     latest_complete,
     step_folder,
+    steps_to_delete,
 )
-from titanlite.checkpoint.retention import steps_to_delete
-from titanlite.checkpoint.state import Position, TrainingState
+from titanlite.checkpoint.resume import Resume, checkpoint_root
+from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.runtime import store
 from titanlite.runtime.cluster import RankInfo
 
-
-@dataclass(frozen=True)
-class SaveRecord:
-    """What a save cost, in seconds."""
-
-    step: int
-    costs: dict[str, float]
+_SHOW_SECONDS = 5
+"""How long a network folder may take to show a new file on another node."""
 
 
-class PendingSave:
-    """A save on its way to the disk."""
+class PendingSave(threading.Thread):
+    """A save that is written in a thread."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.staging = self.writing = self.blocked = 0.0
+    def __init__(self, step: int, write: Callable[[PendingSave], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.step, self._write = step, write
+        self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
+        """Seconds that training waited, that the copy took, and that the write took."""
         self.error: BaseException | None = None
         self.warning = ""
-        self.thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            self._write(self)
+        except BaseException as error:
+            self.error = error
+        self.costs["write"] = time.monotonic() - began
 
     @property
-    def flying(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
-    def wait(self) -> None:
-        if self.thread:
-            self.thread.join()
+    def in_progress(self) -> bool:
+        return self.is_alive()
 
 
 class Checkpoints:
-    """The checkpoints of a run on this rank; every method is called by all ranks together."""
+    """The checkpoints of a run on this rank; all ranks call every method together."""
 
-    def __init__(self, job: Job, place: RankInfo, device: torch.device, log: logging.Logger) -> None:
-        self._job, self._place, self._device, self._log = job, place, device, log
+    def __init__(self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger) -> None:
+        self._job, self._rank_info, self._device, self._log = job, rank_info, device, log
         self.settings = job.config.checkpoint
         self.enabled = self.settings.enable
-        self.root = Path(job.config.job.dump_folder) / self.settings.folder
-        self.records: list[SaveRecord] = []
-        """Of saves that ended; whoever logs them takes them out."""
+        self.root = checkpoint_root(job.config)
+        self.records: list[PendingSave] = []
+        """Saves that were committed and not yet logged; the trainer takes them out."""
         self.group: dist.ProcessGroup | None = None
-        self._flight: PendingSave | None = None
+        self._pending: PendingSave | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._last = time.monotonic()
+        self._last_save = time.monotonic()
         if self.enabled or self.settings.initial_load_path:
             self.group = self._new_group()
         if self.enabled:
@@ -99,145 +104,156 @@ class Checkpoints:
         return group
 
     def _open_folder(self) -> None:
-        """Make the folder, refuse one that not all ranks share, and clear what a killed run left."""
-        token = [f"{SEEN_BY_ALL}{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(token, src=0, group=self.group)
-        path, rank_0 = self.root / token[0], self._place.rank == 0
-        if rank_0:
-            self.root.mkdir(parents=True, exist_ok=True)
-            path.touch()
+        """Make the folder, refuse one that the ranks do not share, and clear what a killed run left."""
+        on_rank_0 = self._rank_info.rank == 0
+        names = [f"{SEEN_BY_ALL}{uuid.uuid4().hex}"]
+        dist.broadcast_object_list(names, src=0, group=self.group)
+        probe = self.root / names[0]
+        if on_rank_0:
+            store.make_folder(self.root)
+            store.write(probe, b"")
         dist.barrier(self.group)
-        deadline = time.monotonic() + 5  # a network folder may take a while to show it
-        while not (seen := path.exists()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _SHOW_SECONDS
+        while not (visible := store.exists(probe)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        everyone: list[Any] = [None] * self._place.world
-        mine = self._place.host, seen and os.access(self.root, os.W_OK)
-        dist.all_gather_object(everyone, mine, group=self.group)
-        if rank_0:
-            path.unlink()
-        if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(everyone) if not sees]:
-            others = " and others" if len(blind) > 4 else ""
+        usable = visible and store.is_writable(self.root)
+        ranks = commit.gather_objects((self._rank_info.host, usable), self.group)
+        if on_rank_0:
+            store.delete(probe)
+        if unusable := [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]:
+            more = " and others" if len(unusable) > 4 else ""
             raise UserError(
-                f"checkpoint.folder: {self.root} as rank 0 on {everyone[0][0]} sees it can't be written to by "
-                f"{', '.join(blind[:4])}{others}: a checkpoint is one folder that all ranks share, so "
-                "job.dump_folder must lie on storage that all nodes see"
+                f"checkpoint.folder {self.root} (on rank 0's host {ranks[0][0]}) is not writable from "
+                f"{', '.join(unusable[:4])}{more}: all ranks write into one folder, so job.dump_folder must be on "
+                "shared storage"
             )
-        if rank_0:
+        if on_rank_0:
             if cleared := commit.clear_leftovers(self.root):
-                self._log.info(f"removed what a stopped save left: {', '.join(cleared)}")
+                self._log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
             if (newest := latest_complete(self.root)) is not None:
                 commit.point_latest(self.root, newest)
         dist.barrier(self.group)
 
     # ---------------------------------------------------------------- loading
 
-    def find(self) -> load.Source | HuggingFaceFolder | None:
-        """What the run begins from, verified; None for a fresh start."""
-        settings = self.settings
+    def find(self) -> Resume:
+        """Choose and verify what the run starts from."""
         if self.group is None:
-            return None
+            return Resume()
+        return replace(self._find(self.group), exclude=self.settings.exclude_from_loading)
+
+    def _find(self, group: dist.ProcessGroup) -> Resume:
+        settings, job = self.settings, self._job
         full = settings.verify_on_load == "full"
         if self.enabled and settings.load_step != -1:
-            return load.at_step(self.root, settings.load_step, full, self.group)
-        if self.enabled and (newest := load.latest_verified(self.root, full, self.group, self._log)):
+            return load.at_step(self.root, settings.load_step, full, group)
+        if self.enabled and (newest := load.latest_verified(self.root, full, group, self._log)):
             return newest
-        if (path := settings.initial_load_path) and settings.initial_load_in_hf:
-            job, exclude = self._job, settings.exclude_from_loading
-            return commit.run_on_all_ranks(
-                self.group,
-                "checkpoint.initial_load_path",
-                lambda: HuggingFaceFolder(Path(path), job.spec, job.model, exclude),
-            )
-        if path:
-            return load.at_path(Path(path), full, self.group, settings.initial_load_model_only)
-        return None
+        if not settings.initial_load_path:
+            return Resume()
+        path = Path(settings.initial_load_path)
+        if not settings.initial_load_in_hf:
+            return load.at_path(path, full, group, settings.initial_load_model_only)
+        hf = commit.run_on_all_ranks(
+            group,
+            "checkpoint.initial_load_path",
+            lambda: HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading),
+        )
+        return Resume(path, hf=hf)
 
-    def restore(self, source: load.Source | HuggingFaceFolder | None, state: TrainingState) -> None:
-        """Load it, and say what the run begins from."""
-        if source is None:
+    def restore(self, resume: Resume, state: TrainingState) -> None:
+        """Load it, and log what the run starts from and what it does differently."""
+        if resume.folder is None:
             if self.enabled:
-                self._log.info(f"fresh: no checkpoint in {self.root}")
+                self._log.info(f"starting from scratch: no checkpoint in {self.root}")
             return
-        assert self.group is not None
-        if isinstance(source, HuggingFaceFolder):
-            source.fill(state.weights())
+        if resume.hf:
+            resume.hf.fill(state.weights())
             dist.barrier(self.group)
-            self._log.info(f"loaded Hugging Face weights from {source.folder}")
+            self._log.info(f"loaded Hugging Face weights from {resume.folder}")
             return
-        load.restore(source, state, self.settings.exclude_from_loading, self.group)
-        if not source.resume:
-            self._log.info(f"loaded weights from {source.folder}")
+        load.restore(resume, state, self.group)
+        if not resume.continues:
+            self._log.info(f"loaded weights from {resume.folder}")
             return
-        if source.folder.parent == self.root and self._place.rank == 0:
-            self._move_newer_aside(source.position.step)
+        if resume.folder.parent == self.root and self._rank_info.rank == 0:
+            self._archive_later_steps(resume.position.step)
         dist.barrier(self.group)
-        self._log.info(f"resumed step {source.position.step} from {source.folder}")
+        self._log.info(f"resumed step {resume.position.step} from {resume.folder}")
+        modules = (module for part in state.parts for module in part.modules())
+        has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        for line in resume.changes(self._job, has_dropout):
+            self._log.info(line)
 
-    def _move_newer_aside(self, step: int) -> None:
-        """Later checkpoints, damaged or of another course, would be in the way of this run's own."""
-        newer = [later for later in committed(self.root) if later > step]
-        if not newer:
+    def _archive_later_steps(self, step: int) -> None:
+        """Move later checkpoints, damaged or from before a rewind, out of this run's folder."""
+        later_steps = [later for later in committed(self.root) if later > step]
+        if not later_steps:
             return
-        aside = new_archive_folder(Path(self._job.config.job.dump_folder)) / self.settings.folder
-        aside.mkdir(parents=True)
-        for later in newer:
-            step_folder(self.root, later).rename(step_folder(aside, later))
+        archive = new_archive_folder(Path(self._job.config.job.dump_folder)) / self.settings.folder
+        store.make_folder(archive)
+        for later in later_steps:
+            store.rename(step_folder(self.root, later), step_folder(archive, later))
         commit.point_latest(self.root, step)
-        self._log.info(f"later checkpoints ({', '.join(map(str, newer))}) are now in {aside}")
+        self._log.info(f"later checkpoints ({', '.join(map(str, later_steps))}) are now in {archive}")
 
     # ---------------------------------------------------------------- saving
 
     def due(self, step: int, logged: bool) -> bool:
-        """Whether to save after this step. At logged steps the ranks agree on the clock, and on saves that failed."""
+        """Whether to save after this step. At logged steps the ranks agree on the clock, and on failed saves."""
         if not self.enabled:
             return False
-        settings, last = self.settings, self._job.config.training.steps
+        settings, last_step = self.settings, self._job.config.training.steps
         by_time = self._agree() if logged else False
         first = settings.enable_first_step_checkpoint and step == 1
-        return by_time or first or step % settings.interval == 0 or step == last
+        return by_time or first or step % settings.interval == 0 or step == last_step
 
     def _agree(self) -> bool:
-        """Whether rank 0's clock asks for a save; a flight that failed anywhere ends here everywhere."""
-        flight, minutes = self._flight, self.settings.interval_minutes
-        failed = flight is not None and flight.error is not None
-        late = self._place.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self._last
-        flying = flight is not None and flight.flying
-        flags = torch.tensor([failed, flying, late], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        anywhere_failed, anywhere_flying, asked = flags.tolist()
-        if anywhere_failed or not anywhere_flying:
-            self._land()
-        return bool(asked)
+        """Return whether rank 0's clock asks for a save; settle on all ranks a save that ended or failed on any."""
+        pending, seconds = self._pending, self.settings.interval_minutes * 60
+        flags = [
+            pending is not None and pending.error is not None,
+            pending is not None and pending.in_progress,
+            self._rank_info.rank == 0 and 0 < seconds <= time.monotonic() - self._last_save,
+        ]
+        anywhere = torch.tensor(flags, dtype=torch.int64, device=self._device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        failed, in_progress, due = anywhere.tolist()
+        if failed or not in_progress:
+            self._wait_for_pending()
+        return bool(due)
 
     def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
-        """Save the state as it is now. Returns when it is copied, or without async_mode when it is committed."""
+        """Save the state as it is now. Return when it is copied, or without async_mode when it is committed."""
         began = time.monotonic()
-        if self._flight and self._flight.flying:
-            self._log.info(f"step {position.step} waits to be saved: step {self._flight.step} is still being written")
-        self._land()
-        flight, self._last = PendingSave(position.step), began
-        only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
-        live = state.weights() if only else state.tensors()
-        text = {"position": asdict(position), "numbers": {} if only else state.numbers()}
-        held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
-        asynchronous = self.settings.async_mode != "disabled"
+        if self._pending and self._pending.in_progress:
+            self._log.info(
+                f"save of step {position.step} is waiting for step {self._pending.step} to finish writing"
+            )
+        self._wait_for_pending()
+        self._last_save = began
+        weights_only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
+        tensors = state.weights() if weights_only else state.tensors()
+        document = {"position": asdict(position), "numbers": {} if weights_only else state.numbers()}
+        host_copies = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        asynchronous, copying = self.settings.async_mode != "disabled", time.monotonic()
         if asynchronous:
-            copying = time.monotonic()
-            held = self._copy(held)
-            flight.staging = time.monotonic() - copying
-        self._flight = flight
-        flight.thread = threading.Thread(
-            target=self._write, args=(flight, live, held, text, stream, only), name="checkpoint", daemon=True
+            host_copies = self._copy(host_copies)
+        pending = PendingSave(
+            position.step, lambda pending: self._write(pending, tensors, host_copies, document, stream, weights_only)
         )
-        flight.thread.start()
+        self._pending = pending
+        pending.start()
+        if asynchronous:
+            pending.costs["staging"] = time.monotonic() - copying
+        else:
+            pending.join()
+        pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
-            flight.wait()
-        flight.blocked = time.monotonic() - began
-        if not asynchronous:
-            self._land()
+            self._wait_for_pending()
 
     def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies in host memory, in buffers that are kept for the next save."""
+        """Return copies in host memory, in buffers that the next save uses again."""
         pinned = self.settings.async_mode == "async_with_pinned_mem"
         if pinned and self._device.type != "cuda":
             raise UserError('checkpoint.async_mode = "async_with_pinned_mem" is for copies from a GPU; use "async"')
@@ -253,38 +269,33 @@ class Checkpoints:
 
     def _write(
         self,
-        flight: PendingSave,
-        live: dict[str, torch.Tensor],
-        held: dict[str, torch.Tensor],
-        text: dict[str, Any],
+        pending: PendingSave,
+        tensors: dict[str, torch.Tensor],
+        host_copies: dict[str, torch.Tensor],
+        document: dict[str, Any],
         stream: dict[str, Any] | None,
         weights_only: bool,
     ) -> None:
-        """The thread's work: commit, then let go what need not be kept."""
-        began = time.monotonic()
-        assert self.group is not None
-        mine = str(self._job.layout.batch_coordinate(self._place.rank)), stream
+        """In the thread: commit, then delete old checkpoints."""
+        rank_payload = str(self._job.layout.batch_coordinate(self._rank_info.rank)), stream
 
-        def documents(everyone: list[Any]) -> dict[str, bytes]:
-            streams = {coordinate: theirs for coordinate, theirs in everyone if theirs is not None}
-            seed, device = text["position"]["seed"], self._device.type
+        def make_documents(payloads: list[Any]) -> dict[str, bytes]:
+            streams = {coordinate: position for coordinate, position in payloads if position is not None}
+            environment = describe_environment(self._job, document["position"]["seed"], self._device.type)
             return {
-                STATE: commit.to_json({**text, "streams": streams}),
+                STATE: commit.to_json({**document, "streams": streams}),
                 CONFIG: to_toml(self._job.given).encode(),
-                ENVIRONMENT: commit.to_json(describe_environment(self._job, seed, device)),
+                ENVIRONMENT: commit.to_json(environment),
             }
 
-        try:
-            commit.commit(self.root, flight.step, live, held, mine, documents, weights_only, self.group)
-            flight.writing = time.monotonic() - began
-            if self._place.rank == 0:
-                flight.warning = self._let_go()
-            dist.barrier(self.group)  # or ranks would wait for a slow deletion in the training's group
-        except BaseException as error:
-            flight.error = error
+        step, group = pending.step, self.group
+        commit.commit(self.root, step, tensors, host_copies, rank_payload, make_documents, weights_only, group)
+        if self._rank_info.rank == 0:
+            pending.warning = self._delete_old()
+        dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
 
-    def _let_go(self) -> str:
-        """Delete what need not be kept; what went wrong with that costs no checkpoint."""
+    def _delete_old(self) -> str:
+        """Delete what need not be kept; return what went wrong, which costs no checkpoint."""
         try:
             for step in steps_to_delete(self.root, self.settings.keep_latest_k, self.settings.keep_every):
                 commit.delete(self.root, step)
@@ -292,59 +303,57 @@ class Checkpoints:
             return f"an old checkpoint could not be deleted: {error}"
         return ""
 
-    def _land(self) -> None:
-        """Wait for the save in flight, if any, and judge it together."""
-        flight = self._flight
-        if flight is None:
+    def _wait_for_pending(self) -> None:
+        """Wait for the pending save, if any; all ranks record its success, or all handle its failure."""
+        pending = self._pending
+        if pending is None:
             return
-        flight.wait()
-        gc.collect(0)  # what torch's writer leaves in cycles would stay for training.gc_freq steps
-        failed = torch.tensor(int(flight.error is not None), dtype=torch.int64, device=self._device)
+        pending.join()
+        gc.collect(0)  # cycles that torch's writer leaves would stay for training.gc_freq steps
+        failed = torch.tensor(int(pending.error is not None), dtype=torch.int64, device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed.item():
-            self._note(flight)
+            self._record_success(pending)
             return
-        self._flight = None
-        newest = [latest_complete(self.root) if self._place.rank == 0 else None]
+        self._pending = None
+        newest = [latest_complete(self.root) if self._rank_info.rank == 0 else None]
         dist.broadcast_object_list(newest, src=0)
-        stands = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
-        cause = flight.error or f"the save of step {flight.step} failed on another rank"
-        words = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
+        remaining = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
+        cause = pending.error or f"the save of step {pending.step} failed on another rank"
+        message = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
         if self.settings.on_failure == "stop":
-            raise RunFailed(f'{words}; {stands} (checkpoint.on_failure = "warn" would go on)')
-        self._log.warning(f"{words}; {stands}; training goes on")
+            raise RunFailed(f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)')
+        self._log.warning(f"{message}; {remaining}; training continues")
         assert self.group is not None
-        dist.destroy_process_group(self.group)  # who knows what a rank left in it
+        dist.destroy_process_group(self.group)  # the failed group may hold unmatched collectives
         self.group = self._new_group()
 
-    def _note(self, flight: PendingSave) -> None:
-        """A save that was committed."""
-        self._flight = None
-        costs = {"blocked": flight.blocked, "staging": flight.staging, "write": flight.writing}
-        self.records.append(SaveRecord(flight.step, costs))
-        if flight.warning:
-            self._log.warning(flight.warning)
+    def _record_success(self, pending: PendingSave) -> None:
+        self._pending = None
+        self.records.append(pending)
+        if pending.warning:
+            self._log.warning(pending.warning)
         self._log.info(
-            f"saved {step_folder(self.root, flight.step)} in {flight.writing:.2f} s; training waited "
-            f"{flight.blocked:.3f} s"
+            f"saved {step_folder(self.root, pending.step)} in {pending.costs['write']:.2f} s; training waited "
+            f"{pending.costs['blocked']:.3f} s"
         )
 
     def finish(self) -> None:
-        """Wait for the save in flight: a run that reached its target has its last checkpoint."""
-        self._land()
+        """Wait for the pending save: a run that reached its target has its last checkpoint."""
+        self._wait_for_pending()
+
+    def wait_ignoring_errors(self) -> None:
+        """Wait for the pending save when an error ends the run, which is then reported instead of the save's."""
+        if self._pending:
+            self._pending.join()
+            if self._pending.error is None:
+                self._record_success(self._pending)
 
     def export(self, step: int, state: TrainingState, tokenizer: Tokenizer | None) -> None:
-        """Write the weights as they are in Hugging Face's format, beside the checkpoints."""
+        """Write the weights as they are now in Hugging Face's format, beside the checkpoints."""
         target, group = export_folder(self.root, step), self.group
         assert group is not None
         dtype = getattr(torch, self.settings.export_dtype)
         translation = Translation(self._job.spec, self._job.model)
         export_live(target, translation, state.weights(), dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")
-
-    def wait_ignoring_errors(self) -> None:
-        """Wait for the save in flight where an error ends the run, which is then told instead of the save's."""
-        if self._flight:
-            self._flight.wait()
-            if self._flight.error is None:
-                self._note(self._flight)

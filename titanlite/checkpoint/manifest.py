@@ -1,7 +1,7 @@
-"""A committed checkpoint folder as it lies on disk: what it holds, and whether it is whole.
+"""A committed checkpoint folder: what it holds, whether it is complete, and which ones may be deleted.
 
-No torch and no process group: the launcher and a laptop read with it what any mesh wrote. Nothing here, or in what
-builds on it, unpickles: the tensors' places come from the manifest, which is JSON and guards itself.
+No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing here, or in the modules that
+build on this one, unpickles: where tensors are is in the manifest, which is JSON with a checksum of its own.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import UserError
+from titanlite.runtime import store
 
 MANIFEST, STATE, CONFIG, ENVIRONMENT = "manifest.json", "state.json", "config.toml", "environment.json"
 FORMAT = 1
 SEEN_BY_ALL = ".seen-by-all-"
-"""Begins the name of a file by which the ranks learn whether they share the folder."""
-_BLOCK = 1 << 22
+"""Prefix of the file that shows whether all ranks share the folder."""
 
 
 class CorruptCheckpoint(UserError):
-    """A folder that is not what was committed."""
+    """A folder that differs from what was committed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class File:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the bytes that hold it."""
+    """A region of a tensor, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -53,7 +53,7 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     placement: str
-    """How it lay on the mesh that saved it; for people."""
+    """How it was sharded on the mesh that saved it; only for people."""
     chunks: tuple[Chunk, ...]
 
 
@@ -63,12 +63,12 @@ class Manifest:
 
     step: int
     weights_only: bool
-    """It has no optimizer state: a run can begin from it, and not go on."""
+    """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
     tensors: dict[str, Tensor]
 
     def render(self) -> bytes:
-        """The manifest's file, in the one form that is accepted: any other byte in it is damage."""
+        """Return the manifest's file in the one form that is accepted: any other byte in it is damage."""
         body = _canonical({"format": FORMAT, **asdict(self)})
         return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
 
@@ -77,43 +77,57 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far a run is. Samples are counted, not steps: the global batch may change."""
+
+    step: int = 0
+    tokens: int = 0
+    consumed: int = 0
+    """Samples of the data that were trained on."""
+    epoch: int = 0
+    seed: int = 0
+    fingerprint: str = ""
+    """Of the data."""
+
+
 def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
 def export_folder(root: Path, step: int) -> Path:
-    """Where a run leaves its last weights in Hugging Face's format."""
+    """Return where a run writes its last weights in Hugging Face's format."""
     return root / f"hf-step-{step}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder's name; None for any name that is not exactly one that we write."""
-    found = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)
-    return int(found[1]) if found else None
+    """Return the step in a folder's name; None for any name that titanlite does not write."""
+    match = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)
+    return int(match[1]) if match else None
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What a killed save, deletion or start left behind."""
-    ours = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
-    return sorted(path for path in root.glob(".s*") if ours.fullmatch(path.name))
+    """Return what a killed save, deletion or start left behind."""
+    pattern = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
+    return [path for name, path in sorted(store.list_folder(root).items()) if pattern.fullmatch(name)]
 
 
 def committed(root: Path) -> list[int]:
-    """Steps that were published here, in order; `read_manifest` and `faults` tell whether they are sound."""
-    steps = [step_of(path.parent.name) for path in root.glob(f"step-*/{MANIFEST}")]
-    return sorted(step for step in steps if step is not None)
+    """Return the steps that were published here, in order; `read_manifest` and `faults` check what they hold."""
+    steps = {step_of(name): path for name, path in store.list_folder(root).items()}
+    return sorted(step for step, path in steps.items() if step is not None and store.exists(path / MANIFEST))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed folder; CorruptCheckpoint where it is not, byte for byte, what was written."""
+    """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as written."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder} has no {MANIFEST}, so it is no committed checkpoint") from None
+        raise CorruptCheckpoint(f"{folder} is not a committed checkpoint: it has no {MANIFEST}") from None
     try:
-        whole = json.loads(raw)
-        body = whole["manifest"]
-        if zlib.crc32(_canonical(body)) != whole["crc32"]:
+        document = json.loads(raw)
+        body = document["manifest"]
+        if zlib.crc32(_canonical(body)) != document["crc32"]:
             raise ValueError
         if body.pop("format") != FORMAT:
             raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
@@ -123,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.render() != raw:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptCheckpoint(f"{folder / MANIFEST}: not as it was written") from None
+        raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged, not as it was written") from None
     return manifest
 
 
@@ -140,46 +154,37 @@ def _tensor(entry: dict[str, Any]) -> Tensor:
 
 
 def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = ()) -> list[str]:
-    """What is wrong with a committed folder, each fault naming the file: missing and extra files and wrong sizes,
-    and for the files in `contents` every byte."""
-    found, listed = [], {path.name: path for path in folder.iterdir()}
-    for name in sorted(listed.keys() - manifest.files.keys() - {MANIFEST}):
-        found.append(f"{folder / name}: not part of the checkpoint")
+    """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
+    the files in `contents` wrong checksums."""
+    problems, present = [], store.list_folder(folder)
+    for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
+        problems.append(f"{folder / name}: not part of the checkpoint")
     for name, file in sorted(manifest.files.items()):
-        if name not in listed:
-            found.append(f"{folder / name}: missing")
-        elif (size := listed[name].stat().st_size) != file.size:
-            found.append(f"{folder / name}: {size:,} bytes, {file.size:,} were written")
-        elif name in contents and crc32_of(listed[name]) != file.crc32:
-            found.append(f"{folder / name}: its bytes are not those that were written")
-    return found
-
-
-def crc32_of(path: Path) -> int:
-    """The checksum of a file, read in pieces."""
-    total = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            total = zlib.crc32(block, total)
-    return total
+        if name not in present:
+            problems.append(f"{folder / name}: missing")
+        elif (size := store.size(present[name])) != file.size:
+            problems.append(f"{folder / name}: {size:,} bytes, {file.size:,} were written")
+        elif name in contents and store.crc32(present[name]) != file.crc32:
+            problems.append(f"{folder / name}: checksum mismatch")
+    return problems
 
 
 def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:
-    """The files split among ranks, about as many bytes for each."""
-    parts: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
+    """Split the files among ranks, about as many bytes for each."""
+    shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
     for name, file in sorted(manifest.files.items(), key=lambda item: -item[1].size):
-        least = min(range(ranks), key=lambda rank: parts[rank][0])
-        parts[least] = (parts[least][0] + file.size, [*parts[least][1], name])
-    return [names for _, names in parts]
+        smallest = min(range(ranks), key=lambda rank: shares[rank][0])
+        shares[smallest] = (shares[smallest][0] + file.size, [*shares[smallest][1], name])
+    return [names for _, names in shares]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The checkpoint's JSON: the trainer's and the data's position, and the optimizer's single numbers."""
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    """Read state.json: the run's position, the positions of streams, and the optimizer's scalars."""
+    return json.loads(store.read(folder / STATE))
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder's manifest is whole and its files have their sizes; their bytes are not read."""
+    """Whether a folder has a valid manifest and all its files in their sizes; their bytes are not read."""
     try:
         return not faults(folder, read_manifest(folder))
     except CorruptCheckpoint:
@@ -187,5 +192,15 @@ def is_complete(folder: Path) -> bool:
 
 
 def latest_complete(root: Path) -> int | None:
-    """The newest step that is whole."""
+    """Return the newest complete step."""
     return next((step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None)
+
+
+def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int]:
+    """Return the steps of complete checkpoints that need not be kept; keep_latest_k = 0 keeps all.
+
+    A damaged checkpoint is neither counted nor deleted: it may be all that somebody has.
+    """
+    complete = [step for step in committed(root) if is_complete(step_folder(root, step))]
+    old = complete[:-keep_latest_k] if keep_latest_k else []
+    return [step for step in old if not keep_every or step % keep_every]

@@ -1,12 +1,127 @@
-"""What a start does with the folder of an earlier run, before there is a worker. No torch."""
+"""Where a run starts: the value that carries it through the trainer, and what a start does with an earlier run's files.
+
+No torch: the launcher asks whether a run is finished before there is a worker. `load.py` finds and reads checkpoints.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import committed, export_folder, latest_complete, step_folder
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    ENVIRONMENT,
+    Manifest,
+    Position,
+    committed,
+    export_folder,
+    latest_complete,
+    step_folder,
+)
+from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import to_toml, tomllib
+from titanlite.errors import UserError
 from titanlite.observe.run_folder import archive_previous_files, archive_previous_logs
+from titanlite.runtime import store
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.hf.load import HuggingFaceFolder
+
+DATA = "data"
+"""Stands for the position in the data in checkpoint.exclude_from_loading."""
+_IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run starts, found and verified before anything is built; without arguments, from scratch."""
+
+    folder: Path | None = None
+    """The checkpoint or Hugging Face folder to load."""
+    manifest: Manifest | None = None
+    """Of a checkpoint."""
+    hf: HuggingFaceFolder | None = None
+    continues: bool = False
+    """Load the whole state and continue at `position`; otherwise load only weights, for step 0."""
+    position: Position = Position()
+    streams: dict[str, Any] = field(default_factory=dict)
+    """Of a streamed data set: the position of each data-parallel rank."""
+    numbers: dict[str, float | int | bool] = field(default_factory=dict)
+    """The optimizer's scalars."""
+    exclude: Sequence[str] = ()
+    """Patterns of what is not loaded."""
+
+    @property
+    def seed(self) -> int | None:
+        return self.position.seed if self.continues else None
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the data to skip."""
+        return 0 if excluded(DATA, self.exclude) else self.position.consumed
+
+    def check_data(self, seed: int, fingerprint: str) -> None:
+        """Refuse to continue in other data, or in another order of it."""
+        if not self.continues or excluded(DATA, self.exclude):
+            return
+        saved, start_over = self.position, f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
+        if saved.fingerprint != fingerprint:
+            raise UserError(
+                f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was trained on "
+                f"{saved.fingerprint}: use the same data, {start_over}"
+            )
+        if saved.seed != seed:
+            raise UserError(
+                f"debug.seed = {seed}, but {self.folder} was trained with {saved.seed}, which orders the data: remove "
+                f"the key, {start_over}"
+            )
+
+    def stream_state(self, coordinate: int) -> dict[str, Any]:
+        """Return a streamed data set's position for a data-parallel rank. On another number of ranks any rank's
+        position will do: the loader says why it does not fit."""
+        return self.streams.get(str(coordinate)) or next(iter(self.streams.values()))
+
+    def changes(self, job: Job, has_dropout: bool) -> list[str]:
+        """Return lines for the log: what this run does differently from the saved one."""
+        if not self.continues or self.folder is None:
+            return []
+        old = _flatten(tomllib.loads(store.read(self.folder / CONFIG).decode()))
+        new = _flatten(tomllib.loads(to_toml(job.given)))
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        differences = [
+            f"{key} {json.dumps(old.get(key, 'none'))} -> {json.dumps(new.get(key, 'none'))}"
+            for key in changed
+            if not key.startswith(_IGNORED_SECTIONS)
+        ]
+        step = self.position.step
+        lines = [f"config changed since step {step} (new values apply): {', '.join(differences)}"] * bool(differences)
+        old_mesh = json.loads(store.read(self.folder / ENVIRONMENT))["mesh"]
+        new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
+        batch_keys = {"training.local_batch_size", "training.global_batch_size"}
+        if has_dropout and (old_mesh != new_mesh or batch_keys & set(changed)):
+            lines.append("dropout masks will differ: mesh or batch size changed")
+        return lines
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def excluded(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches a name or a prefix of it: "optimizer" means all of the optimizer's state."""
+    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
+
+
+# ---------------------------------------------------------------- the folder of an earlier run
 
 
 def checkpoint_root(config: JobConfig) -> Path:
@@ -14,36 +129,37 @@ def checkpoint_root(config: JobConfig) -> Path:
 
 
 def finished_message(config: JobConfig) -> str:
-    """What to say where the target was reached before; nothing where there is something to do."""
-    settings, steps = config.checkpoint, config.training.steps
+    """Say that the target step was reached by an earlier run; an empty string if it was not."""
+    settings, steps, root = config.checkpoint, config.training.steps, checkpoint_root(config)
     if not settings.enable or settings.load_step != -1:
         return ""
-    newest = latest_complete(checkpoint_root(config))
+    newest = latest_complete(root)
     if newest is None or newest < steps:
         return ""
-    root, missing = checkpoint_root(config), ""
-    if settings.last_save_in_hf and not (target := export_folder(root, newest)).exists():
+    missing = ""
+    if settings.last_save_in_hf and not store.exists(target := export_folder(root, newest)):
         missing = f"; its export is missing: titanlite checkpoint export {step_folder(root, newest)} {target}"
     return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder{missing}"
 
 
-def make_way(config: JobConfig) -> str:
-    """Move aside what the run would write over, and say how it begins. A run with checkpoints goes on from them, with
-    its metrics; any other begins anew."""
-    if config.checkpoint.enable and (steps := committed(checkpoint_root(config))):
-        aside = archive_previous_logs(Path(config.job.dump_folder))
-        asked = config.checkpoint.load_step
-        which = f"step {asked}, as asked," if asked != -1 else f"the newest of steps {', '.join(map(str, steps))}"
-        return f"resuming from {which} in {checkpoint_root(config)}" + (
-            f"; earlier logs are in {aside}" if aside else ""
-        )
-    aside = archive_previous_files(config)
-    return f"an earlier run's files are now in {aside}" if aside else ""
+def archive_previous_run(config: JobConfig) -> str:
+    """Move the files that this run would overwrite, and say where they are and what the run resumes from.
+
+    A run that finds checkpoints continues their metrics; any other starts over, and all files are moved.
+    """
+    root, load_step = checkpoint_root(config), config.checkpoint.load_step
+    if config.checkpoint.enable and (steps := committed(root)):
+        archive = archive_previous_logs(Path(config.job.dump_folder))
+        newest = f"the newest of steps {', '.join(map(str, steps))}"
+        chosen = newest if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
+        return f"resuming from {chosen} in {root}" + (f"; earlier logs are in {archive}" if archive else "")
+    archive = archive_previous_files(config)
+    return f"an earlier run's files are now in {archive}" if archive else ""
 
 
 def last_saved_message(config: JobConfig) -> str:
-    """For the last word of a run that was stopped."""
+    """Say what a stopped run has saved."""
     if not config.checkpoint.enable:
-        return "no checkpoint was asked for"
+        return "nothing is saved (checkpoint.enable = false)"
     newest = latest_complete(checkpoint_root(config))
     return "no checkpoint was due yet" if newest is None else f"saved: {step_folder(checkpoint_root(config), newest)}"

@@ -1,6 +1,7 @@
-"""Weights between titanlite's names and those of a Hugging Face folder, as the model's table says; no files here.
+"""Translate weights between titanlite's names and a Hugging Face folder's, as the model's table says; no tensor files.
 
-What is wanted here is a box of a tensor, a rank's shard; `read_box` asks for no more over there than the steps need.
+A rank reads only the region of a tensor that its shard holds: `read_region` asks for as much of the folder's tensor as
+the transforms need.
 """
 
 from __future__ import annotations
@@ -20,31 +21,39 @@ from titanlite.registry import Box, HuggingFace, ModelSpec, WeightTransform
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
+ReadRegion = Callable[[str, Box], torch.Tensor]
+"""Reads a region of a folder's tensor, given its name."""
+
 
 @dataclass(frozen=True)
-class Output:
-    """A tensor over there, and how it is made of what is here."""
+class HFTensor:
+    """A tensor of a Hugging Face folder, and the parameters that it is made of."""
 
     name: str
-    parts: tuple[str, ...]
+    parameters: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    via: tuple[WeightTransform, ...] = ()
+    transforms: tuple[WeightTransform, ...] = ()
     dim: int = 0
+    """Along which several parameters are joined."""
 
-    def made_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        return make(weights, self.via, self.dim).to(self.dtype).contiguous()
+    def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor made of these parameters' weights."""
+        return _to_hf(weights, self.transforms, self.dim).to(self.dtype).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def make(weights: Sequence[torch.Tensor], via: Sequence[WeightTransform], dim: int) -> torch.Tensor:
-    """Weights after the steps to their form over there, joined where there are several."""
-    for step in via:
-        weights = [step.to_hf(weight) for weight in weights]
+def _to_hf(weights: Sequence[torch.Tensor], transforms: Sequence[WeightTransform], dim: int) -> torch.Tensor:
+    for transform in transforms:
+        weights = [transform.to_hf(weight) for weight in weights]
     return torch.cat(list(weights), dim) if len(weights) > 1 else weights[0]
 
 
 def require_hf_spec(spec: ModelSpec) -> HuggingFace:
-    """The model's form over there; an error where it has none."""
+    """Return how a model is written for Hugging Face; raise if its spec does not say."""
     if spec.hf is None:
         raise UserError(
             f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain safetensors by its own "
@@ -54,77 +63,76 @@ def require_hf_spec(spec: ModelSpec) -> HuggingFace:
 
 
 class Translation:
-    """Names, shapes and steps of a model here and over there. An error where the model has no form there."""
+    """Names, shapes and transforms between a model and its Hugging Face folder; raises if the model has no names."""
 
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
         self.hf = require_hf_spec(spec)
         self.config = self.hf.config(flavor)
         model, self.table = build_meta_model(spec, flavor)
-        parameters = dict(model.named_parameters())
-        kept = model.state_dict().keys()
-        faults = [f"{name}: the table has no name for it" for name, rule in self.table.items() if not rule.hf]
-        faults += [f"{name}: no table names a buffer" for name, _ in model.named_buffers() if name in kept]
+        persistent = model.state_dict().keys()
+        faults = [f"{name}: the table has no Hugging Face name" for name, rule in self.table.items() if not rule.hf]
+        faults += [f"{name}: a buffer has no name" for name, _ in model.named_buffers() if name in persistent]
         if faults:
             raise UserError(f"{spec.name} can't be written for Hugging Face:\n  " + "\n  ".join(faults))
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def outputs(self, dtype: torch.dtype) -> list[Output]:
-        """Every tensor over there, in the model's order."""
-        parts: dict[str, dict[int, str]] = {}
+    def hf_tensors(self, dtype: torch.dtype) -> list[HFTensor]:
+        """Return every tensor of the folder, in the model's order."""
+        slices: dict[str, dict[int, str]] = {}
         for name, rule in self.table.items():
-            parts.setdefault(rule.hf_name(name), {})[rule.part.index if rule.part else 0] = name
-        found = []
-        for there, names in parts.items():
-            rule, ordered = self.table[names[0]], tuple(names[i] for i in range(len(names)))
-            assert len(names) == (rule.part.of if rule.part else 1), f"the table lacks parts of {there}"
+            slices.setdefault(rule.hf_name(name), {})[rule.part.index if rule.part else 0] = name
+        tensors = []
+        for hf_name, names in slices.items():
+            rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
+            assert len(names) == (rule.part.of if rule.part else 1), f"the table lacks parts of {hf_name}"
             dim = rule.part.dim if rule.part else 0
-            example = make([torch.empty(self.shapes[n], device="meta") for n in ordered], rule.via, dim)
-            found.append(Output(there, ordered, tuple(example.shape), dtype, rule.via, dim))
-        return found
+            example = _to_hf([torch.empty(self.shapes[n], device="meta") for n in parameters], rule.via, dim)
+            tensors.append(HFTensor(hf_name, parameters, tuple(example.shape), dtype, rule.via, dim))
+        return tensors
 
-    def read(self, name: str, box: Box | None, read: Read) -> torch.Tensor:
-        """A box of the tensor `name`, or all of it."""
+    def read(self, name: str, region: Box | None, read: ReadRegion) -> torch.Tensor:
+        """Read a region of the parameter `name`, or all of it."""
         rule, shape = self.table[name], self.shapes[name]
-        there, part = rule.hf_name(name), rule.part
+        fused = rule.part
 
-        def read_part(wanted: Box, size: Sequence[int]) -> torch.Tensor:
-            if part:
-                first = part.index * size[part.dim]
-                moved = slice(first + wanted[part.dim].start, first + wanted[part.dim].stop)
-                wanted = (*wanted[: part.dim], moved, *wanted[part.dim + 1 :])
-            return read(there, wanted)
+        def read_hf(wanted: Box, size: Sequence[int]) -> torch.Tensor:
+            if fused:
+                offset = fused.index * size[fused.dim]
+                shifted = slice(offset + wanted[fused.dim].start, offset + wanted[fused.dim].stop)
+                wanted = (*wanted[: fused.dim], shifted, *wanted[fused.dim + 1 :])
+            return read(rule.hf_name(name), wanted)
 
-        return read_box(read_part, rule.via, box or tuple(slice(0, size) for size in shape), shape)
-
-
-Read = Callable[[str, Box], torch.Tensor]
-"""Reads a box of a tensor over there, by its name."""
+        return read_region(read_hf, rule.via, region or tuple(slice(0, size) for size in shape), shape)
 
 
-def read_box(
-    read: Callable[[Box, Sequence[int]], torch.Tensor], via: Sequence[WeightTransform], box: Box, shape: Sequence[int]
+def read_region(
+    read_hf: Callable[[Box, Sequence[int]], torch.Tensor],
+    transforms: Sequence[WeightTransform],
+    region: Box,
+    shape: Sequence[int],
 ) -> torch.Tensor:
-    """A box of a tensor of this shape here, by reading what its steps need over there.
+    """Read a region of a parameter of this shape, and of the folder's tensor only what its transforms need.
 
-    `read` is given the box there, and the shape of all of it.
+    `read_hf` takes the region of the folder's tensor, and that tensor's shape.
     """
-    if not via:
-        return read(box, shape)
-    there, here, step = via[0].source_region(box, shape)
-    shape_there = via[0].to_hf(torch.empty(tuple(shape), device="meta")).shape
-    found = step.from_hf(read_box(read, via[1:], there, shape_there))
-    return found[tuple(slice(b.start - h.start, b.stop - h.start) for b, h in zip(box, here, strict=True))]
+    if not transforms:
+        return read_hf(region, shape)
+    hf_region, own_region, transform = transforms[0].source_region(region, shape)
+    hf_shape = transforms[0].to_hf(torch.empty(tuple(shape), device="meta")).shape
+    weight = transform.from_hf(read_region(read_hf, transforms[1:], hf_region, hf_shape))
+    pairs = zip(region, own_region, strict=True)
+    return weight[tuple(slice(wanted.start - own.start, wanted.stop - own.start) for wanted, own in pairs)]
 
 
 def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The files beside the tensors: config.json, generation_config.json, and what the tokenizer has."""
+    """Return the files beside the tensors: config.json, generation_config.json, and those of the tokenizer."""
     end = tokenizer.end if tokenizer else None
-    ids = {"bos_token_id": end, "eos_token_id": end}  # here a document begins after the end of another
-    found: dict[str, Any] = {
+    ids = {"bos_token_id": end, "eos_token_id": end}  # in titanlite a document begins after the end of another
+    texts: dict[str, Any] = {
         "config.json": {**config, **ids, "torch_dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": ids,
     }
-    files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in found.items()}
+    files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in texts.items()}
     if tokenizer and tokenizer.assets:
         assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
         files |= {path.name: path.read_bytes() for path in assets if path.is_file()}
@@ -132,25 +140,24 @@ def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenize
 
 
 def config_faults(config: Mapping[str, Any], translation: Translation) -> list[str]:
-    """What a config.json says otherwise than the model: shapes do not show heads, epsilons or wavelengths."""
-    theirs, found = _in_old_words(config), []
-    for key, value in translation.config.items():
-        if key in ("architectures", *translation.hf.unchecked_config_keys) or key not in theirs:
-            continue
-        if theirs[key] != value:
-            found.append(f"config.json: {key} {json.dumps(theirs[key])}, {json.dumps(value)} here")
-    return found
+    """Return where a config.json contradicts the model: shapes do not show heads, epsilons or wavelengths."""
+    theirs, ignored = _normalize_rope(config), ("architectures", *translation.hf.unchecked_config_keys)
+    return [
+        f"config.json: {key} {json.dumps(theirs[key])}, but the model has {json.dumps(value)}"
+        for key, value in translation.config.items()
+        if key not in ignored and key in theirs and theirs[key] != value
+    ]
 
 
-def _in_old_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes the wavelengths' numbers as one table."""
-    found = dict(config)
-    if isinstance(rope := found.pop("rope_parameters", None), dict):
+def _normalize_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary keys as transformers 4 writes them; transformers 5 has one table."""
+    config = dict(config)
+    if isinstance(rope := config.pop("rope_parameters", None), dict):
         rope = dict(rope)
-        found["rope_theta"] = rope.pop("rope_theta", found.get("rope_theta"))
-        found["rope_scaling"] = rope
-    if isinstance(scaling := found.get("rope_scaling"), dict):
+        config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
+        config["rope_scaling"] = rope
+    if isinstance(scaling := config.get("rope_scaling"), dict):
         kind = scaling.get("rope_type", scaling.get("type"))
         values = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
-        found["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **values}
-    return found
+        config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **values}
+    return config

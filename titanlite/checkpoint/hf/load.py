@@ -1,0 +1,122 @@
+"""Read weights from a Hugging Face folder, into a model's shards or into a checkpoint.
+
+All names, shapes and config.json are compared before anything is read; then each rank reads the regions that its shards
+need.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.commit import commit, to_json
+from titanlite.checkpoint.hf.files import Reader
+from titanlite.checkpoint.hf.names import Translation, config_faults
+from titanlite.checkpoint.load import check_exclude_patterns
+from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
+from titanlite.checkpoint.resume import excluded
+from titanlite.errors import UserError, first_line, some_of
+from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.registry import ModelSpec
+from titanlite.runtime import store
+
+
+class HuggingFaceFolder:
+    """A Hugging Face folder that fits a model, opened; raises an error that names all that does not fit."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self._reader, self.translation = Reader(folder), Translation(spec, flavor)
+        table = self.translation.table
+        check_exclude_patterns(exclude, {f"model.{name}" for name in table})
+        self.names = [name for name in table if not excluded(f"model.{name}", exclude)]
+        self._config = _read_config(folder)
+        faults = [*self._reader.faults, *config_faults(self._config, self.translation), *self._differences()]
+        if faults:
+            raise UserError(f"{folder} does not fit {spec.name} as configured; nothing was read:{some_of(faults)}")
+
+    def _differences(self) -> Iterator[str]:
+        shapes, hf = self._reader.shapes, self.translation.hf
+        expected = {tensor.name: tensor.shape for tensor in self.translation.hf_tensors(torch.float32)}
+        # Saved without its head class, as the hub's GPT-2, a model lacks the first component of every name.
+        bare = {name: name.partition(".")[2] for name in expected}
+        is_bare = not expected.keys() & shapes and set(bare.values()) & shapes.keys()
+        self._name_in_folder = bare if is_bare else {name: name for name in expected}
+        needed = {self.translation.table[name].hf_name(name) for name in self.names}
+        for name, shape in expected.items():
+            found = shapes.get(self._name_in_folder[name])
+            if found is None and name in needed:
+                yield f"{self._name_in_folder[name]}: missing"
+            elif found is not None and name in needed and found != shape:
+                yield f"{self._name_in_folder[name]}: of shape {list(found)}, but the model has {list(shape)}"
+        tied = self._config.get("tie_word_embeddings") and any(rule.tied for rule in self.translation.table.values())
+        for name in sorted(shapes.keys() - set(self._name_in_folder.values())):
+            if not (excluded(name, hf.ignored_tensors) or (tied and name == "lm_head.weight")):
+                yield f"{name}: unexpected"
+
+    def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a parameter: the region of it that the tensor `like` holds on this rank, or all of it."""
+        region = None if like is None else box_of(like)
+        return self.translation.read(
+            name, region, lambda hf_name, part: self._reader.read(self._name_in_folder[hf_name], part)
+        )
+
+    @torch.no_grad()
+    def fill(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's part of every parameter into `model.NAME`."""
+        for name in self.names:
+            tensor = live[f"model.{name}"]
+            local = local_part(tensor)
+            if local.numel():
+                local.copy_(self.read(name, tensor))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(store.read(path)) if store.exists(path) else {}
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"{path} is not a valid config.json: {first_line(error)}") from None
+    return config
+
+
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that are read when they are looked up."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._read = list(names), read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def to_checkpoint(
+    source: HuggingFaceFolder, root: Path, dtype: torch.dtype, config: str, environment: dict[str, Any]
+) -> Path:
+    """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process."""
+    shapes = source.translation.shapes
+    tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
+    weights = _LazyTensors(tensors, lambda name: source.read(name.removeprefix("model.")).to(dtype).contiguous())
+    documents = {
+        STATE: to_json({"position": asdict(Position()), "numbers": {}, "streams": {}}),
+        CONFIG: config.encode(),
+        ENVIRONMENT: to_json(environment),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        commit(root, 0, tensors, weights, None, lambda _: documents, weights_only=True, group=None)
+    return step_folder(root, 0)

@@ -1,0 +1,101 @@
+"""Every file-system call that checkpoints make. Today the store is a folder that all ranks share; a bucket would be
+another implementation of these functions.
+
+`checkpoint/commit.py` rests on three promises: what `write` and `sync` were given is on the disk when they return,
+the same holds for the new name that `rename` gives, and `rename` is atomic.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_BLOCK_BYTES = 1 << 22
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+def list_folder(folder: Path) -> dict[str, Path]:
+    """Return what a folder holds, by name; nothing where there is no folder."""
+    return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def modified(path: Path) -> float:
+    """Return when a path last changed, in seconds since the epoch."""
+    return path.stat().st_mtime
+
+
+def read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def crc32(path: Path) -> int:
+    """Return the checksum of a file, read in blocks."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, unless it exists."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def write(path: Path, content: bytes, halfway: Callable[[], None] = lambda: None) -> None:
+    """Write a file; tests interrupt it in `halfway`, when half of the bytes are in the file."""
+    with path.open("wb") as file:
+        half = len(content) // 2
+        file.write(content[:half])
+        file.flush()
+        halfway()
+        file.write(content[half:])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_and_sum(path: Path) -> tuple[int, int]:
+    """Bring a file's bytes to the disk, and compute its checksum meanwhile; return its size and checksum."""
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(sync, path)
+        checksum = crc32(path)
+        synced.result()
+    return size(path), checksum
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or folder; a file of the new name is replaced."""
+    path.replace(target)
+    sync(target.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, or a folder with what it holds, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
