@@ -28,8 +28,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from tests.jobs import TINY, trainer  # noqa: E402
-from titanlite.checkpoint.manager import Checkpoints, SaveRecord  # noqa: E402
-from titanlite.checkpoint.state import Position  # noqa: E402
+from titanlite.checkpoint.manager import Checkpoints, PendingSave  # noqa: E402
+from titanlite.checkpoint.manifest import Position  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
@@ -97,7 +97,7 @@ def _synchronous(run: Trainer) -> Checkpoints:
     return other
 
 
-def _saved(run: Trainer, by: Checkpoints, step: int) -> SaveRecord:
+def _saved(run: Trainer, by: Checkpoints, step: int) -> PendingSave:
     dist.barrier()
     by.save(Position(step, 0, 0, 0, 0, ""), run.state, None)
     by.finish()

@@ -75,9 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(pool, run):
     flip(run / "checkpoint/step-3/__1_0.distcp", 5000)
     for step, _, log in pool.run(begun, SAVING, str(run), world=2):
         assert step == 2
-        assert (
-            log[0] == f"passed over {run}/checkpoint/step-3/__1_0.distcp: its bytes are not those that were written"
-        )
+        assert log[0] == f"skipping checkpoint: {run}/checkpoint/step-3/__1_0.distcp: checksum mismatch"
         assert f"resumed step 2 from {run}/checkpoint/step-2" in log
     assert steps_in(run) == ["step-1", "step-2"] and len(list(run.glob("previous/*/checkpoint/step-3"))) == 1
 
@@ -108,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, run):
 def test_what_is_asked_for_and_missing_is_an_error(pool, run, tmp_path):
     for argv, says in (
         ([*SAVING, "--checkpoint.load_step=7"], "no such checkpoint in"),
-        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is no committed checkpoint"),
+        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is not a committed checkpoint"),
     ):
         ((step, said, _),) = pool.run(begun, argv, str(run), world=1)
         assert step == -1 and says in said
@@ -148,10 +146,10 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tupl
     """What a strict load says, and whether the live weights are as they were."""
     run = trainer(argv, folder)
     before = weights(run)
-    source = at_path(Path(path), True, everyone(), weights_only=False)
+    resume = replace(at_path(Path(path), True, everyone(), weights_only=False), exclude=exclude)
     said = "loaded"
     try:
-        restore(source, run.state, exclude, everyone())
+        restore(resume, run.state, everyone())
     except UserError as error:
         said = str(error)
     return said, all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
@@ -165,11 +163,11 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tupl
             "w1.weight: float32 of shape [32, 16] in the checkpoint, float32 of shape [64",
         ),
         ("--model.overrides.n_layers=3", "model.layers.2.attention.wq.weight: not in the checkpoint"),
-        ("--model.overrides.n_layers=1", "model.layers.1.attention.wq.weight: in the checkpoint alone"),
-        ("--optimizer.name=SGD", "optimizer.layers.0.attention.wk.weight.exp_avg: in the checkpoint alone"),
+        ("--model.overrides.n_layers=1", "model.layers.1.attention.wq.weight: only in the checkpoint"),
+        ("--optimizer.name=SGD", "optimizer.layers.0.attention.wk.weight.exp_avg: only in the checkpoint"),
         (
             " ".join(FLOAT64),
-            "float32 of shape [16, 16] in the checkpoint, float64 of shape [16, 16] here",
+            "float32 of shape [16, 16] in the checkpoint, float64 of shape [16, 16] in this run",
         ),
     ],
 )

@@ -15,8 +15,16 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_unti
 from tests.jobs import TINY, full, trainer
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
-from titanlite.checkpoint.manifest import SEEN_BY_ALL, File, Manifest, faults, is_complete, read_manifest, step_folder
-from titanlite.checkpoint.retention import steps_to_delete
+from titanlite.checkpoint.manifest import (
+    SEEN_BY_ALL,
+    File,
+    Manifest,
+    faults,
+    is_complete,
+    read_manifest,
+    step_folder,
+    steps_to_delete,
+)
 from titanlite.checkpoint.state import TrainingState
 
 
@@ -53,18 +61,18 @@ def fails_at(fatal: str, on_rank: int, argv: list[str], folder: str, only_step: 
     whole, log_and_lines = commit.failpoint, keeping_log()
     run = trainer(argv, folder, log_and_lines[0])
 
-    def failpoint(point: str) -> None:
-        flight = run.checkpoints._flight
-        if point == fatal and rank() == on_rank and flight and flight.step == only_step:
+    def failpoint(name: str) -> None:
+        flight = run.checkpoints._pending
+        if name == fatal and rank() == on_rank and flight and flight.step == only_step:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(point)
+        whole(name)
 
     fetch = run.next_micro_batches
 
     def next_micro_batches() -> list:
-        flight = run.checkpoints._flight
+        flight = run.checkpoints._pending
         if flight and flight.step == only_step:
-            flight.wait()  # it has failed when the next step begins
+            flight.join()  # it has failed when the next step begins
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
@@ -95,7 +103,7 @@ def test_with_warn_the_run_goes_on_and_the_next_save_works(pool, tmp_path, mode)
     argv += [f"--checkpoint.async_mode={mode}"]
     for said, step, log in pool.run(fails_at, "half a file", 1, argv, str(tmp_path), 4, world=2):
         assert (said, step) == ("nothing", 8)
-        assert any("step 4 failed on rank 1" in line and "training goes on" in line for line in log)
+        assert any("step 4 failed on rank 1" in line and "training continues" in line for line in log)
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
@@ -139,16 +147,16 @@ def test_the_last_checkpoint_may_hold_the_weights_alone(pool, tmp_path):
     manifest = read_manifest(tmp_path / "checkpoint/step-3")
     assert manifest.weights_only and all(name.startswith("model.") for name in manifest.tensors)
     (part,) = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path), world=1)
-    assert part["begun"] == 2 and any("holds the weights alone" in line for line in part["log"])
+    assert part["begun"] == 2 and any("contains weights only" in line for line in part["log"])
     assert steps_in(tmp_path) == ["step-2", "step-4"] and list(tmp_path.glob("previous/*/checkpoint/step-3"))
 
 
 def minutes(folder: str) -> list[str]:
     run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
     if rank() == 0:
-        run.checkpoints._last -= 61  # the clock of rank 0 decides
+        run.checkpoints._last_save -= 61  # the clock of rank 0 decides
     else:
-        run.checkpoints._last += 1000
+        run.checkpoints._last_save += 1000
     run.train()
     return steps_in(Path(folder))
 
@@ -273,7 +281,7 @@ def test_a_manifest_guards_each_of_its_bytes(tmp_path):
     for place in range(len(raw)):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
         assert not is_complete(tmp_path / "step-1")
-        with pytest.raises(Exception, match=r"manifest\.json: not as it was written"):
+        with pytest.raises(Exception, match=r"manifest\.json: damaged, not as it was written"):
             read_manifest(tmp_path / "step-1")
 
 

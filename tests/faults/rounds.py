@@ -88,19 +88,19 @@ def train_and_die(plan: Plan, folder: str) -> None:
     saves: set[int] = set()
 
     def die(point: str) -> None:
-        flight = alive[0].checkpoints._flight if alive else None
+        flight = alive[0].checkpoints._pending if alive else None
         step = flight.step if flight else max(saves, default=-1)
-        death = Death(point, step, bool(flight and (flight.flying or flight.thread is None)))
+        death = Death(point, step, bool(flight and (flight.in_progress or flight.ident is None)))
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def failpoint(point: str) -> None:
-        flight = alive[0].checkpoints._flight if alive else None
-        if point != plan.point or flight is None:
+    def failpoint(name: str) -> None:
+        flight = alive[0].checkpoints._pending if alive else None
+        if name != plan.point or flight is None:
             return
         saves.add(flight.step)
         if len(saves) == plan.save:
-            die(point)
+            die(name)
 
     if rank() == plan.rank and plan.point:
         commit.failpoint = failpoint
@@ -243,8 +243,8 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
     run = trainer([*argv, f"--comm.train_timeout_seconds={timeout:g}"], folder)
     slow = iter([True])
 
-    def failpoint(point: str) -> None:
-        if point == "half a file" and rank() == 1 and next(slow, False):
+    def failpoint(name: str) -> None:
+        if name == "half a file" and rank() == 1 and next(slow, False):
             time.sleep(seconds)
 
     whole, commit.failpoint = commit.failpoint, failpoint
@@ -265,7 +265,7 @@ def memory_of_saves(saves: int, folder: str) -> list[float]:
     larger = [f"--model.overrides.{size}" for size in ("dim=256", "hidden_dim=1024", "n_layers=4")]
     argv = [*ARGV, *larger, "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
     run = trainer([*argv, "--training.local_batch_size=1", f"--training.steps={saves}"], folder)
-    land, found = run.checkpoints._note, []
+    land, found = run.checkpoints._record_success, []
     libc = ctypes.CDLL(None)
 
     def noted(flight: Any) -> None:
@@ -275,6 +275,6 @@ def memory_of_saves(saves: int, folder: str) -> list[float]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
-    run.checkpoints._note = noted  # type: ignore[method-assign]
+    run.checkpoints._record_success = noted  # type: ignore[method-assign]
     run.train()
     return found

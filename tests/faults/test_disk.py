@@ -64,8 +64,8 @@ def on_a_bad_disk(how: str, on_failure: str, folder: str) -> tuple[str, list[str
 
     def next_micro_batches() -> list:
         nonlocal mend
-        if run.checkpoints._flight:
-            run.checkpoints._flight.wait()
+        if run.checkpoints._pending:
+            run.checkpoints._pending.join()
         if run.step == 4:
             mend = break_disk(how, Path(folder) / "checkpoint")
         if run.step == 6:
@@ -102,7 +102,7 @@ def test_with_warn_a_disk_that_was_full_is_written_to_again(pool, tmp_path, smal
     how = "full" if small_disk else "limit"
     for said, lines in pool.run(on_a_bad_disk, how, "warn", str(tmp_path), world=2):
         (warned,) = [number for number, line in enumerate(lines) if WORDS[how] in line]
-        assert said == "" and lines[warned - 1].startswith("step:  5") and "training goes on" in lines[warned]
+        assert said == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 

@@ -114,7 +114,7 @@ def _steps_on_rank_0(root: Path, group: dist.ProcessGroup) -> list[int]:
 
 
 def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and what is wrong on any rank; with `full` every rank reads an equal share of the bytes."""
+    """Return the manifest, and what is wrong on any rank; with `full` each rank reads an equal share of the bytes."""
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(folder)

@@ -66,12 +66,10 @@ class PendingSave(threading.Thread):
         self.warning = ""
 
     def run(self) -> None:
-        began = time.monotonic()
         try:
             self._write(self)
         except BaseException as error:
             self.error = error
-        self.costs["write"] = time.monotonic() - began
 
     @property
     def in_progress(self) -> bool:
@@ -227,9 +225,7 @@ class Checkpoints:
         """Save the state as it is now. Return when it is copied, or without async_mode when it is committed."""
         began = time.monotonic()
         if self._pending and self._pending.in_progress:
-            self._log.info(
-                f"save of step {position.step} is waiting for step {self._pending.step} to finish writing"
-            )
+            self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
         self._wait_for_pending()
         self._last_save = began
         weights_only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
@@ -288,8 +284,9 @@ class Checkpoints:
                 ENVIRONMENT: commit.to_json(environment),
             }
 
-        step, group = pending.step, self.group
+        began, step, group = time.monotonic(), pending.step, self.group
         commit.commit(self.root, step, tensors, host_copies, rank_payload, make_documents, weights_only, group)
+        pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
             pending.warning = self._delete_old()
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group

@@ -1,7 +1,7 @@
 """A committed checkpoint folder: what it holds, whether it is complete, and which ones may be deleted.
 
-No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing here, or in the modules that
-build on this one, unpickles: where tensors are is in the manifest, which is JSON with a checksum of its own.
+No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing here, or in the modules
+that build on this one, unpickles: where tensors are is in the manifest, which is JSON with a checksum of its own.
 """
 
 from __future__ import annotations

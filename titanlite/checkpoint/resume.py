@@ -1,4 +1,4 @@
-"""Where a run starts: the value that carries it through the trainer, and what a start does with an earlier run's files.
+"""Where a run starts: a value that the trainer carries, and what a start does with the files of an earlier run.
 
 No torch: the launcher asks whether a run is finished before there is a worker. `load.py` finds and reads checkpoints.
 """
@@ -69,7 +69,8 @@ class Resume:
         """Refuse to continue in other data, or in another order of it."""
         if not self.continues or excluded(DATA, self.exclude):
             return
-        saved, start_over = self.position, f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
+        saved = self.position
+        start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
         if saved.fingerprint != fingerprint:
             raise UserError(
                 f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was trained on "
@@ -77,8 +78,8 @@ class Resume:
             )
         if saved.seed != seed:
             raise UserError(
-                f"debug.seed = {seed}, but {self.folder} was trained with {saved.seed}, which orders the data: remove "
-                f"the key, {start_over}"
+                f"debug.seed = {seed}, but {self.folder} was trained with {saved.seed}, which orders the data: "
+                f"remove the key, {start_over}"
             )
 
     def stream_state(self, coordinate: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class TrainingState:
 def _state_after_a_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """Return what an optimizer keeps for a parameter of this kind, from a step on a probe of 2 elements per dimension.
+    """Return what an optimizer keeps for a parameter of this kind, from a step on a probe of two per dimension.
 
     A step of the real optimizer with zero gradients would need memory for all of them, run its hooks and collectives,
     and be repeated at each save by optimizers that keep no state.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.resume import finished_message, last_saved_message, make_way
+from titanlite.checkpoint.resume import finished_message, last_saved_message, archive_previous_run
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import CommandLine, load, parse_command_line
 from titanlite.errors import RunFailed, UserError, nearest
@@ -126,7 +126,7 @@ def _run(
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (message := make_way(job.config)):
+        if nodes.rank == 0 and (message := archive_previous_run(job.config)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
         terminal.start()

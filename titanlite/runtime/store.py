@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 20
 
 
 def exists(path: Path) -> bool:
@@ -41,10 +41,10 @@ def read(path: Path) -> bytes:
 
 def crc32(path: Path) -> int:
     """Return the checksum of a file, read in blocks."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            checksum = zlib.crc32(block, checksum)
+    checksum, block = 0, memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            checksum = zlib.crc32(block[:count], checksum)
     return checksum
 
 

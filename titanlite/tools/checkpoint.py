@@ -225,9 +225,9 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
 def _write_plain(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
     import torch
 
-    from titanlite.checkpoint.hf.export import export, fetch_from, plain_outputs
+    from titanlite.checkpoint.hf.export import export, fetch_from, plain_tensors
 
-    outputs = plain_outputs(manifest, getattr(torch, arguments.dtype or _config(folder).checkpoint.export_dtype))
+    outputs = plain_tensors(manifest, getattr(torch, arguments.dtype or _config(folder).checkpoint.export_dtype))
     config = {CONFIG: (folder / CONFIG).read_bytes()}
     export(target, outputs, config, fetch_from(folder, manifest))
 
@@ -267,13 +267,13 @@ def _write_hf(folder: Path, manifest: Manifest, target: Path, arguments: Namespa
         tokenizer = JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     beside = documents(translation.config, dtype, tokenizer)
-    export(target, translation.outputs(dtype), beside, fetch_from(folder, manifest))
+    export(target, translation.hf_tensors(dtype), beside, fetch_from(folder, manifest))
 
 
 def _import(arguments: Namespace, overrides: list[str]) -> int:
     import torch
 
-    from titanlite.checkpoint.hf.export import HuggingFaceFolder, to_checkpoint
+    from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
 

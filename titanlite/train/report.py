@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.checkpoint.manager import SaveRecord
+from titanlite.checkpoint.manager import PendingSave
 from titanlite.config.job import Job
 from titanlite.data.stream import Stream
 from titanlite.data.windows import Windows
@@ -131,12 +131,12 @@ class Report:
         for sink in self.sinks:
             sink.validation(step, loss)
 
-    def log_saves(self, records: list[SaveRecord]) -> None:
-        """Record what finished saves cost, and empty the list."""
+    def log_saves(self, records: list[PendingSave]) -> None:
+        """Record what committed saves cost, and empty the list."""
         while records:
-            record = records.pop(0)
+            save = records.pop(0)
             for sink in self.sinks:
-                sink.checkpoint(record.step, record.costs)
+                sink.checkpoint(save.step, save.costs)
 
     def close(self) -> None:
         for sink in self.sinks:

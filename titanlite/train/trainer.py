@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from titanlite.checkpoint.changes import changes, check_data
-from titanlite.checkpoint.load import DATA, Source, excluded
 from titanlite.checkpoint.manager import Checkpoints
-from titanlite.checkpoint.state import Position, TrainingState
+from titanlite.checkpoint.manifest import Position
+from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
@@ -53,17 +52,16 @@ class Trainer:
         config = job.config
         self.job, self.place, self.device, self.log = job, place, device, log
         self.folder = Path(config.job.dump_folder)
-        self.step, self.tokens, self.consumed = 0, 0, 0
         if config.debug.deterministic:
             use_deterministic_algorithms()
         self._agree("the config", _identity(job.given))
         self._agree("the kind of device", device.type)
         self.mesh = build_mesh(job.layout, device.type)
         self.checkpoints = Checkpoints(job, place, device, log)
-        self.source = self.checkpoints.find()
-        self.resumed = self.source if isinstance(self.source, Source) and self.source.resume else None
-        known = self.resumed.position.seed if self.resumed else None
-        self.seed = agree_on_seed(known if config.debug.seed is None else config.debug.seed)
+        self.resume = self.checkpoints.find()
+        self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
+        self.consumed = self.resume.consumed
+        self.seed = agree_on_seed(self.resume.seed if config.debug.seed is None else config.debug.seed)
         self._open_data()
         self._build_model()
         self._restore()
@@ -79,8 +77,7 @@ class Trainer:
         self.share = RankSlice(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
         self.data = training_data(job, self.tokenizer, self.seed)
         self._agree("the data of [training]", self.data.fingerprint)
-        if self.resumed:
-            check_data(self.resumed, job, self.seed, self.data.fingerprint)
+        self.resume.check_data(self.seed, self.data.fingerprint)
         if config.validation.enable:
             held_out = validation_data(job, self.tokenizer)
             self._agree("the data of [validation]", held_out.fingerprint)
@@ -129,19 +126,12 @@ class Trainer:
         )
 
     def _restore(self) -> None:
-        """Take the state, and the place in the run and in the data, from where the run begins."""
+        """Load what the run starts from."""
         self.state = TrainingState(self.parts, self.runner.optimizer)
-        self.checkpoints.restore(self.source, self.state)
-        if self.source:
+        self.checkpoints.restore(self.resume, self.state)
+        if self.resume.folder:
             check_replicas(self.parts, "after loading", self.device, self.runner.optimizer)
         self.runner.notify_converters()
-        if self.resumed:
-            saved = self.resumed.position
-            self.step, self.tokens = saved.step, saved.tokens
-            if not excluded(DATA, self.job.config.checkpoint.exclude_from_loading):
-                self.consumed = saved.consumed
-            for line in changes(self.resumed, self.job, self.parts[0]):
-                self.log.info(line)
 
     def describe(self) -> list[str]:
         """Return the lines that the start of the run prints."""
@@ -161,9 +151,7 @@ class Trainer:
         gc.freeze()  # what was built stays: looking through it again costs 0.1 s a time
         loader = build_loader(self.data, self.share, self.consumed, None, config.training.dataloader)
         if isinstance(loader, StreamLoader) and self.consumed:
-            assert self.resumed
-            streams = self.resumed.streams  # another rank's will do to be told that they don't fit
-            loader.load_state_dict(streams.get(str(self.share.coordinate)) or next(iter(streams.values())))
+            loader.load_state_dict(self.resume.stream_state(self.share.coordinate))
         self.batches = BatchPrefetcher(loader, self.device)
         self.report.clock.restart()
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.resume import finished_message, make_way
+from titanlite.checkpoint.resume import finished_message, archive_previous_run
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
@@ -92,7 +92,7 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         if LAUNCHED not in environ:  # otherwise the launcher did this
             if rank.rank == 0:
                 finished = finished_message(config)
-                messages = [finished, "" if finished else make_way(config)]
+                messages = [finished, "" if finished else archive_previous_run(config)]
             dist.broadcast_object_list(messages)
         finished, notice = messages
         log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))

@@ -1,9 +1,9 @@
 """Write weights of a run or of a checkpoint into a folder that other tools read.
 
-Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank, each keeping its own
-file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or a single
-larger tensor, and the one that is being gathered; never the model. The folder is staged and renamed as a checkpoint
-is, and its bytes are the same from any mesh.
+Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank, each keeping its
+own file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or a
+single larger tensor, and the one that is being gathered; never the model. The folder is staged and renamed as a
+checkpoint is, and its bytes are the same from any mesh.
 """
 
 from __future__ import annotations

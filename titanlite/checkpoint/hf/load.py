@@ -1,7 +1,7 @@
 """Read weights from a Hugging Face folder, into a model's shards or into a checkpoint.
 
-All names, shapes and config.json are compared before anything is read; then each rank reads the regions that its shards
-need.
+All names, shapes and config.json are compared before anything is read; then each rank reads the regions that its
+shards need.
 """
 
 from __future__ import annotations

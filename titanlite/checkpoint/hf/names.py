@@ -1,7 +1,7 @@
-"""Translate weights between titanlite's names and a Hugging Face folder's, as the model's table says; no tensor files.
+"""Translate weights between a model's names and those of its Hugging Face folder, as the model's table says.
 
-A rank reads only the region of a tensor that its shard holds: `read_region` asks for as much of the folder's tensor as
-the transforms need.
+A rank reads only the region of a tensor that its shard holds: `read_region` asks for as much of the folder's tensor
+as the transforms need. How files are read is left to `files.py`.
 """
 
 from __future__ import annotations
