@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.resume import finished_message, last_saved_message, archive_previous_run
+from titanlite.checkpoint.resume import archive_previous_run, finished_message, last_saved_message
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import CommandLine, load, parse_command_line
 from titanlite.errors import RunFailed, UserError, nearest

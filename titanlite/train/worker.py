@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.resume import finished_message, archive_previous_run
+from titanlite.checkpoint.resume import archive_previous_run, finished_message
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
