@@ -1,11 +1,10 @@
-"""How fast shuffled windows come from memory-mapped shards, beside a bare numpy gather of the same windows.
+"""Compare the loader's speed on memory-mapped shards with a plain numpy gather of the same windows.
 
     python scripts/bench/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
 
-Rounds take turns: the bare gather (one copy of each window, in the same order, in this thread), then the trainer's
-loader, alone in this thread, and with 0, 1 and 2 workers read ahead by another thread, as training reads it. There
-nothing else happens meanwhile, so that handing over a batch counts in full. Ratios of medians; a worker's start is
-not counted.
+Each round times the plain gather (one copy of each window, in the same order, in this thread), then the trainer's
+loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as in training. Nothing else runs
+meanwhile, so the time to hand over a batch counts fully. Prints ratios of medians; the start of workers is excluded.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from titanlite.data.shuffle import Order, RankSlice  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
-WAYS = {"alone": 0, "read ahead, 0 workers": 0, "read ahead, 1 worker": 1, "read ahead, 2 workers": 2}
+WORKERS = {"alone": 0, "read ahead, 0 workers": 0, "read ahead, 1 worker": 1, "read ahead, 2 workers": 2}
 WARM_UP, MEASURED = 40, 200
-"""Batches: a worker's start and its first ones, and those that count."""
+"""Batches: those before the clock starts, and those that are timed."""
 
 
 def main() -> None:
@@ -42,51 +41,53 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    bare, loaded = list[float](), {way: list[float]() for way in WAYS}
+    arguments = parser.parse_args()
+    gathered, loaded = list[float](), {case: list[float]() for case in WORKERS}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS, dtype=np.uint16)
         np.save(f"{folder}/0.npy", tokens)
         source = ShardSource("bench", Path(folder), VOCAB, end=-1)
-        data = Windows([Concatenated(source, asked.seq, False, "bench")], asked.seq, 0, repeat=True)
-        for _ in range(asked.rounds):
-            bare.append(_bare(Path(folder) / "0.npy", asked.seq))
-            for way, workers in WAYS.items():
-                loaded[way].append(_loaded(data, workers, way != "alone"))
-    rate = MEASURED * BATCH * asked.seq / np.median(bare) / 1e6
-    print(f"bare gather: {rate:.0f} million tokens per second, {BATCH} windows of {asked.seq} at a time; of that")
-    found = {}
-    for way, seconds in loaded.items():
-        speed = ratio(bare, seconds)
-        print(f"  the loader, {way:<22} {speed}")
-        found[way] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
-    if asked.json:
-        keep(asked.json, "loading", found)
+        data = Windows([Concatenated(source, arguments.seq, False, "bench")], arguments.seq, 0, repeat=True)
+        for _ in range(arguments.rounds):
+            gathered.append(_time_gather(Path(folder) / "0.npy", arguments.seq))
+            for case, workers in WORKERS.items():
+                loaded[case].append(_time_loader(data, workers, case != "alone"))
+    rate = MEASURED * BATCH * arguments.seq / np.median(gathered) / 1e6
+    print(
+        f"bare gather: {rate:.0f} million tokens per second, {BATCH} windows of {arguments.seq} at a time; relative to it:"
+    )
+    results = {}
+    for case, seconds in loaded.items():
+        speed = ratio(gathered, seconds)
+        print(f"  the loader, {case:<22} {speed}")
+        results[case] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
+    if arguments.json:
+        keep(arguments.json, "loading", results)
 
 
-def _bare(path: Path, seq: int) -> float:
-    """Inputs and labels of each window, as a model takes them."""
+def _time_gather(path: Path, seq: int) -> float:
+    """Return the seconds to gather inputs and labels of each window, as a model takes them."""
     tokens, order = np.load(path, mmap_mode="r"), Order((TOKENS - 1) // seq, 0)
     starts = np.array([order(number) * seq for number in range((WARM_UP + MEASURED) * BATCH)])
-    began = 0.0
+    start_time = 0.0
     for batch, first in enumerate(range(0, len(starts), BATCH)):
         if batch == WARM_UP:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
         rows = np.empty((BATCH, 2, seq), np.int64)
         for row, start in zip(rows, starts[first : first + BATCH], strict=True):
             row[0], row[1] = tokens[start : start + seq], tokens[start + 1 : start + seq + 1]
         torch.from_numpy(rows)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
-def _loaded(data: Windows, workers: int, ahead: bool) -> float:
+def _time_loader(data: Windows, workers: int, prefetch: bool) -> float:
     loader = build_loader(data, RankSlice(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers))
-    with closing(BatchPrefetcher(loader, torch.device("cpu"))) if ahead else nullcontext(iter(loader)) as batches:
+    with closing(BatchPrefetcher(loader, torch.device("cpu"))) if prefetch else nullcontext(iter(loader)) as batches:
         for _ in islice(batches, WARM_UP):
             pass
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         assert sum(1 for _ in batches) == MEASURED
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Speed of `titanlite data prepare` beside the bare tokenizer in a loop, on the same text in the same run.
+"""Compare the speed of `titanlite data prepare` with the tokenizer in a plain loop, on the same text.
 
     python scripts/bench/prepare.py [--rounds 5]
 
-The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate between the bare loop
-(one process, one thread, ids thrown away), prepare with one worker, and prepare with all cores; medians are printed.
+The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate between the plain loop
+(one process, one thread, ids discarded), prepare with one worker, and prepare with all cores; medians are printed.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    module.UNIT_BYTES = 1 << 20  # the text is small, and all cores shall have their part
+    module.UNIT_BYTES = 1 << 20  # the text is small, and every core needs a part of it
     documents = standard_library(held_out=False)
     texts = [(documents.root / n).read_bytes().decode("utf-8", errors="replace") for n in documents.names]
     size = sum(documents.sizes)
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
-        _train(assets, texts)
+        _train_tokenizer(assets, texts)
         tokenizer = load_tokenizer(str(assets))
 
-        def bare() -> None:
+        def plain_loop() -> None:
             for text in texts:
                 tokenizer.encode(text)
 
-        def prepared(workers: int) -> None:
+        def run_prepare(workers: int) -> None:
             shutil.rmtree(assets / "out", ignore_errors=True)
             module.prepare({"stdlib": documents}, str(assets), assets / "out", workers)
 
-        ways: dict[str, Callable[[], None]] = {
-            "bare tokenizer in a loop": bare,
-            "prepare, 1 worker": lambda: prepared(1),
-            f"prepare, {cores()} workers": lambda: prepared(cores()),
+        cases: dict[str, Callable[[], None]] = {
+            "tokenizer in a plain loop": plain_loop,
+            "prepare, 1 worker": lambda: run_prepare(1),
+            f"prepare, {cores()} workers": lambda: run_prepare(cores()),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
-            for name, run in ways.items():
-                began = time.perf_counter()
+            for name, run in cases.items():
+                start = time.perf_counter()
                 run()
-                seconds[name].append(time.perf_counter() - began)
-    first = statistics.median(seconds["bare tokenizer in a loop"])
+                seconds[name].append(time.perf_counter() - start)
+    reference = statistics.median(seconds["tokenizer in a plain loop"])
     print(f"{size / 1e6:.1f} MB of text in {len(texts)} documents, {rounds} rounds, medians")
-    for name, taken in seconds.items():
-        median = statistics.median(taken)
-        print(f"  {name:<26} {size / median / 1e6:6.2f} MB/s   {first / median:.2f} of the bare loop")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        print(f"  {name:<26} {size / median / 1e6:6.2f} MB/s   {reference / median:.2f} of the plain loop")
 
 
-def _train(assets: Path, texts: list[str]) -> None:
+def _train_tokenizer(assets: Path, texts: list[str]) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
