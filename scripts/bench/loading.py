@@ -53,7 +53,9 @@ def main() -> None:
             for case, workers in WORKERS.items():
                 loaded[case].append(_time_loader(data, workers, case != "alone"))
     rate = MEASURED * BATCH * arguments.seq / np.median(gathered) / 1e6
-    print(f"plain gather of {BATCH} windows of {arguments.seq} at a time: {rate:.0f} million tokens per second; of that")
+    print(
+        f"plain gather of {BATCH} windows of {arguments.seq} at a time: {rate:.0f} million tokens a second; of that"
+    )
     results = {}
     for case, seconds in loaded.items():
         speed = ratio(gathered, seconds)

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,6 @@ class Unit:
         return sum(piece.size for piece in self.pieces)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a shard holds."""
-
-    tokens: int
-    documents: int
-
-
 def prepare(
     sources: dict[str, Documents],
     assets: str,
@@ -81,19 +73,16 @@ def prepare(
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {state}", log)
-    finished = ((unit, _finished_counts(staging, unit, tokenizer.vocab_size)) for unit in units)
-    counts = {unit: shard for unit, shard in finished if shard}
-    todo = [unit for unit in units if unit not in counts]
-    if counts:
-        log(f"continuing: {len(counts)} of {len(units)} shards are already done")
+    todo = [unit for unit in units if not _shard_path(staging, unit).exists()]
+    if len(todo) < len(units):
+        log(f"continuing: {len(units) - len(todo)} of {len(units)} shards are already done")
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in todo)
     progress(done, total)
-    for unit, shard in _write_all(todo, staging, assets, workers):
-        counts[unit] = shard
+    for unit in _write_all(todo, staging, assets, workers):
         done += unit.size
         progress(done, total)
-    manifest = {"state": state, **_manifest([(unit, counts[unit]) for unit in units], tokenizer, fingerprint, assets)}
+    manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
     return manifest
 
@@ -126,30 +115,24 @@ def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
     return staging
 
 
-def _shard_path(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:06}.bin"
+def _shard_path(staging: Path, unit: Unit) -> Path:
+    return staging / f"shard-{unit.number:06}.bin"
 
 
-def _finished_counts(staging: Path, unit: Unit, vocab_size: int) -> Counts | None:
-    """Return what a finished shard holds, None if the unit has none yet."""
-    path = _shard_path(staging, unit.number)
-    if not path.exists():
-        return None
-    tokens = (path.stat().st_size - HEADER_BYTES) // id_type(vocab_size).itemsize
-    return Counts(tokens, len(np.load(path.with_suffix(".ends.npy"))))
-
-
-def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> Iterator[tuple[Unit, Counts]]:
-    """Write the units' shards and yield each as it is finished."""
+def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> Iterator[Unit]:
+    """Write the units' shards and yield each unit when its shard is finished."""
     if workers == 1 or len(units) <= 1:
         tokenizer = load_tokenizer(assets)
-        yield from ((unit, _write(unit, staging, tokenizer)) for unit in units)
+        for unit in units:
+            _write(unit, staging, tokenizer)
+            yield unit
         return
     pool = ProcessPoolExecutor(min(workers, len(units)), multiprocessing.get_context("forkserver"))
     try:
         futures = {pool.submit(_write_in_worker, unit, staging, assets): unit for unit in units}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            future.result()
+            yield futures[future]
     except BrokenProcessPool:
         raise UserError("a worker process died (out of memory?); run the same command again to continue") from None
     finally:
@@ -159,15 +142,15 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
 _load_tokenizer_once = cache(load_tokenizer)
 
 
-def _write_in_worker(unit: Unit, staging: Path, assets: str) -> Counts:
+def _write_in_worker(unit: Unit, staging: Path, assets: str) -> None:
     # A worker has one core: the tokenizer's own threads would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return _write(unit, staging, _load_tokenizer_once(assets))
+    _write(unit, staging, _load_tokenizer_once(assets))
 
 
-def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> Counts:
+def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     """Write one shard, under another name until it is complete and on disk."""
-    path = _shard_path(staging, unit.number)
+    path = _shard_path(staging, unit)
     draft = path.with_suffix(f".draft-{socket.gethostname()}-{os.getpid()}")
     dtype = id_type(tokenizer.vocab_size)
     ends: list[int] = []
@@ -188,7 +171,6 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> Counts:
         os.fsync(out.fileno())
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
     draft.rename(path)
-    return Counts(tokens, len(ends))
 
 
 def _batches(all_segments: Iterable[Segment]) -> Iterator[list[Segment]]:
@@ -206,24 +188,26 @@ def _batches(all_segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _manifest(
-    shards: list[tuple[Unit, Counts]], tokenizer: Tokenizer, fingerprint: str, assets: str
+    units: list[Unit], staging: Path, tokenizer: Tokenizer, fingerprint: str, assets: str
 ) -> dict[str, Any]:
-    by_source: dict[str, Counts] = {}
-    for unit, shard in shards:
-        before = by_source.get(unit.source, Counts(0, 0))
-        by_source[unit.source] = Counts(before.tokens + shard.tokens, before.documents + shard.documents)
+    shards: list[dict[str, Any]] = []
+    sources: dict[str, dict[str, int]] = {}
+    for unit in units:
+        path = _shard_path(staging, unit)
+        tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
+        counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
+        shards.append({"file": path.name, **counts, "source": unit.source})
+        source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
+        sources[unit.source] = {key: source[key] + count for key, count in counts.items()}
     return {
         "fingerprint": fingerprint,
-        "tokens": sum(source.tokens for source in by_source.values()),
-        "documents": sum(source.documents for source in by_source.values()),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "documents": sum(shard["documents"] for shard in shards),
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": assets or "bytes",
-        "sources": {name: asdict(source) for name, source in by_source.items()},
-        "shards": [
-            {"file": _shard_path(Path(), unit.number).name, **asdict(shard), "source": unit.source}
-            for unit, shard in shards
-        ],
+        "sources": sources,
+        "shards": shards,
     }
 
 

@@ -34,8 +34,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
         return text_files(f'{key}.dataset_path = "{path}"', path)
     if name == "tokens":
         return None
-    close = nearest(name, NAMES)
-    hint = f"; did you mean {close}?" if close else "."
+    hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
     raise UserError(
         f'{key}.dataset = "{name}" is not a data set{hint} Legal: {", ".join(NAMES)}, '
         "or a data set of the Hugging Face hub: OWNER/NAME"
