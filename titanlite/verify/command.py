@@ -33,20 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
     parser.add_argument(
-        "--model", metavar="NAME", help="the same as --model.name; by default its flavor for debugging"
+        "--model", metavar="NAME", help="same as --model.name (default flavor: the one to debug with)"
     )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every layout with every recomputation, accumulation and variant, the rest covered in pairs; a stopped "
-        "run continues where it stopped",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.md", help="the page that --full writes (default: parity-MODEL.md)"
-    )
-    parser.add_argument(
-        "--fault", metavar="NAME", help="put a known fault in, which the table must notice; list prints their names"
-    )
+    product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
+    parser.add_argument("--full", action="store_true", help=product)
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
+    parser.add_argument("--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them")
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

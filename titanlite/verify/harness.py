@@ -96,18 +96,15 @@ class InstrumentedTrainer(Trainer):
     ) -> torch.Tensor:
         if step > 1:
             return self._forward_backward(step, micro_batches, valid_tokens)
-        with gather_order.gathers_recorded(self.gathered) if self._gathers() else nullcontext():
+        with gather_order.gathers_recorded(self.gathered) if self.job.layout.fsdp > 1 else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         self.measured[measurements.GRADIENT] = measurements.gradients(self.parts[0])
         self.measured[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.runner.parameters, math.inf, math.inf)}
         return loss
 
-    def _gathers(self) -> bool:
-        return self.job.layout.fsdp > 1
-
     def gathered_out_of_order(self) -> str:
         """Return the first group that was not gathered when the schedule says, or an empty string."""
-        if not self._gathers():
+        if self.job.layout.fsdp == 1:
             return ""
         return gather_order.first_difference(
             self.gathered, gather_order.declared(self.job, bool(shared_names(self.parts[0])))

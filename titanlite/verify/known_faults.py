@@ -104,10 +104,10 @@ def _divided_twice() -> Patch:
 def _seed_per_rank() -> Patch:
     draw = parallelize.materialize
 
-    def own(model: Any, table: Any, seed: int, *args: Any, **arguments: Any) -> None:
+    def own_seed(model: Any, table: Any, seed: int, *args: Any, **arguments: Any) -> None:
         draw(model, table, seed + dist.get_rank(), *args, **arguments)
 
-    return patch.multiple(parallelize, materialize=own)
+    return patch.multiple(parallelize, materialize=own_seed)
 
 
 @_fault("every shard has the initial values of the first one", Row("dp2"))
@@ -156,10 +156,7 @@ def _tie_broken() -> Patch:
 
 @_fault("frozen parameters are trained", Row("dp2", variant="frozen"))
 def _frozen_thawed() -> Patch:
-    def thaw(built: Any, *args: Any) -> None:
-        built[0].requires_grad_(True)
-
-    return _followed_by(trainer, "build_model", thaw)
+    return _followed_by(trainer, "build_model", lambda built, *args: built[0].requires_grad_(True))
 
 
 @_fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
@@ -174,10 +171,7 @@ def _prefetch_reversed() -> Patch:
 
 @_fault("gradients are rounded to bfloat16 between micro-batches", Row("dp2", accumulation="3"))
 def _accumulation_in_bf16() -> Patch:
-    def narrow(gradient: torch.Tensor) -> None:
-        gradient.copy_(gradient.bfloat16())
-
-    return _between_micro_batches(narrow)
+    return _between_micro_batches(lambda gradient: gradient.copy_(gradient.bfloat16()))
 
 
 @_fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
@@ -212,10 +206,7 @@ def _clip_by_local_norm() -> Patch:
 
 @_fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
 def _parts_orthogonalized() -> Patch:
-    def apart(self: Muon, names: Any, shapes: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [orthogonalize(part) for part in parts]
-
-    return patch.multiple(Muon, _orthogonalize=apart)
+    return patch.multiple(Muon, _orthogonalize=lambda self, names, shapes, parts: [orthogonalize(p) for p in parts])
 
 
 @_fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
@@ -227,10 +218,7 @@ def _labels_per_rank() -> Patch:
 def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
 
-    def narrow(**arguments: Any) -> Any:
-        return policy(**(arguments | {"reduce_dtype": torch.bfloat16}))
-
-    return patch.multiple(fsdp, MixedPrecisionPolicy=narrow)
+    return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
 @_fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))

@@ -14,16 +14,7 @@ from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
-_WIDTHS = {
-    "layout": 14,
-    "recompute": 9,
-    "compile": 9,
-    "accumulation": 5,
-    "chunks": 6,
-    "prefetch": 8,
-    "reshard": 7,
-    "variant": 7,
-}
+_WIDTHS = {"layout": 14, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "variant": 7}
 _TITLES = {"accumulation": "accum"}
 
 
