@@ -1,8 +1,8 @@
-"""Print the interpreter to run titanlite with, after making `.venv` if the active one can't.
+"""Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if needed.
 
     python scripts/environment.py [--dev]
 
-Only the standard library is used. Many nodes may start on one shared disk: one makes `.venv`, the others wait.
+Uses only the standard library. When several nodes on a shared disk start at once, one makes `.venv`, the others wait.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ def main() -> None:
     if active_can_run(dev):
         print(sys.executable)
         return
-    if not made(dev):
+    if not is_made(dev):
         with lock():
-            if not made(dev):  # another start may have made it while this one waited
+            if not is_made(dev):  # another process may have made it while this one waited
                 make(dev)
     print(PYTHON)
 
 
 def active_can_run(dev: bool) -> bool:
-    """Whether this interpreter imports this checkout's titanlite and all that it needs."""
-    sys.path[0] = os.devnull  # not what happens to lie beside this script
+    """Return whether this interpreter finds this checkout's titanlite and all that it needs."""
+    sys.path[0] = os.devnull  # not the folder of this script
     spec = importlib.util.find_spec("titanlite")
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != ROOT:
         return False
-    wanted = NEEDED + (NEEDED_DEV if dev else ())
-    return all(importlib.util.find_spec(name) for name in wanted)
+    modules = NEEDED + (NEEDED_DEV if dev else ())
+    return all(importlib.util.find_spec(name) for name in modules)
 
 
 def marker(dev: bool) -> Path:
-    """A file that exists when `.venv` holds all that this version of pyproject.toml asks for."""
+    """Return the file that exists when `.venv` has everything that this pyproject.toml requires."""
     version = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
     return VENV / f"titanlite-{version}{'-dev' if dev else ''}"
 
 
-def made(dev: bool) -> bool:
+def is_made(dev: bool) -> bool:
     return PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
 
 
@@ -91,12 +91,12 @@ def make(dev: bool) -> None:
         target,
     ]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-        fail(f"the installation failed; see above. To begin anew: rm -r {VENV}")
+        fail(f"the installation failed; see above. To start over: rm -r {VENV}")
     marker(dev).touch()
 
 
 def folder_of_active_torch() -> str | None:
-    """Where the active interpreter has a torch in range, so that `.venv` need not download another."""
+    """Return where the active interpreter has a torch in range, so that `.venv` need not download one."""
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
@@ -121,7 +121,7 @@ def site_packages() -> Path:
 
 
 class lock:
-    """A lock that goes with the process, also when it is killed."""
+    """A file lock, which the system releases when the process ends or is killed."""
 
     def __enter__(self) -> None:
         self.file = (ROOT / ".venv.lock").open("w")
@@ -129,7 +129,7 @@ class lock:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            say(f"another start is making {VENV}; waiting for it")
+            say(f"another process is making {VENV}; waiting for it")
         except OSError as error:
             say(f"this file system has no locks ({error.strerror}); do not start several nodes before {VENV} is made")
             return

@@ -1,10 +1,10 @@
-"""The table of one GPU: two models, eager, compiled and in float8, recomputing nothing, by operation, or everything.
+"""The table of one GPU: two models; eager, compiled or in float8; recomputing nothing, some operations, or all.
 
     python scripts/bench/gpu.py [--json benchmarks/gpu.json] [--seconds 530] [--steps 6] [--small]
 
-Everything is in bfloat16 mixed precision. Rows are in the order of their worth, and none is begun that might not end
-in time: call it again for what is left, and then for what failed. `--small` has the same rows at the debug model's
-size, anywhere.
+All rows train in bfloat16 mixed precision. The most important rows come first, and none is started that might not end
+within --seconds: run the command again for the remaining rows, then for those that failed. `--small` runs the same
+rows with the debug model on any machine.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ RECOMPUTE = {
     "full": ["--activation_checkpoint.mode=full"],
 }
 LONGEST = 75.0
-"""Seconds that a row is given; none is begun with less left."""
+"""Time limit of a row in seconds; none is started with less time left."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, so that it fits."""
+    """A model that fits on the GPU."""
 
     name: str
     flavor: str
@@ -58,7 +58,7 @@ class Model:
     seq: int
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         return [
             f"--model.flavor={self.flavor}",
             f"--model.overrides.n_layers={self.layers}",
@@ -69,7 +69,7 @@ class Model:
 
 
 def models(small: bool) -> list[Model]:
-    """llama 1B as it is, and 8B's width with as many layers as fit without recomputing."""
+    """Return Llama 1B, and 8B's width with as many layers as fit without recomputation."""
     if small:
         return [Model("small", "debugmodel", 2, 4, 128)]
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -84,46 +84,46 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=530)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
-    asked = parser.parse_args()
-    until = time.monotonic() + asked.seconds
+    arguments = parser.parse_args()
+    until = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        rows = table_of(models(asked.small), asked.steps, asked.json, Path(folder))
-        known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-        due = [name for name in rows if name not in known or "failed" in known[name]]
-        for name in sorted(due, key=lambda name: name in known):
+        rows = table_of(models(arguments.small), arguments.steps, arguments.json, Path(folder))
+        records = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        due = [name for name in rows if name not in records or "failed" in records[name]]
+        for name in sorted(due, key=lambda name: name in records):
             if time.monotonic() + LONGEST > until:
-                print(f"left for another call: {name}", flush=True)
+                print(f"not enough time, run again: {name}", flush=True)
                 continue
             try:
                 rows[name]()
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                keep(asked.json, name, {"failed": str(error)})
-    print(table(asked.json))
+                keep(arguments.json, name, {"failed": str(error)})
+    print(table(arguments.json))
 
 
 def table_of(models: list[Model], steps: int, path: Path, folder: Path) -> dict[str, Callable[[], None]]:
-    """What measures each row and keeps its record; the floors, which recompute nothing, come first."""
+    """Return the functions that measure the rows and store their records; the plain loops come first."""
     rows: dict[str, Callable[[], None]] = {}
     for model in models:
         for flags in (["--compile"], []):
             name = f"{model.name}, plain loop{', compiled' if flags else ''}"
-            rows[name] = partial(_floor, model, flags, steps, path, name)
+            rows[name] = partial(_plain_loop, model, flags, steps, path, name)
     for (technique, switches), (recompute, more), model in product(TECHNIQUES.items(), RECOMPUTE.items(), models):
         name = f"{model.name}, {technique}, recompute {recompute}"
         rows[name] = partial(_row, model, [*switches, *more], steps, path, name, folder)
     return rows
 
 
-def _row(model: Model, words: list[str], steps: int, path: Path, name: str, folder: Path) -> None:
+def _row(model: Model, overrides: list[str], steps: int, path: Path, name: str, folder: Path) -> None:
     tokens = folder / f"{model.flavor}.npy"
     if not tokens.exists():
         write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
     data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
-    keep(path, name, measure([*model.words, *data, *words], steps, timeout=LONGEST))
+    keep(path, name, measure([*model.overrides, *data, *overrides], steps, timeout=LONGEST))
 
 
-def _floor(model: Model, flags: list[str], steps: int, path: Path, name: str) -> None:
-    """The plain loop, with the allocator set as titanlite's launcher sets it."""
+def _plain_loop(model: Model, flags: list[str], steps: int, path: Path, name: str) -> None:
+    """Run the plain loop, with the allocator settings of titanlite's launcher."""
     shape = [f"--layers={model.layers}", f"--seq={model.seq}", f"--batch={model.batch}"]
     kept = [f"--steps={steps}", f"--warmup={steps}", f"--json={path}", f"--name={name}"]
     script = Path(__file__).with_name("plain.py")
@@ -137,8 +137,8 @@ def _floor(model: Model, flags: list[str], steps: int, path: Path, name: str) ->
 
 
 def table(path: Path) -> str:
-    """The records, a line each."""
-    lines = ["| what | tokens/s | TFLOP/s | MFU | peak GiB | step |", "|---|---|---|---|---|---|"]
+    """Return the records as a Markdown table."""
+    lines = ["| row | tokens/s | TFLOP/s | MFU | peak GiB | step |", "|---|---|---|---|---|---|"]
     for name, record in json.loads(path.read_text()).items():
         if "failed" in record:
             lines.append(f"| {name} | failed: {record['failed'].splitlines()[-1]} | | | | |")

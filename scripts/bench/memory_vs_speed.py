@@ -1,13 +1,12 @@
-"""What each way to save memory costs in time: recomputing x resharding x offloading x prefetching, one table.
+"""The time that each way to save memory costs: recompute x reshard x offload x prefetch, in one table.
 
     python scripts/bench/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json]
     python scripts/bench/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]    (on GPUs)
 
-Every row is relative to the plainest (nothing recomputed, parameters kept after the forward pass, nothing offloaded,
-FSDP2's own prefetching). Where there are GPUs, all of them train in bfloat16 as `titanlite train` does, and the peak
-is the allocator's. On a CPU two ranks train a small model, the bytes that a step allocates and frees are counted (on
-top of parameters and optimizer state; what is offloaded stays where it was), and steps take turns with the plainest
-row's in the same processes.
+Rows are relative to the baseline: no recomputation, parameters kept after the forward pass, no offload, FSDP2's own
+prefetch. With GPUs, all of them train in bfloat16 by `titanlite train`, and the peak is the allocator's. On a CPU two
+ranks train a small model, the bytes that a step allocates and frees are counted (without parameters and optimizer
+state; offloaded bytes stay in the same memory), and steps alternate with the baseline's in the same processes.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from titanlite.data.loader import MicroBatch  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts and stops
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and what it has not seen allocated
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and which frees it can't match
 
 AC, FSDP = "--activation_checkpoint.", "--parallelism.fsdp_"
 CHOICES: dict[str, dict[str, list[str]]] = {
@@ -53,7 +52,7 @@ CHOICES: dict[str, dict[str, list[str]]] = {
         depth: [f"{FSDP}forward_prefetch={depth}", f"{FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
     },
 }
-if torch.cuda.device_count() == 1:  # nothing is gathered, so that there is no choice of when
+if torch.cuda.device_count() == 1:  # nothing is gathered, so reshard and prefetch have no effect
     CHOICES |= {"reshard": {"-": []}, "prefetch": {"-": []}}
 SMALL = "dim=256 n_layers=6 n_heads=8 n_kv_heads=4 hidden_dim=1024".split()
 SEQ, BATCH, RANKS = 256, 2, 2
@@ -61,15 +60,15 @@ Row = tuple[str, ...]
 
 
 class Stepped(Trainer):
-    """Takes steps on one batch when told to."""
+    """Takes single steps on one batch."""
 
-    def ready(self) -> Stepped:
+    def with_batch(self) -> Stepped:
         tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.place.rank))
-        self.given = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
+        self.micro_batches = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
         return self
 
     def next_micro_batches(self) -> list[MicroBatch]:
-        return self.given
+        return self.micro_batches
 
     def take(self) -> float:
         dist.barrier()
@@ -79,20 +78,22 @@ class Stepped(Trainer):
         return time.perf_counter() - began
 
 
-def words(row: Row) -> list[str]:
+def overrides(row: Row) -> list[str]:
     return [word for choices, choice in zip(CHOICES.values(), row, strict=True) for word in choices[choice]]
 
 
 def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
-    """Seconds of a step and bytes at its peak, for a row and for the plainest one."""
+    """Return the seconds of a step of the row and of the baseline, and the peak bytes of both."""
     small = [*QUIET, *(f"--model.overrides.{size}" for size in SMALL), f"--training.seq_len={SEQ}"]
     small += [f"--training.local_batch_size={BATCH}", "--training.steps=1000", "--metrics.log_freq=1000"]
-    both = [trainer([*small, *words(one)], f"{folder}/{n}", kind=Stepped) for n, one in enumerate((row, PLAINEST))]
+    both = [
+        trainer([*small, *overrides(one)], f"{folder}/{n}", kind=Stepped) for n, one in enumerate((row, BASELINE))
+    ]
     seconds: list[list[float]] = [[], []]
     peaks = []
     for run in both:
         assert isinstance(run, Stepped)
-        run.ready().take()
+        run.with_batch().take()
         peaks.append(counted_peak(run, f"{folder}/trace-{dist.get_rank()}.json"))
     for _ in range(steps):
         for run, taken in zip(both, seconds, strict=True):
@@ -102,7 +103,7 @@ def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
 
 
 def counted_peak(run: Stepped, trace: str) -> int:
-    """The most that a step had allocated at a time, by what the profiler saw of the allocator."""
+    """Return the peak bytes that a step allocated, by the profiler's records of the allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run.take()
     profiled.export_chrome_trace(trace)
@@ -111,20 +112,20 @@ def counted_peak(run: Stepped, trace: str) -> int:
     return max(accumulate(event["args"]["Bytes"] for event in ordered))
 
 
-PLAINEST = tuple(next(iter(choices)) for choices in CHOICES.values())
+BASELINE = tuple(next(iter(choices)) for choices in CHOICES.values())
 
 
 def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
-    mine, plainest, peak, most = pool.run(in_turn, row, steps, folder, world=RANKS, timeout=600)[0]
-    return {"time": mine / plainest, "memory": peak / most}
+    seconds, baseline, peak, baseline_peak = pool.run(in_turn, row, steps, folder, world=RANKS, timeout=600)[0]
+    return {"time": seconds / baseline, "memory": peak / baseline_peak}
 
 
-def on_gpus(row: Row, steps: int, asked: list[str], plainest: dict[str, Any]) -> dict[str, float]:
-    found = measure(["--training.mixed_precision_param=bfloat16", *asked, *words(row)], steps)
-    plainest = plainest or found
+def on_gpus(row: Row, steps: int, job: list[str], baseline: dict[str, Any]) -> dict[str, float]:
+    found = measure(["--training.mixed_precision_param=bfloat16", *job, *overrides(row)], steps)
+    baseline = baseline or found
     return {
-        "time": found["step_seconds"] / plainest["step_seconds"],
-        "memory": found["peak_gib"] / plainest["peak_gib"],
+        "time": found["step_seconds"] / baseline["step_seconds"],
+        "memory": found["peak_gib"] / baseline["peak_gib"],
         "step_seconds": found["step_seconds"],
         "peak_gib": found["peak_gib"],
     }
@@ -134,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", type=Path)
-    asked, job = parser.parse_known_args()
+    arguments, job = parser.parse_known_args()
     gpu, found = torch.cuda.is_available(), dict[str, dict[str, float]]()
     print(" ".join(f"{column:>9}" for column in (*CHOICES, "memory", "time")))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -143,16 +144,18 @@ def main() -> None:
             name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
             first = next(iter(found.values()), {})
             try:
-                found[name] = on_gpus(row, asked.steps, job, first) if gpu else on_cpu(row, asked.steps, folder, pool)
-            except RuntimeError as error:  # too large for this GPU, say
-                if row == PLAINEST:
+                found[name] = (
+                    on_gpus(row, arguments.steps, job, first) if gpu else on_cpu(row, arguments.steps, folder, pool)
+                )
+            except RuntimeError as error:  # for example too large for this GPU
+                if row == BASELINE:
                     raise
                 print(" ".join(f"{choice:>9}" for choice in row), str(error).splitlines()[-1], flush=True)
                 continue
             shown = f"{found[name]['memory']:>9.2f} {found[name]['time']:>9.2f}"
             print(" ".join(f"{choice:>9}" for choice in row), shown, flush=True)
-            if asked.json:
-                keep(asked.json, "memory and speed", found)
+            if arguments.json:
+                keep(arguments.json, "memory and speed", found)
         pool.close()
 
 

@@ -1,12 +1,12 @@
-"""What the framework costs: a plain PyTorch loop of the same training beside titanlite's Trainer, as ratios.
+"""The framework's overhead: titanlite's Trainer beside a plain PyTorch loop of the same training, as ratios.
 
     python scripts/bench/overhead.py [--steps 300] [--ranks 1 2] [--replicas] [--json benchmarks/cpu.json]
 
-Both train the same model on the same data with the same optimizer, step by step in turn in the same processes, from
-the same initial values, and must show the same losses. What a step of the Trainer takes is all that its loop does
-between two steps of the plain one: data, logging, and looking whether something is due. Then each runs alone, for
-its peak of memory, and the debug config is started, for the time from the command to the first step. With --replicas
-nothing is sharded: HSDP with a shard degree of 1 beside DistributedDataParallel.
+Both train the same model on the same data with the same optimizer and initial values, step by step in turn in the
+same processes, and must have the same losses. A step of the Trainer includes all that its loop does between two plain
+steps: data, logging, and checking what is due. Then each runs without the other to measure its peak memory, and the
+debug config is started to measure the time from the command to the first step. With --replicas nothing is sharded:
+HSDP with a shard degree of 1 beside DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEQ, BATCH, VOCAB, TOKENS = 256, 4, 256, 1 << 20
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
 WARM_UP = 5
 SAME = 1e-3
-"""Relative difference of two losses, which float32 lets grow over hundreds of steps."""
+"""Largest relative difference of the losses, which float32 lets grow over hundreds of steps."""
 PRELOAD = ["titanlite.train.trainer", "torch._dynamo"]
 TORCH = ("-c", "import torch")
 FIRST_STEP = (
@@ -54,7 +54,7 @@ FIRST_STEP = (
 
 
 class InTurn(Trainer):
-    """Before each step of its own it takes one of the plain loop, and the time of both."""
+    """Takes a step of the plain loop before each of its own, and times both."""
 
     plain: Plain
     ours: list[float]
@@ -77,7 +77,7 @@ def data(folder: str) -> Path:
     return Path(folder) / "tokens.npy"
 
 
-def words(steps: int, folder: str, replicas: bool) -> list[str]:
+def overrides(steps: int, folder: str, replicas: bool) -> list[str]:
     sizes = [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
     tokens = ["--training.dataset=tokens", f"--training.dataset_path={data(folder)}", f"--training.seq_len={SEQ}"]
     same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
@@ -87,8 +87,8 @@ def words(steps: int, folder: str, replicas: bool) -> list[str]:
 
 
 def in_turn(steps: int, folder: str, replicas: bool) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of our steps, of the plain ones, and the losses of those."""
-    run = trainer(words(steps, folder, replicas), f"{folder}/run", kind=InTurn)
+    """Return the seconds of our steps and of the plain ones, and the losses of the plain ones."""
+    run = trainer(overrides(steps, folder, replicas), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
     run.plain = Plain(run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas)
@@ -103,7 +103,7 @@ def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool) -> dict[
     pool.close()
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     pairs = list(zip((record["loss"] for record in records), losses, strict=True))
-    worst = max(abs(mine / other - 1) for mine, other in pairs)
+    worst = max(abs(ours / plain - 1) for ours, plain in pairs)
     assert worst < SAME, f"these are not the same training: {pairs}"
     found, unsteady = ratio(ours, theirs), more_jitter(ours, theirs)
     data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
@@ -120,11 +120,11 @@ def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool) -> dict[
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------ alone
+# ------------------------------------------------------------------------------ each by itself
 
 
-def alone(which: str, steps: int, folder: str, replicas: bool) -> tuple[float, float]:
-    """MiB at the peak, above what this process held before it built anything: its own, and with pages of files."""
+def peak_by_itself(which: str, steps: int, folder: str, replicas: bool) -> tuple[float, float]:
+    """Return the peak MiB above those before anything was built: without and with pages of files."""
     own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
 
     def watch() -> None:
@@ -134,19 +134,19 @@ def alone(which: str, steps: int, folder: str, replicas: bool) -> tuple[float, f
     watcher = threading.Thread(target=watch)
     watcher.start()
     if which == "plain":
-        flavor = job(words(steps, folder, replicas), dist.get_world_size()).model
+        flavor = job(overrides(steps, folder, replicas), dist.get_world_size()).model
         plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas)
         for _ in range(steps):
             plain.step()
     else:
-        trainer(words(steps, folder, replicas), f"{folder}/{which}").train()
+        trainer(overrides(steps, folder, replicas), f"{folder}/{which}").train()
     ended.set()
     watcher.join()
     return highest[0] - own, resident("VmHWM") - every
 
 
 def resident(field: str) -> float:
-    """MiB of this process: now (VmRSS), of that its own and no file's (RssAnon), or at most so far (VmHWM)."""
+    """Return this process's MiB: now (VmRSS), now without pages of files (RssAnon), or at most so far (VmHWM)."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) / 1024
 
@@ -155,37 +155,37 @@ def peaks(ranks: int, folder: Path, replicas: bool) -> dict[str, float]:
     found = dict[str, list[float]]()
     for which in ("plain", "titanlite"):
         pool = Pool(ranks, PRELOAD)
-        of_ranks = pool.run(alone, which, 20, str(folder), replicas, world=ranks, timeout=600)
+        of_ranks = pool.run(peak_by_itself, which, 20, str(folder), replicas, world=ranks, timeout=600)
         found[which] = [max(kind) for kind in zip(*of_ranks, strict=True)]
         pool.close()
     (own, every), (plain_own, plain_every) = found["titanlite"], found["plain"]
-    print(f"  peak of memory, each alone      {own / plain_own:.3f} of plain ({plain_own:.0f} MiB)")
-    print(f"  that with pages of libraries    {every / plain_every:.3f} of plain ({plain_every:.0f} MiB)", flush=True)
+    print(f"  peak memory, each by itself     {own / plain_own:.3f} of plain ({plain_own:.0f} MiB)")
+    print(f"  including pages of libraries    {every / plain_every:.3f} of plain ({plain_every:.0f} MiB)", flush=True)
     return {"memory_ratio": own / plain_own, "memory_ratio_with_files": every / plain_every}
 
 
 def seconds(*command: str, until: str = "") -> float:
-    """From a command to the line with `until`, or to its end."""
+    """Return the seconds from starting a Python command to its line that starts with `until`, or to its end."""
     began = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     ) as process:
         assert process.stdout
-        said = []
+        lines = []
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             if until and line.startswith(until):
                 took = time.perf_counter() - began
                 break
         else:
             took = time.perf_counter() - began
-            assert not until, "".join(said)
+            assert not until, "".join(lines)
         process.stdout.read()
     return took
 
 
 def start_up(folder: Path) -> dict[str, float]:
-    """Medians of three, in turn; the launcher looks at config and machine before, with a torch of its own."""
+    """Return medians of three; the launcher checks config and machine first, with an own import of torch."""
     worker = ("-m", "titanlite.train", *FIRST_STEP, f"--job.dump_folder={folder}/debug")
     command = ("-m", "titanlite", "train", *worker[2:])
     taken = [(seconds(*TORCH), seconds(*worker, until="step:"), seconds(*command, until="step:")) for _ in range(3)]
@@ -203,18 +203,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    for ranks in asked.ranks:
+    for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             write_tokens(data(folder), VOCAB, TOKENS)
-            turns = steps_in_turn(ranks, asked.steps, Path(folder), asked.replicas)
-            found[f"ranks {ranks}"] = turns | peaks(ranks, Path(folder), asked.replicas)
-    if not asked.replicas:
+            turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas)
+            found[f"ranks {ranks}"] = turns | peaks(ranks, Path(folder), arguments.replicas)
+    if not arguments.replicas:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             found["start-up"] = start_up(Path(folder))
-    if asked.json:
-        keep(asked.json, "replicas" if asked.replicas else "overhead", found)
+    if arguments.json:
+        keep(arguments.json, "replicas" if arguments.replicas else "overhead", found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The loop that one would write by hand: the floor that titanlite's Trainer is measured against.
+"""The loop that one would write by hand, which titanlite's Trainer is measured against.
 
 python scripts/bench/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile] [--json FILE]
 """
@@ -35,7 +35,7 @@ LOG = 10
 
 
 class Plain:
-    """The model, torch's own calls, a memory-mapped file, and a loss now and then."""
+    """Trains with torch's own calls on a memory-mapped file, and reads the loss every LOG steps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Plain:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())
         self.loss: Any = F.cross_entropy
-        if compiler:  # the method: FSDP2's hooks are no part of a graph
+        if compiler:  # the method, not the module: FSDP2's hooks stay out of the graph
             self.loss = torch.compile(self.loss, backend=compiler)
             for block in blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
@@ -105,7 +105,7 @@ class Plain:
 
 
 def write_tokens(path: Path, vocab_size: int, count: int) -> None:
-    """Random ones: what a model learns from them does not matter here."""
+    """Write random tokens: what a model learns from them does not matter."""
     np.save(path, np.random.default_rng(0).integers(vocab_size, size=count).astype(id_type(vocab_size)))
 
 
@@ -120,34 +120,40 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--name", default="plain")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    flavor = FLAVORS[asked.flavor]
-    flavor = dataclasses.replace(flavor, n_layers=asked.layers) if asked.layers else flavor
+    flavor = FLAVORS[arguments.flavor]
+    flavor = dataclasses.replace(flavor, n_layers=arguments.layers) if arguments.layers else flavor
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         data = Path(folder) / "0.npy"
         write_tokens(data, flavor.vocab_size, 1 << 22)
         plain = Plain(
-            flavor, data, asked.seq, asked.batch, device=device, compiler="inductor" * asked.compile, mixed=True
+            flavor,
+            data,
+            arguments.seq,
+            arguments.batch,
+            device=device,
+            compiler="inductor" * arguments.compile,
+            mixed=True,
         )
-        for _ in range(asked.warmup):
+        for _ in range(arguments.warmup):
             plain.step()
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
         wait()
         began = time.perf_counter()
-        for _ in range(asked.steps):
+        for _ in range(arguments.steps):
             plain.step()
         wait()
-        seconds = (time.perf_counter() - began) / asked.steps
+        seconds = (time.perf_counter() - began) / arguments.steps
     named = list(plain.model.named_parameters())
     table = assign(
         SPEC.rules(flavor),
         [name for name, _ in named],
         ties={"output.weight": "tok_embeddings.weight"} if flavor.tied else {},
     )
-    flops = flops_per_token(named, table, shape(flavor), asked.seq)
-    rate = asked.batch * asked.seq / seconds
+    flops = flops_per_token(named, table, shape(flavor), arguments.seq)
+    rate = arguments.batch * arguments.seq / seconds
     peak = peak_tflops(torch.device(device))
     record = {
         "step_seconds": seconds, "tokens_per_second_per_device": rate, "tflops": rate * flops / 1e12,
@@ -156,8 +162,8 @@ def main() -> None:
         "losses": plain.losses,
     }  # fmt: skip
     print(record)
-    if asked.json:
-        keep(asked.json, asked.name, record)
+    if arguments.json:
+        keep(arguments.json, arguments.name, record)
     sys.stdout.flush()
     os._exit(0)
 

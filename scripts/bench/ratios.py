@@ -1,4 +1,4 @@
-"""Two ways of doing the same, timed in turn in one process, and how sure their ratio is."""
+"""Compare two implementations that were timed in turn in one process: their ratio and its confidence interval."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Range:
-    """A value, and the interval in which it lies in 95 of 100 resamplings of the pairs."""
+    """A value and its 95 % interval over resamplings of the pairs."""
 
     middle: float
     low: float
@@ -31,34 +31,34 @@ class Range:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> Range:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     return _resampled(lambda a, b: np.median(a, axis=-1) / np.median(b, axis=-1), ours, theirs)
 
 
 def jitter(seconds: Any) -> Any:
-    """The 95th percentile above the median, as a share of the median."""
+    """Return how far the 95th percentile lies above the median, as a fraction of the median."""
     middle, high = np.quantile(seconds, (0.5, 0.95), axis=-1)
     return high / middle - 1
 
 
 def more_jitter(ours: list[float], theirs: list[float]) -> Range:
-    """How much larger it is."""
+    """Return how much larger our jitter is."""
     return _resampled(lambda a, b: jitter(a) - jitter(b), ours, theirs)
 
 
 def _resampled(compare: Callable[[Any, Any], Any], ours: list[float], theirs: list[float]) -> Range:
-    """Of what was taken in turn: a drift of the machine is in both of a pair."""
+    """Resample pairs of steps taken in turn, since a drift of the machine affects both of a pair."""
     a, b = np.array(ours), np.array(theirs)
     picks = np.random.default_rng(0).integers(len(a), size=(RESAMPLES, len(a)))
     low, high = np.quantile(compare(a[picks], b[picks]), (0.025, 0.975))
     return Range(float(compare(a, b)), float(low), float(high))
 
 
-def keep(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Put what was found under its name into a file of records, with when and with what it was measured."""
+def keep(path: Path, name: str, record: dict[str, Any]) -> None:
+    """Store a record under its name in a JSON file, with the date, the command and the machine."""
     records = json.loads(path.read_text()) if path.exists() else {}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
-    records[name] = found | {
+    records[name] = record | {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
         "revision": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
@@ -71,8 +71,8 @@ def keep(path: Path, name: str, found: dict[str, Any]) -> None:
 
 
 def machine() -> str:
-    """The kind of device, or of processor and how many cores."""
+    """Return the kind and number of GPUs, or of processor cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{len(found)} cores of {found[0].partition(': ')[2]}" if found else platform.processor()
+    cores = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{len(cores)} cores of {cores[0].partition(': ')[2]}" if cores else platform.processor()

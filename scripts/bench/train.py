@@ -1,10 +1,10 @@
-"""How fast a config trains: one JSON record of a run of `titanlite train`, as its users run it.
+"""Measure how fast a config trains: one JSON record of a run of `titanlite train`.
 
     NGPU=8 python scripts/bench/train.py --config llama_8b.toml [--section.key value …]
                                          [--steps 20] [--json benchmarks/mine.json] [--name row]
 
-The first `--steps` steps warm up (and compile), the next as many are measured, and two more are traced, for where
-their time goes. Nothing is validated, sampled or saved meanwhile.
+The first `--steps` steps warm up (and compile), the next `--steps` are measured, and two more are traced to see where
+their time goes. The run does not validate, generate or save.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--name")
-    asked, words = parser.parse_known_args()
-    record = measure(words, asked.steps)
+    arguments, overrides = parser.parse_known_args()
+    record = measure(overrides, arguments.steps)
     print(json.dumps(record, indent=1))
-    if asked.json:
-        keep(asked.json, asked.name or " ".join(words), record)
+    if arguments.json:
+        keep(arguments.json, arguments.name or " ".join(overrides), record)
 
 
-def measure(words: list[str], steps: int, timeout: float | None = None) -> dict[str, Any]:
-    """Run it and read what it left; an error has the last words of a run that failed."""
+def measure(overrides: list[str], steps: int, timeout: float | None = None) -> dict[str, Any]:
+    """Train and return the record; the error of a failed run has its last lines."""
     last = 2 * steps + TRACE_WARM_UP + TRACED
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        ours = [
+        own = [
             *("--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end"),
             *("--metrics.no_enable_tensorboard", f"--job.dump_folder={folder}", f"--metrics.log_freq={steps}"),
             *(f"--training.steps={last}", f"--lr_scheduler.total_steps={10 * last}"),
@@ -51,18 +51,18 @@ def measure(words: list[str], steps: int, timeout: float | None = None) -> dict[
             *(f"--profiling.profiler_warmup={TRACE_WARM_UP}", f"--profiling.profiler_active={TRACED}"),
         ]
         done = subprocess.run(
-            [sys.executable, "-m", "titanlite", "train", *words, *ours],
+            [sys.executable, "-m", "titanlite", "train", *overrides, *own],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
             cwd=Path(__file__).parents[2],
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError("\n".join(done.stdout.strip().splitlines()[-6:]))
-        return _record(Path(folder), words, steps, last)
+        return _record(Path(folder), overrides, steps, last)
 
 
-def _record(folder: Path, words: list[str], steps: int, last: int) -> dict[str, Any]:
+def _record(folder: Path, overrides: list[str], steps: int, last: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (seen,) = [line for line in lines if line["step"] == 2 * steps and "loss" in line]
+    (measured,) = [line for line in lines if line["step"] == 2 * steps and "loss" in line]
     environment = json.loads((folder / "environment.json").read_text())
     try:
         ranks = [read(path) for path in sorted((folder / "profile_traces" / f"step-{last}").iterdir())]
@@ -70,23 +70,20 @@ def _record(folder: Path, words: list[str], steps: int, last: int) -> dict[str, 
             "exposed_communication_share": mean(rank.kinds[COMMUNICATION] / rank.step for rank in ranks),
             "shares_of_a_traced_step": {k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS},
         }
-    except (
-        UserError,
-        OSError,
-    ) as error:  # a container may forbid tracing its GPU; the rest was measured all the same
+    except (UserError, OSError) as error:  # a container may forbid tracing its GPU; the rest is measured anyway
         where = {"no_trace": str(error)}
     return {
-        "words": words,
+        "words": overrides,
         "steps": steps,
-        "tokens_per_second_per_device": seen["tps"],
-        "tflops": seen["tflops"],
-        "mfu_percent": seen["mfu"],
-        "peak_gib": seen["memory_gib"],
-        "step_seconds": seen["step_seconds"],
-        "step_seconds_p95": seen["step_seconds_p95"],
-        "data_seconds": seen["data_seconds"],
-        "recompiles": seen["recompiles"],
-        "loss": seen["loss"],
+        "tokens_per_second_per_device": measured["tps"],
+        "tflops": measured["tflops"],
+        "mfu_percent": measured["mfu"],
+        "peak_gib": measured["memory_gib"],
+        "step_seconds": measured["step_seconds"],
+        "step_seconds_p95": measured["step_seconds_p95"],
+        "data_seconds": measured["data_seconds"],
+        "recompiles": measured["recompiles"],
+        "loss": measured["loss"],
         **where,
         "versions": environment["versions"],
         "device": environment["device"],

@@ -76,11 +76,11 @@ def test_the_command_says_what_failed_and_exits_1(capfd):
         ("--out x.md", "add --full"),
     ],
 )
-def test_what_cannot_be_asked_exits_2_in_a_line(capfd, words, says):
+def test_invalid_options_exit_2_with_one_line(capfd, words, says):
     code = main(["verify", *words.split()])
     err = capfd.readouterr().err
     assert code == 2 and says in err and err.count("\n") == 1
 
 
-def test_faults_are_listed_one_a_line(capfd):
+def test_faults_are_listed_one_per_line(capfd):
     assert main(["verify", "--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(FAULTS)

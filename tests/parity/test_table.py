@@ -1,4 +1,4 @@
-"""The table of `titanlite verify` as data: what it covers, and what it asks of a model."""
+"""The table of `titanlite verify` as data: what it covers, and for which models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,35 +25,35 @@ from titanlite.verify.table import (
 )
 
 
-def subject(*words: str):
+def model_of(*words: str):
     return read_model(list(words), {})
 
 
-EVERYTHING = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
+ALL_CHOICES = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
 
 
-def test_every_two_choices_that_can_meet_meet_in_about_forty_rows():
-    rows = pairwise(EVERYTHING)
-    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING) - {EXCLUDED_PAIR}
+def test_every_valid_pair_occurs_in_about_forty_rows():
+    rows = pairwise(ALL_CHOICES)
+    assert set().union(*map(pairs_in, rows)) == pairs(ALL_CHOICES) - {EXCLUDED_PAIR}
     assert len(rows) <= 40 and len(set(rows)) == len(rows)
-    assert rows == pairwise(EVERYTHING), "the same ones every time"
+    assert rows == pairwise(ALL_CHOICES), "the same rows every time"
 
 
-def test_the_full_table_is_a_product_in_which_all_pairs_meet():
-    rows = full(EVERYTHING)
-    assert len(rows) == 9 * 4 * 2 * 3 + 1, "and one row with the pair that is spared"
+def test_the_full_table_is_a_product_with_all_pairs():
+    rows = full(ALL_CHOICES)
+    assert len(rows) == 9 * 4 * 2 * 3 + 1, "and one row with the excluded pair"
     assert [EXCLUDED_PAIR in pairs_in(row) for row in rows] == [False] * 216 + [True]
-    assert set().union(*map(pairs_in, rows)) == pairs(EVERYTHING)
+    assert set().union(*map(pairs_in, rows)) == pairs(ALL_CHOICES)
 
 
-def test_only_what_nothing_shards_is_never_gathered_ahead():
+def test_prefetch_and_reshard_need_sharding():
     assert not is_valid({"layout": "tp2", "prefetch": "1"}) and not is_valid({"layout": "1", "reshard": "never"})
     assert is_valid({"layout": "dp2", "prefetch": "2", "reshard": "always"})
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
-def test_every_row_is_a_job_that_the_config_allows(tmp_path, name):
-    model = subject("--model.name", name)
+def test_every_row_is_a_valid_config(tmp_path, name):
+    model = model_of("--model.name", name)
     assert model.layouts == tuple(LAYOUTS)
     for row in {*pairwise(choices(model.layouts, list(model.variants))), *INDUCTOR}:
         job = build_job(model.command_line(row, tmp_path), row.mesh.world)
@@ -61,49 +61,49 @@ def test_every_row_is_a_job_that_the_config_allows(tmp_path, name):
         assert getattr(job.model, "dropout", 0.0) == 0.0
 
 
-def test_a_model_has_the_variants_that_its_fields_allow():
-    assert [*subject().variants] == ["plain", "frozen", "tied"]
-    assert [*subject("--model.flavor=1B").variants] == ["plain", "frozen", "untied"]
-    gpt2 = subject("--model.name=gpt2")
+def test_variants_follow_from_the_fields_of_a_model():
+    assert [*model_of().variants] == ["plain", "frozen", "tied"]
+    assert [*model_of("--model.flavor=1B").variants] == ["plain", "frozen", "untied"]
+    gpt2 = model_of("--model.name=gpt2")
     assert [*gpt2.variants] == ["plain", "frozen"] and gpt2.tied
-    assert {*subject().variants, "untied"} == {*VARIANTS}
+    assert {*model_of().variants, "untied"} == {*VARIANTS}
 
 
-def test_layouts_that_a_model_cannot_have_are_left_out_and_said(monkeypatch):
+def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):
     monkeypatch.syspath_prepend(OUTSIDE)
-    parrot = subject("--model.package=parrot", "--model.name=parrot")
+    parrot = model_of("--model.package=parrot", "--model.name=parrot")
     assert parrot.name == "parrot small" and not any("tp" in layout for layout in parrot.layouts)
     assert "attention heads" in parrot.refused_layouts["tp2"]
     with pytest.raises(UserError, match="no row that can show norms-not-reduced"):
         fault_rows(parrot, "norms-not-reduced")
 
 
-def test_only_the_model_is_asked_for():
+def test_only_the_model_section_can_be_set():
     with pytest.raises(ConfigError, match="--training.seq_len"):
-        subject("--training.seq_len=3")
-    assert subject("--config", "llama_1b.toml").name == "llama3 1B"
+        model_of("--training.seq_len=3")
+    assert model_of("--config", "llama_1b.toml").name == "llama3 1B"
 
 
-def test_code_of_titanlite_and_of_the_model_decides_what_a_full_run_knows(monkeypatch, tmp_path):
-    names = {f"{path.parent.name}/{path.name}" for path in source_files(subject())}
+def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatch, tmp_path):
+    names = {f"{path.parent.name}/{path.name}" for path in source_files(model_of())}
     assert {"common/attention.py", "llama3/model.py", "verify/table.py", "optim/grad_norm.py"} <= names
     monkeypatch.syspath_prepend(OUTSIDE)
     assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= source_files(
-        subject("--model.package=parrot", "--model.name=parrot")
+        model_of("--model.package=parrot", "--model.name=parrot")
     )
     (tmp_path / "alone.py").write_text("")
     (tmp_path / "beside.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    lone = source_files(replace(subject(), modules=("alone",)))
+    lone = source_files(replace(model_of(), modules=("alone",)))
     assert {tmp_path / "alone.py", tmp_path / "beside.py"} <= lone
 
 
-def test_a_full_run_goes_on_where_it_stopped_unless_the_model_is_another(tmp_path):
+def test_a_full_run_continues_where_it_stopped_with_the_same_model(tmp_path):
     from titanlite.verify.runner import Result
 
-    row = pairwise(EVERYTHING)[0]
-    cache = ResultCache(tmp_path / "rows.jsonl", subject())
+    row = pairwise(ALL_CHOICES)[0]
+    cache = ResultCache(tmp_path / "rows.jsonl", model_of())
     cache.add(Result(row, "gradient of x", 1e-12, rank=0, seconds=1.0))
     cache.add(Result(INDUCTOR[0], "gradient of x", 1.0, rank=0, seconds=1.0))
-    assert [*ResultCache(tmp_path / "rows.jsonl", subject()).passed] == [row], "what failed is run again"
-    assert not ResultCache(tmp_path / "rows.jsonl", subject("--model.overrides.n_layers=2")).passed
+    assert [*ResultCache(tmp_path / "rows.jsonl", model_of()).passed] == [row], "failed rows run again"
+    assert not ResultCache(tmp_path / "rows.jsonl", model_of("--model.overrides.n_layers=2")).passed

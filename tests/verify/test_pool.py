@@ -1,4 +1,4 @@
-"""The pool names the rank that fails, dies or is late, and works again after."""
+"""The pool names the rank that fails, dies or is late, and works again afterwards."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def misbehave(rank: int, what: str) -> str:
     return "fine"
 
 
-def test_a_function_runs_on_as_many_ranks_as_asked(pool):
+def test_a_function_runs_on_the_given_number_of_ranks(pool):
     assert pool.run(total, world=1) == [1.0]
     assert pool.run(total, world=3) == [6.0] * 3
 
@@ -49,13 +49,13 @@ def group_of_a_mesh() -> str:
     return mesh.get_group("outer").group_name
 
 
-def test_equal_meshes_of_two_runs_share_their_groups_but_for_those_that_a_failure_left(pool):
+def test_equal_meshes_of_two_runs_share_their_groups_unless_a_run_failed(pool):
     first, second = (pool.run(group_of_a_mesh, world=2) for _ in range(2))
     assert first == second and pool._world == 2
     with pytest.raises(RankFailed):
         pool.run(misbehave, 1, "raise", world=2)
     assert pool._world == 0
-    assert pool.run(group_of_a_mesh, world=2) == first, "made anew, they have the same names"
+    assert pool.run(group_of_a_mesh, world=2) == first, "new groups have the same names"
 
 
 def test_dead_and_late_ranks_are_named_and_the_pool_recovers():
