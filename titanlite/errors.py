@@ -44,7 +44,7 @@ def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), alig
     """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends."""
     lines = [*([header] if header else []), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    formats = [f"{side}{width}" for side, width in zip(align.ljust(len(widths), "<"), widths, strict=True)]
+    formats = [f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)]
     return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)
 
 

@@ -47,7 +47,7 @@ def test_disable_color_printing_shows_plain_lines(tmp_path, color):
     (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
     code = (
         "import sys, pathlib; from titanlite.launch.terminal import Terminal as T; f = pathlib.Path(sys.argv[1]); "
-        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, color={color}); t.start(); t.stop()"
+        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, color={color})\nwith t: pass"
     )
     assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == color
 

@@ -44,12 +44,7 @@ class RankLogs(LogsSpecs):
 
 
 def run_workers(
-    argv: list[str],
-    rendezvous: NodeRendezvous,
-    nodes: int,
-    processes: int,
-    folder: Path,
-    extra_environ: dict[str, str],
+    argv: list[str], rendezvous: NodeRendezvous, processes: int, folder: Path, extra_environ: dict[str, str]
 ) -> None:
     """Run this node's workers until they exit; ChildFailedError if one fails, SignalException on a signal."""
     _silence("torch.distributed.elastic")  # the launcher prints its own messages
@@ -59,11 +54,11 @@ def run_workers(
     new_in_2_13: dict[str, Any] = {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in fields else {}
     with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
         config = LaunchConfig(
-            min_nodes=nodes,
-            max_nodes=nodes,
+            min_nodes=rendezvous.world_size,
+            max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
             logs_specs=RankLogs(folder, Path(errors)),
-            run_id=rendezvous.get_run_id(),
+            run_id=rendezvous.run_id,
             rdzv_backend=rendezvous.get_backend(),
             max_restarts=0,
             monitor_interval=0.1,

@@ -129,22 +129,14 @@ def _run(
         if nodes.rank == 0 and (message := archive_previous_run(job.config)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
-        terminal.start()
-        run_workers(
-            [*argv, f"--job.device={device}"],
-            rendezvous,
-            nodes.count,
-            processes,
-            folder,
-            _worker_environment(nodes, processes, environ),
-        )
+        with terminal:
+            worker_environ = _worker_environment(nodes, processes, environ)
+            run_workers([*argv, f"--job.device={device}"], rendezvous, processes, folder, worker_environ)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
     except ChildFailedError as error:
-        terminal.stop()
         return _report(error.failures, folder)
     except (KeyboardInterrupt, SignalException) as error:
-        terminal.stop()
         number = getattr(error, "sigval", signal.SIGINT)
         reached = terminal.last_record.get("step", 0)
         print(
@@ -152,7 +144,6 @@ def _run(
             f"metrics and logs are in {folder}, {last_saved_message(job.config)}"
         )
         return INTERRUPTED if number == signal.SIGINT else 128 + number
-    terminal.stop()
     _print_summary(job, folder)
     return OK
 

@@ -10,36 +10,33 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import Nodes
 
 
-class NodeRendezvous(RendezvousHandler):
-    """One store for the launchers of all nodes, on node 0; the rendezvous that torch's elastic agent expects."""
+class NodeRendezvous(StaticTCPRendezvous):
+    """One store for the launchers of all nodes, on node 0, which torch's elastic agent and the workers use too."""
 
     def __init__(self, nodes: Nodes, processes: int, timeout_seconds: int) -> None:
         """Connect to the other launchers; RunFailed if a node is missing, UserError if two nodes contradict."""
-        self._nodes, self._rounds = nodes, 0
+        super().__init__(nodes.master_addr, nodes.master_port, nodes.rank, nodes.count, "titanlite", timeout_seconds)
+        self._rounds = 0
         deadline = time.monotonic() + timeout_seconds
-        self._store = self._open_store(deadline, timeout_seconds)
+        self._store: dist.TCPStore = self._open_store(deadline, timeout_seconds)
         if nodes.count > 1:
             self._wait_for_all_nodes(processes, deadline, timeout_seconds)
 
     def _open_store(self, deadline: float, timeout_seconds: int) -> dist.TCPStore:
         """Listen on node 0; on other nodes retry in short attempts, so that Ctrl-C is noticed between them."""
-        host, port = self._nodes.master_addr, self._nodes.master_port
-        is_node_0 = self._nodes.rank == 0
-        attempt = timedelta(seconds=timeout_seconds if is_node_0 else 2)
+        host, port, is_node_0 = self.master_addr, self.master_port, self.rank == 0
+        attempt = self.timeout if is_node_0 else timedelta(seconds=2)
         while True:
             try:
                 store = dist.TCPStore(host, port, is_master=is_node_0, wait_for_workers=False, timeout=attempt)
-                store.set_timeout(timedelta(seconds=timeout_seconds))
+                store.set_timeout(self.timeout)
                 return store
             except (dist.DistError, RuntimeError) as error:
                 if is_node_0:
@@ -54,16 +51,16 @@ class NodeRendezvous(RendezvousHandler):
                     ) from None
 
     def _wait_for_all_nodes(self, processes: int, deadline: float, timeout_seconds: int) -> None:
-        rank = self._nodes.rank
+        rank = self.rank
         if self._store.add(f"claims/{rank}", 1) > 1:
             raise UserError(f"two launchers use NODE_RANK={rank}; every node needs its own")
         self._store.set(f"node/{rank}", f"{processes} {socket.gethostname()}")
-        keys = {node: f"node/{node}" for node in range(self._nodes.count)}
+        keys = {node: f"node/{node}" for node in range(self.world_size)}
         while missing := [node for node, key in keys.items() if not self._has(key)]:
             if time.monotonic() > deadline:
-                connected = self._nodes.count - len(missing)
+                connected = self.world_size - len(missing)
                 raise RunFailed(
-                    f"only {connected} of {self._nodes.count} nodes connected within {timeout_seconds} s "
+                    f"only {connected} of {self.world_size} nodes connected within {timeout_seconds} s "
                     f"(comm.init_timeout_seconds); missing: NODE_RANK {', '.join(map(str, missing))}"
                 )
             time.sleep(0.2)
@@ -80,39 +77,20 @@ class NodeRendezvous(RendezvousHandler):
 
     def wait_for_node_0(self, what: str) -> None:
         """Wait on all nodes until node 0 calls this too, when it has prepared `what`."""
-        if self._nodes.rank == 0:
+        if self.rank == 0:
             self._store.set(what, "done")
         try:
             self._store.wait([what])
         except (dist.DistError, RuntimeError):
             raise RunFailed(f"node 0 did not prepare {what}; see that node's log") from None
 
-    # The interface of torch's RendezvousHandler.
-
     def next_rendezvous(self) -> RendezvousInfo:
+        """Give the elastic agent the store under a new prefix, as for every later attempt."""
         self._rounds += 1
         store = dist.PrefixStore(f"round-{self._rounds}", self._store)
-        address = RendezvousStoreInfo(self._nodes.master_addr, self._store.port)
-        return RendezvousInfo(store, self._nodes.rank, self._nodes.count, address)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        return RendezvousInfo(
+            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self._store.port)
+        )
 
     def get_backend(self) -> str:
         return "titanlite"
-
-    def get_run_id(self) -> str:
-        return "titanlite"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True

@@ -37,7 +37,7 @@ class Follower:
 
 
 class Terminal:
-    """Shows logs in a thread from `start` to `stop`, which first shows everything written so far."""
+    """Shows logs from a thread inside `with`, at whose end everything written so far has been shown."""
 
     def __init__(self, logs: dict[int, Path], metrics: Path, steps: int, color: bool) -> None:
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
@@ -48,13 +48,12 @@ class Terminal:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -57,15 +57,12 @@ def step_table(ranks: Sequence[Breakdown]) -> str:
     rows = []
     for kind in KINDS:
         seconds = [rank.kinds[kind] for rank in ranks]
-        longest = max(seconds)
-        share = f"{100 * mean(seconds) / step:.1f}%"
-        rows.append(
-            (kind, f"{1000 * mean(seconds):.1f}", share, f"{1000 * longest:.1f}", f"{seconds.index(longest)}")
-        )
-    rows.append(("the step", f"{1000 * step:.1f}", "100.0%", "", ""))
+        row = [kind, f"{1000 * mean(seconds):.1f}", f"{100 * mean(seconds) / step:.1f}%"]
+        rows.append([*row, f"{1000 * max(seconds):.1f}", str(seconds.index(max(seconds)))])
+    rows.append(["the step", f"{1000 * step:.1f}", "100.0%", "", ""])
     columns = 5 if len(ranks) > 1 else 3
-    header = ("where a step goes", "ms", "share", "most", "rank")
-    lines = [format_table([row[:columns] for row in rows], header[:columns], align="<>>>>")]
+    header = ["where a step goes", "ms", "share", "most", "rank"]
+    lines = [format_table([row[:columns] for row in rows], header[:columns], align="<>>>>", indent=2)]
     if hidden := mean(rank.hidden for rank in ranks):
         exposed = mean(rank.kinds[COMMUNICATION] for rank in ranks)
         lines.append(f"{100 * hidden / (hidden + exposed):.0f}% of the communication is hidden behind computation")
