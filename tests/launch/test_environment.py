@@ -1,4 +1,4 @@
-"""scripts/environment.py: one start makes `.venv`, the others wait, and the next start finds it."""
+"""scripts/environment.py: the first start makes `.venv`, concurrent starts wait, later starts find it."""
 
 import shutil
 import subprocess
@@ -29,13 +29,13 @@ build_wheel = build_editable
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A checkout of a project with nothing in it, and this project's script."""
+    """Return a checkout of an empty project with scripts/environment.py."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/environment.py", tmp_path / "scripts")
     (tmp_path / "backend.py").write_text(BACKEND)
     (tmp_path / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        '[project]\nname = "titanlite"\nversion = "0.0"\n'
+        '[project]\nname = "titanlite"\nversion = "0.0"\ndependencies = ["torch>=2.11,<2.16"]\n'
     )
     return tmp_path
 
@@ -49,27 +49,25 @@ def start(checkout: Path, **environ: str) -> subprocess.Popen:
 
 def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout):
     first, second = start(checkout), start(checkout)
-    outs = [process.communicate(timeout=120) for process in (first, second)]
-    assert [first.returncode, second.returncode] == [0, 0], outs
+    outputs = [process.communicate(timeout=120) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
     expected = str(checkout / ".venv/bin/python")
-    assert [out.strip() for out, _ in outs] == [expected] * 2
-    said = [error for _, error in outs]
-    assert sum("installing titanlite into" in text for text in said) == 1
-    assert sum("waiting for it" in text for text in said) == 1
+    assert [out.strip() for out, _ in outputs] == [expected] * 2
+    assert sum("installing titanlite into" in error for _, error in outputs) == 1
+    assert sum("waiting for it" in error for _, error in outputs) == 1
     third = start(checkout)
     out, error = third.communicate()
     assert out.strip() == expected and error == ""
-    sees = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
-    assert subprocess.run([expected, "-c", sees], check=False).returncode == 0, (
-        "the active torch is seen, not downloaded"
-    )
+    finds_torch = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    used = subprocess.run([expected, "-c", finds_torch], check=False).returncode == 0
+    assert used, "the active torch is used, not downloaded again"
     (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
     fourth = start(checkout)
     assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"
 
 
-def test_an_interpreter_without_venv_is_told_what_to_install(checkout):
-    """As Debian ships Python: venv is there, what it needs is not."""
+def test_python_without_ensurepip_names_the_package_to_install(checkout):
+    """Debian ships Python with venv, but without ensurepip, which venv needs."""
     (checkout / "ensurepip.py").write_text("raise ImportError")
     process = start(checkout, PYTHONPATH=str(checkout))
     out, error = process.communicate(timeout=60)
