@@ -25,7 +25,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         super().__init__(nodes.master_addr, nodes.master_port, nodes.rank, nodes.count, "titanlite", timeout_seconds)
         self._rounds = 0
         deadline = time.monotonic() + timeout_seconds
-        self._store: dist.TCPStore = self._open_store(deadline, timeout_seconds)
+        self._launchers = self._open_store(deadline, timeout_seconds)
         if nodes.count > 1:
             self._wait_for_all_nodes(processes, deadline, timeout_seconds)
 
@@ -52,9 +52,9 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def _wait_for_all_nodes(self, processes: int, deadline: float, timeout_seconds: int) -> None:
         rank = self.rank
-        if self._store.add(f"claims/{rank}", 1) > 1:
+        if self._launchers.add(f"claims/{rank}", 1) > 1:
             raise UserError(f"two launchers use NODE_RANK={rank}; every node needs its own")
-        self._store.set(f"node/{rank}", f"{processes} {socket.gethostname()}")
+        self._launchers.set(f"node/{rank}", f"{processes} {socket.gethostname()}")
         keys = {node: f"node/{node}" for node in range(self.world_size)}
         while missing := [node for node, key in keys.items() if not self._has(key)]:
             if time.monotonic() > deadline:
@@ -64,32 +64,32 @@ class NodeRendezvous(StaticTCPRendezvous):
                     f"(comm.init_timeout_seconds); missing: NODE_RANK {', '.join(map(str, missing))}"
                 )
             time.sleep(0.2)
-        counts = {node: int(self._store.get(key).split()[0]) for node, key in keys.items()}
+        counts = {node: int(self._launchers.get(key).split()[0]) for node, key in keys.items()}
         if set(counts.values()) != {processes}:
             listed = ", ".join(f"node {node}: {count}" for node, count in counts.items())
             raise UserError(f"the nodes have different numbers of processes ({listed}): set NGPU to the same on all")
 
     def _has(self, key: str) -> bool:
         try:
-            return self._store.check([key])
+            return self._launchers.check([key])
         except (dist.DistError, RuntimeError):
             raise RunFailed("node 0 exited before all nodes connected; see that node's log") from None
 
     def wait_for_node_0(self, what: str) -> None:
         """Wait on all nodes until node 0 calls this too, when it has prepared `what`."""
         if self.rank == 0:
-            self._store.set(what, "done")
+            self._launchers.set(what, "done")
         try:
-            self._store.wait([what])
+            self._launchers.wait([what])
         except (dist.DistError, RuntimeError):
             raise RunFailed(f"node 0 did not prepare {what}; see that node's log") from None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Give the elastic agent the store under a new prefix, as for every later attempt."""
         self._rounds += 1
-        store = dist.PrefixStore(f"round-{self._rounds}", self._store)
+        store = dist.PrefixStore(f"round-{self._rounds}", self._launchers)
         return RendezvousInfo(
-            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self._store.port)
+            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self._launchers.port)
         )
 
     def get_backend(self) -> str:
