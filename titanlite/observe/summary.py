@@ -21,6 +21,7 @@ _ROLE_NAMES = {"embedding": "embedding", "column": "matrices", "row": "matrices"
 
 def describe_start(
     job: Job,
+    model: nn.Module,
     parts: Sequence[nn.Module],
     table: dict[str, Rule],
     *,
@@ -37,11 +38,11 @@ def describe_start(
 ) -> list[str]:
     """Lines for the console."""
     config, batch, layout = job.config, job.batch, job.layout
-    named = [item for part in parts for item in part.named_parameters()]
-    parameters = [parameter for _, parameter in named]
-    total, trained = _elements(parameters), _elements([p for p in parameters if p.requires_grad])
+    whole = list(model.parameters())
+    total, trained = _elements(whole), _elements([p for p in whole if p.requires_grad])
+    parameters = [parameter for part in parts for parameter in part.parameters()]
     roles: Counter[str] = Counter()
-    for name, parameter in named:
+    for name, parameter in model.named_parameters():
         role = table[name].tensor
         roles[_ROLE_NAMES.get(role, role)] += parameter.numel()
     frozen = f", {total - trained:,} frozen" if trained < total else ""

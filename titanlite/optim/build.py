@@ -7,7 +7,7 @@ group; it does nothing else to an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,14 +37,22 @@ class TrainedParam:
 
 
 def trained_parameters(
-    parameters: Iterable[tuple[str, nn.Parameter]], table: dict[str, Rule], blocks: str, no_decay: Sequence[str]
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    table: dict[str, Rule],
+    blocks: str,
+    no_decay: Sequence[str],
+    all_names: Collection[str] | None = None,
 ) -> list[TrainedParam]:
-    """Return every parameter that is not frozen. Each pattern of `no_decay` must match at least one of them."""
+    """Return every parameter that is not frozen.
+
+    Each pattern of `no_decay` must match at least one trained parameter of the whole model: `all_names`, or these.
+    """
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    if not named:
+    all_names = [name for name, _ in named] if all_names is None else all_names
+    if not all_names:
         raise UserError("model.freeze leaves nothing to train")
     for pattern in set(no_decay) - {"norms", "biases"}:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
+        if not any(fnmatchcase(name, pattern) for name in all_names):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')
 
     def decays(name: str) -> bool:

@@ -55,6 +55,7 @@ class Report:
 
     def describe_start(
         self,
+        model: nn.Module,
         parts: Sequence[nn.Module],
         table: dict[str, Rule],
         trained: Sequence[TrainedParam],
@@ -66,6 +67,7 @@ class Report:
         dist.all_gather_object(hosts, self.rank_info.host)
         return describe_start(
             self.job,
+            model,
             parts,
             table,
             device=self.device,

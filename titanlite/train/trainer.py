@@ -101,16 +101,18 @@ class Trainer:
     def _build_model(self) -> None:
         """Build the model's parts on this rank, their optimizer, and what runs a step of them."""
         job, config = self.job, self.job.config
-        model, self.table = build_model(job)
-        flops = flops_per_token(model.named_parameters(), self.table, job.shape, config.training.seq_len)
+        self.model, self.table = build_model(job)  # the whole, for names and counts; this rank trains its parts
+        flops = flops_per_token(self.model.named_parameters(), self.table, job.shape, config.training.seq_len)
+        all_names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.report = Report(job, self.place, self.device, self.log, self.mesh.loss, flops)
         converters = build_converters(job)
         context = Context(job, self.mesh, self.table, self.device, converters)
-        self.parts, notes = build_parts(model, context, self.seed)
+        self.parts, notes = build_parts(self.model, context, self.seed)
         for note in notes:
             self.log.info(note)
         named = [item for part in self.parts for item in part.named_parameters()]
-        self.trained = trained_parameters(named, self.table, job.spec.blocks, config.optimizer.no_decay)
+        no_decay = config.optimizer.no_decay
+        self.trained = trained_parameters(named, self.table, job.spec.blocks, no_decay, all_names)
         optimizer = build_optimizer(self.trained, config, self.seed)
         self.runner = StepRunner(
             job,
@@ -135,7 +137,7 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return the lines that the start of the run prints."""
-        return self.report.describe_start(self.parts, self.table, self.trained, self.data, self.seed)
+        return self.report.describe_start(self.model, self.parts, self.table, self.trained, self.data, self.seed)
 
     # ---------------------------------------------------------------- running
 
