@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saved import everyone, keeping_log
 from tests.jobs import PARROT, TINY, job, trainer, weights
-from titanlite.checkpoint.commit import SaveFailed
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
 from titanlite.checkpoint.hf.export import export, export_live
@@ -24,7 +23,7 @@ from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 from titanlite.models import gpt2, llama3
 from titanlite.models.common import RopeScaling
 from titanlite.parallel.build import build_meta_model
@@ -312,7 +311,7 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
         translation, live = Translation(run.job.spec, run.job.model), run.state.weights()
         target = Path(folder) / "out"
         export_live(target, translation, live, torch.float32, run.tokenizer, everyone(), file_bytes=3000)
-    except SaveFailed as error:
+    except RunFailed as error:
         return str(error)
     finally:
         export_module.write = write

@@ -26,6 +26,7 @@ from titanlite.checkpoint.manifest import (
     steps_to_delete,
 )
 from titanlite.checkpoint.state import TrainingState
+from titanlite.errors import RunFailed
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
@@ -232,7 +233,7 @@ def commit_twice(folder: str) -> str:
                 True,
                 everyone(),
             )
-        except commit.SaveFailed as error:
+        except RunFailed as error:
             return str(error)
     return "no error"
 

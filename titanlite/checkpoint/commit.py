@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
-from titanlite.errors import UserError, first_line
+from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.runtime import store
 
 T = TypeVar("T")
@@ -62,11 +62,9 @@ def failpoint(name: str) -> None:
     assert name in FAILPOINTS
 
 
-class SaveFailed(UserError):
-    """A save that failed on any rank; the message is the same on all of them."""
-
-
-def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
+def run_on_all_ranks(
+    group: dist.ProcessGroup | None, what: str, action: Callable[[], T], error_type: type[UserError] = RunFailed
+) -> T:
     """Run an action on every rank; if it fails on any, raise on all of them what failed where.
 
     Without a group there is only this process.
@@ -83,7 +81,7 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, what: str, action: Callabl
     failures = gather_objects(failure, group)
     if failed := [rank for rank, text in enumerate(failures) if text]:
         where = f" on rank {', '.join(map(str, failed))}" if group else ""
-        raise SaveFailed(f"{what} failed{where}: {failures[failed[0]]}")
+        raise error_type(f"{what} failed{where}: {failures[failed[0]]}")
     return results[0]
 
 
@@ -134,7 +132,7 @@ def commit(
     weights_only: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write and publish a checkpoint; all ranks return when it is committed, or raise SaveFailed.
+    """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
 
     `tensors` say how each is sharded, `host_copies` hold the values of this rank's part. From every rank's
     `rank_payload`, rank 0 makes the documents (contents by file name) that are stored beside the tensors.

@@ -156,6 +156,7 @@ class Checkpoints:
             group,
             "checkpoint.initial_load_path",
             lambda: HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading),
+            UserError,
         )
         return Resume(path, hf=hf)
 

@@ -1,7 +1,7 @@
-"""`titanlite checkpoint …`: looks at checkpoints of any mesh, and moves weights in and out, without process groups.
+"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export, import and remove them, without process groups.
 
-No code of a folder runs: it is JSON, TOML, and tensors read as tensors. A package that its config names is imported
-only when the command line names it too.
+Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its config names is
+imported only if the command line names it too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -37,8 +37,14 @@ from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.observe.metrics import duration
+from titanlite.runtime import store
 
-_SHOWN = 10
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.checkpoint.hf.names import HFTensor
+
+_SHOWN_DIFFERENCES = 10
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
 
@@ -97,58 +103,58 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     return _COMMANDS[arguments.command](arguments, overrides)
 
 
-# ---------------------------------------------------------------- which folders are meant
+# ---------------------------------------------------------------- finding
 
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
-    if (path / MANIFEST).is_file() or step_of(path.name) is not None:
+    if store.exists(path / MANIFEST) or step_of(path.name) is not None:
         return [path]
     for root in (path, path / "checkpoint"):
         if steps := committed(root):
             return [step_folder(root, step) for step in steps]
-    raise UserError(f"there is no checkpoint in {path}")
+    raise UserError(f"no checkpoint in {path}")
 
 
 def find_checkpoint(path: Path) -> Path:
     """Return a checkpoint, or the latest complete one of a folder or a run."""
-    found = find_checkpoints(path)
-    return found[0] if len(found) == 1 else next((f for f in reversed(found) if is_complete(f)), found[-1])
+    folders = find_checkpoints(path)
+    return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- inspecting
 
 
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
-        found = _faults(folder, full=arguments.full)
+        manifest, problems = _check(folder, arguments.full)
         size, mesh = "?", "?"
-        if (folder / MANIFEST).is_file() and not (found and MANIFEST in found[0]):
-            manifest = read_manifest(folder)
+        if manifest:
             size = format_bytes(manifest.size) + (", weights" if manifest.weights_only else "")
             mesh = _mesh(folder)
-        verdict = f"damaged: {found[0]}" if found else "sound" if arguments.full else "whole"
-        rows.append((folder.name, size, mesh, f"{duration(time.time() - folder.stat().st_mtime)} ago", verdict))
+        state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
+        rows.append((folder.name, size, mesh, f"{duration(time.time() - store.modified(folder))} ago", state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
 
 
 def _verify(arguments: Namespace, overrides: list[str]) -> int:
-    bad = 0
+    damaged = False
     for folder in (folder for path in arguments.folders for folder in find_checkpoints(path)):
-        found = _faults(folder, full=True)
-        bad += bool(found)
-        print(f"{folder}: " + (f"damaged{some_of(found)}" if found else "sound"))
-    return 1 if bad else 0
+        _, problems = _check(folder, full=True)
+        damaged |= bool(problems)
+        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
+    return int(damaged)
 
 
-def _faults(folder: Path, full: bool) -> list[str]:
+def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, if it can be read, and what is wrong with the folder."""
     try:
         manifest = read_manifest(folder)
-        return faults(folder, manifest, manifest.files if full else ())
+        return manifest, faults(folder, manifest, manifest.files if full else ())
     except (CorruptCheckpoint, OSError) as error:
-        return [str(error)]
+        return None, [str(error)]
 
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
@@ -160,15 +166,16 @@ def _show(arguments: Namespace, overrides: list[str]) -> int:
     print(f"data       {', '.join(f'{key} {value}' for key, value in state['position'].items())}")
     print(f"mesh       {_mesh(folder)}")
     print(f"versions   {', '.join(f'{key} {value}' for key, value in environment.get('versions', {}).items())}")
-    what = f"{', '.join(kinds)} in {len(optimizer)} tensors" if optimizer else "none: the weights alone"
-    print(f"optimizer  {what}\n")
+    print(
+        f"optimizer  {', '.join(kinds)} in {len(optimizer)} tensors\n" if optimizer else "optimizer  weights only\n"
+    )
     rows = [
         (name, tensor.dtype, str(list(tensor.shape)), tensor.placement)
         for name, tensor in manifest.tensors.items()
         if name.startswith("model.")
     ]
     _print_table(("tensor", "type", "shape", "placement"), rows)
-    print("\n" + printable((folder / CONFIG).read_text(encoding="utf-8")), end="")
+    print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
     return 0
 
 
@@ -180,74 +187,72 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
     rows: list[tuple[str, str]] = []
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
         if name not in a.tensors or name not in b.tensors:
-            rows.append((name, f"in {sides[name in b.tensors]} alone"))
-        elif (what := _what(a.tensors[name])) != (other := _what(b.tensors[name])):
-            rows.append((name, f"{what}, {other}"))
+            rows.append((name, f"only in {sides[name in b.tensors]}"))
+        elif (kind_a := _kind(a.tensors[name])) != (kind_b := _kind(b.tensors[name])):
+            rows.append((name, f"{kind_a}, {kind_b}"))
         else:
             pairs = zip(sides, manifests, strict=True)
-            one, two = (load_tensors(side, [name], manifest)[name] for side, manifest in pairs)
-            if not one.equal(two):
-                apart = (one.double() - two.double()).abs()
-                count = f"{int((apart != 0).sum()):,} of {one.numel():,} numbers"
-                rows.append((name, f"{count}, by {apart.max():.3g} at most"))
-    x, y = (read_state(side)["numbers"] for side in sides)
-    others = sum(x.get(name) != y.get(name) for name in x.keys() | y.keys())
-    if not rows and not others:
+            tensor_a, tensor_b = (load_tensors(side, [name], manifest)[name] for side, manifest in pairs)
+            if not tensor_a.equal(tensor_b):
+                distance = (tensor_a.double() - tensor_b.double()).abs()
+                count = f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers"
+                rows.append((name, f"{count}, by {distance.max():.3g} at most"))
+    numbers_a, numbers_b = (read_state(side)["numbers"] for side in sides)
+    names = numbers_a.keys() | numbers_b.keys()
+    different_numbers = sum(numbers_a.get(name) != numbers_b.get(name) for name in names)
+    if not rows and not different_numbers:
         print(f"the same {len(a.tensors)} tensors")
         return 0
     if rows:
-        _print_table(("tensor", "differs"), rows[:_SHOWN])
+        _print_table(("tensor", "differs"), rows[:_SHOWN_DIFFERENCES])
     total = len(a.tensors.keys() | b.tensors.keys())
-    print(f"{len(rows)} of {total} tensors differ, and {others} of the optimizer's single numbers")
+    print(f"{len(rows)} of {total} tensors differ, and {different_numbers} of the optimizer's scalars")
     return 1
 
 
-def _what(tensor: Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-# ---------------------------------------------------------------- out and in
+# ---------------------------------------------------------------- export and import
 
 
 def _export(arguments: Namespace, overrides: list[str]) -> int:
     folder, target = find_checkpoint(arguments.folder), arguments.out
-    if target.exists():
-        raise UserError(f"{target} exists; nothing is written over it")
+    if store.exists(target):
+        raise UserError(f"{target} exists, and an export overwrites nothing")
     manifest = read_manifest(folder)
-    if found := faults(folder, manifest, manifest.files if arguments.verify == "full" else ()):
-        raise CorruptCheckpoint(f"{folder} is damaged, and nothing was exported:{some_of(found)}")
-    write = _write_hf if arguments.format == "hf" else _write_plain
-    write(folder, manifest, target, arguments)
-    print(f"exported step {manifest.step}: {target}")
-    return 0
-
-
-def _write_plain(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
+    if problems := faults(folder, manifest, manifest.files if arguments.verify == "full" else ()):
+        raise CorruptCheckpoint(f"{folder} is damaged; nothing was exported:{some_of(problems)}")
     import torch
 
     from titanlite.checkpoint.hf.export import export, fetch_from, plain_tensors
 
-    outputs = plain_tensors(manifest, getattr(torch, arguments.dtype or _config(folder).checkpoint.export_dtype))
-    config = {CONFIG: (folder / CONFIG).read_bytes()}
-    export(target, outputs, config, fetch_from(folder, manifest))
+    config = _load_config(["--config", str(folder / CONFIG)], {})
+    dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
+    if arguments.format == "hf":
+        tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
+    else:
+        tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
+    export(target, tensors, documents, fetch_from(folder, manifest))
+    print(f"exported step {manifest.step}: {target}")
+    return 0
 
 
-def _write_hf(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
-    import torch
-
-    from titanlite.checkpoint.hf.export import export, fetch_from
+def _hf_folder(
+    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace, dtype: torch.dtype
+) -> tuple[list[HFTensor], dict[str, bytes]]:
+    """Return the tensors and documents of the model's Hugging Face folder."""
     from titanlite.checkpoint.hf.names import Translation, documents
     from titanlite.data.tokenizer import ByteTokenizer, JsonTokenizer
     from titanlite.registry import get_model
 
-    config = _config(folder)
-    named, asked = config.model.package, arguments.package
-    if named and not asked:
+    if config.model.package and not arguments.package:
         raise UserError(
-            f'{folder}: the model is of the package "{named}", which is imported only where you say so: '
-            f"--model.package {named}"
+            f'{folder}: the model is in the package "{config.model.package}", which is imported only if you name it: '
+            f"--model.package {config.model.package}"
         )
-    spec = get_model(config.model.name, asked)
+    spec = get_model(config.model.name, arguments.package)
     translation = Translation(spec, spec.configure(config.model.flavor, config.model.overrides))
     saved = {
         name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
@@ -257,17 +262,13 @@ def _write_hf(folder: Path, manifest: Manifest, target: Path, arguments: Namespa
     assets = arguments.tokenizer or config.model.hf_assets_path
     if assets and not (Path(assets) / "tokenizer.json").is_file():
         if arguments.tokenizer:
-            raise UserError(f"--tokenizer {assets}: there is no tokenizer.json")
-        print(
-            f"titanlite: no tokenizer is exported: {assets} is not here; --tokenizer FOLDER says where",
-            file=sys.stderr,
-        )
+            raise UserError(f"--tokenizer {assets}: it has no tokenizer.json")
+        message = f"no tokenizer is exported: {assets} has no tokenizer.json; name its folder with --tokenizer"
+        print(f"titanlite: {message}", file=sys.stderr)
         tokenizer = None
     else:
         tokenizer = JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
-    dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
-    beside = documents(translation.config, dtype, tokenizer)
-    export(target, translation.hf_tensors(dtype), beside, fetch_from(folder, manifest))
+    return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
 
 
 def _import(arguments: Namespace, overrides: list[str]) -> int:
@@ -279,18 +280,15 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
 
     source, target = arguments.folder, arguments.out
     if committed(target):
-        raise UserError(f"{target} has checkpoints; nothing is written among them")
-    loaded = load(parse_command_line(overrides, os.environ))
-    if loaded.faults:
-        raise ConfigError(loaded.faults)
-    config = loaded.config
+        raise UserError(f"{target} has checkpoints already; import into another folder")
+    config = _load_config(overrides, os.environ)
     spec = get_model(config.model.name, config.model.package)
-    abroad = HuggingFaceFolder(source, spec, spec.configure(config.model.flavor, config.model.overrides))
-    dtype = getattr(torch, config.training.dtype)
+    weights = HuggingFaceFolder(source, spec, spec.configure(config.model.flavor, config.model.overrides))
     environment = {"versions": versions(), "mesh": {}, "imported_from": str(source)}
-    folder = to_checkpoint(abroad, target, dtype, to_toml(config), environment)
-    print(f"imported {len(abroad.names)} tensors: {folder}")
-    print(f'to begin from them: --checkpoint.initial_load_path "{target}"')
+    dtype = getattr(torch, config.training.dtype)
+    folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
+    print(f"imported {len(weights.names)} tensors: {folder}")
+    print(f'to start from them: --checkpoint.initial_load_path "{target}"')
     return 0
 
 
@@ -300,13 +298,12 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
 def _rm(arguments: Namespace, overrides: list[str]) -> int:
     folders = [path.resolve() for path in arguments.folders]
     for folder in folders:
-        if step_of(folder.name) is None or not (folder / MANIFEST).is_file():
-            raise UserError(f"{folder} is no committed checkpoint: those are named step-N, and have a {MANIFEST}")
+        if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
+            raise UserError(f"{folder} is not a committed checkpoint: it must be named step-N and have a {MANIFEST}")
     for root in {folder.parent for folder in folders}:
-        going = {folder for folder in folders if folder.parent == root}
-        whole = {step_folder(root, step) for step in committed(root) if is_complete(step_folder(root, step))}
-        if whole & going and not whole - going and not arguments.force:
-            raise UserError(f"{root} would have no whole checkpoint left; --force removes them all the same")
+        complete = set(filter(is_complete, (step_folder(root, step) for step in committed(root))))
+        if complete & set(folders) and complete <= set(folders) and not arguments.force:
+            raise UserError(f"{root} would have no complete checkpoint left; --force removes them anyway")
     for folder in folders:
         if not arguments.dry_run:
             _remove(folder)
@@ -323,14 +320,14 @@ def _remove(folder: Path) -> None:
     if (newest := latest_complete(root)) is not None:
         point_latest(root, newest)
     else:
-        (root / "latest").unlink(missing_ok=True)
+        store.delete(root / "latest")
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- reading and printing
 
 
-def _config(folder: Path) -> JobConfig:
-    loaded = load(parse_command_line(["--config", str(folder / CONFIG)], {}))
+def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
+    loaded = load(parse_command_line(argv, environ))
     if loaded.faults:
         raise ConfigError(loaded.faults)
     return loaded.config
@@ -338,7 +335,7 @@ def _config(folder: Path) -> JobConfig:
 
 def _environment(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        return json.loads(store.read(folder / ENVIRONMENT))
     except (OSError, ValueError):
         return {}
 

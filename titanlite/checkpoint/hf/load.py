@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,20 +88,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class _LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors that are read when they are looked up."""
+class _LazyTensors(dict[str, torch.Tensor]):
+    """Tensors that are read when they are looked up, and not kept."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-        self._names, self._read = list(names), read
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __missing__(self, name: str) -> torch.Tensor:
         return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def to_checkpoint(
@@ -110,7 +105,7 @@ def to_checkpoint(
     """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process."""
     shapes = source.translation.shapes
     tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
-    weights = _LazyTensors(tensors, lambda name: source.read(name.removeprefix("model.")).to(dtype).contiguous())
+    weights = _LazyTensors(lambda name: source.read(name.removeprefix("model.")).to(dtype).contiguous())
     documents = {
         STATE: to_json({"position": asdict(Position()), "numbers": {}, "streams": {}}),
         CONFIG: config.encode(),

@@ -1,7 +1,7 @@
 """Translate weights between a model's names and those of its Hugging Face folder, as the model's table says.
 
-A rank reads only the region of a tensor that its shard holds: `read_region` asks for as much of the folder's tensor
-as the transforms need. How files are read is left to `files.py`.
+A rank reads only the region of a tensor that its shard holds, and of the folder's tensor what the transforms need for
+that. How files are read is left to `files.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from titanlite.registry import Box, HuggingFace, ModelSpec, WeightTransform
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-ReadRegion = Callable[[str, Box], torch.Tensor]
-"""Reads a region of a folder's tensor, given its name."""
-
 
 @dataclass(frozen=True)
 class HFTensor:
@@ -39,14 +36,14 @@ class HFTensor:
 
     def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tensor made of these parameters' weights."""
-        return _to_hf(weights, self.transforms, self.dim).to(self.dtype).contiguous()
+        return _transform(weights, self.transforms, self.dim).to(self.dtype).contiguous()
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _to_hf(weights: Sequence[torch.Tensor], transforms: Sequence[WeightTransform], dim: int) -> torch.Tensor:
+def _transform(weights: Sequence[torch.Tensor], transforms: Sequence[WeightTransform], dim: int) -> torch.Tensor:
     for transform in transforms:
         weights = [transform.to_hf(weight) for weight in weights]
     return torch.cat(list(weights), dim) if len(weights) > 1 else weights[0]
@@ -86,42 +83,30 @@ class Translation:
             rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
             assert len(names) == (rule.part.of if rule.part else 1), f"the table lacks parts of {hf_name}"
             dim = rule.part.dim if rule.part else 0
-            example = _to_hf([torch.empty(self.shapes[n], device="meta") for n in parameters], rule.via, dim)
+            example = _transform([torch.empty(self.shapes[n], device="meta") for n in parameters], rule.via, dim)
             tensors.append(HFTensor(hf_name, parameters, tuple(example.shape), dtype, rule.via, dim))
         return tensors
 
-    def read(self, name: str, region: Box | None, read: ReadRegion) -> torch.Tensor:
-        """Read a region of the parameter `name`, or all of it."""
+    def read(self, name: str, region: Box | None, read_hf: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
+        """Read a region of the parameter `name`, or all of it, with `read_hf(name in the folder, region of it)`."""
         rule, shape = self.table[name], self.shapes[name]
-        fused = rule.part
-
-        def read_hf(wanted: Box, size: Sequence[int]) -> torch.Tensor:
-            if fused:
-                offset = fused.index * size[fused.dim]
-                shifted = slice(offset + wanted[fused.dim].start, offset + wanted[fused.dim].stop)
-                wanted = (*wanted[: fused.dim], shifted, *wanted[fused.dim + 1 :])
-            return read(rule.hf_name(name), wanted)
-
-        return read_region(read_hf, rule.via, region or tuple(slice(0, size) for size in shape), shape)
-
-
-def read_region(
-    read_hf: Callable[[Box, Sequence[int]], torch.Tensor],
-    transforms: Sequence[WeightTransform],
-    region: Box,
-    shape: Sequence[int],
-) -> torch.Tensor:
-    """Read a region of a parameter of this shape, and of the folder's tensor only what its transforms need.
-
-    `read_hf` takes the region of the folder's tensor, and that tensor's shape.
-    """
-    if not transforms:
-        return read_hf(region, shape)
-    hf_region, own_region, transform = transforms[0].source_region(region, shape)
-    hf_shape = transforms[0].to_hf(torch.empty(tuple(shape), device="meta")).shape
-    weight = transform.from_hf(read_region(read_hf, transforms[1:], hf_region, hf_shape))
-    pairs = zip(region, own_region, strict=True)
-    return weight[tuple(slice(wanted.start - own.start, wanted.stop - own.start) for wanted, own in pairs)]
+        region = region or tuple(slice(0, size) for size in shape)
+        inverses = []
+        for transform in rule.via:
+            wanted = region
+            region, produced, inverse = transform.source_region(wanted, shape)
+            pairs = zip(wanted, produced, strict=True)
+            part = tuple(slice(one.start - other.start, one.stop - other.start) for one, other in pairs)
+            inverses.append((inverse, part))
+            shape = tuple(transform.to_hf(torch.empty(shape, device="meta")).shape)
+        if fused := rule.part:
+            offset, one = fused.index * shape[fused.dim], region[fused.dim]
+            shifted = slice(offset + one.start, offset + one.stop)
+            region = (*region[: fused.dim], shifted, *region[fused.dim + 1 :])
+        weight = read_hf(rule.hf_name(name), region)
+        for inverse, part in reversed(inverses):
+            weight = inverse.from_hf(weight)[part]
+        return weight
 
 
 def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
@@ -141,11 +126,11 @@ def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenize
 
 def config_faults(config: Mapping[str, Any], translation: Translation) -> list[str]:
     """Return where a config.json contradicts the model: shapes do not show heads, epsilons or wavelengths."""
-    theirs, ignored = _normalize_rope(config), ("architectures", *translation.hf.unchecked_config_keys)
+    saved, ignored = _normalize_rope(config), ("architectures", *translation.hf.unchecked_config_keys)
     return [
-        f"config.json: {key} {json.dumps(theirs[key])}, but the model has {json.dumps(value)}"
+        f"config.json: {key} {json.dumps(saved[key])}, but the model has {json.dumps(value)}"
         for key, value in translation.config.items()
-        if key not in ignored and key in theirs and theirs[key] != value
+        if key not in ignored and key in saved and saved[key] != value
     ]
 
 
