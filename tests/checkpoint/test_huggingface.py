@@ -363,11 +363,11 @@ def test_tokenizer_files_go_along_and_name_the_end(tmp_path):
         ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], "parrot has no Hugging Face names"),
         ([*PARROT, "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"], "--format safetensors"),
         ([*TINY, "--checkpoint.last_save_in_hf"], "nothing is saved with checkpoint.enable = false"),
-        ([*TINY, "--checkpoint.initial_load_in_hf"], "initial_load_path names no folder"),
+        ([*TINY, "--checkpoint.initial_load_in_hf"], "needs a folder in checkpoint.initial_load_path"),
         (
             f"{' '.join(TINY)} --checkpoint.initial_load_in_hf --checkpoint.initial_load_path=x "
             "--checkpoint.no_initial_load_model_only".split(),
-            "a Hugging Face folder has the weights alone",
+            "a Hugging Face folder contains weights only",
         ),
     ],
 )
