@@ -1,4 +1,4 @@
-"""A step's time is divided among what it went on, on a GPU's timeline and on a CPU's main thread."""
+"""A step's time is divided by kind of work, on a GPU's timeline and on a CPU's main thread."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PROFILED = ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--tra
 
 
 def trace(path, *events: tuple[str, str, int, int, int], device: bool) -> None:
-    """(category, name, thread or stream, start, duration) in microseconds."""
-    found = [dict(zip(("cat", "name", "tid", "ts", "dur"), event, strict=True)) | {"ph": "X"} for event in events]
-    path.write_text(json.dumps({"traceEvents": found, "deviceProperties": [{}] if device else []}))
+    """Write a trace of events (category, name, thread or stream, start, duration), times in microseconds."""
+    dicts = [dict(zip(("cat", "name", "tid", "ts", "dur"), event, strict=True)) | {"ph": "X"} for event in events]
+    path.write_text(json.dumps({"traceEvents": dicts, "deviceProperties": [{}] if device else []}))
 
 
-def test_on_a_gpu_communication_counts_where_nothing_else_runs(tmp_path):
+def test_on_a_gpu_communication_counts_while_nothing_is_computed(tmp_path):
     trace(
         tmp_path / "gpu.json",
         ("user_annotation", "ProfilerStep#7", 1, 0, 1000),
@@ -53,16 +53,16 @@ def test_on_a_gpu_communication_counts_where_nothing_else_runs(tmp_path):
         ("kernel", "nvjet_before_the_step", 7, -100, 50),
         device=True,
     )
-    found = read(tmp_path / "gpu.json")
+    breakdown = read(tmp_path / "gpu.json")
     expected = {
         MATMUL: 200, ATTENTION: 100, OTHER: 100, SHARDING: 0, NORM: 0, OPTIMIZER: 200, COMMUNICATION: 100,
         DATA: 50, HOST: 250,
     }  # fmt: skip
-    assert {kind: round(1e6 * seconds) for kind, seconds in found.kinds.items()} == expected
-    assert round(1e6 * found.hidden) == 200 and found.step == 1e-3
+    assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
+    assert round(1e6 * breakdown.hidden) == 200 and breakdown.step == 1e-3
 
 
-def test_on_a_cpu_an_operation_has_the_time_that_it_took_itself(tmp_path):
+def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
     trace(
         tmp_path / "cpu.json",
         ("user_annotation", "ProfilerStep#7", 1, 0, 1000),
@@ -79,15 +79,15 @@ def test_on_a_cpu_an_operation_has_the_time_that_it_took_itself(tmp_path):
         ("cpu_op", "aten::mm", 2, 0, 900),  # another thread
         device=False,
     )
-    found = read(tmp_path / "cpu.json")
+    breakdown = read(tmp_path / "cpu.json")
     expected = {
         MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90, COMMUNICATION: 70, DATA: 0,
         HOST: 640,
     }  # fmt: skip
-    assert {kind: round(1e6 * seconds) for kind, seconds in found.kinds.items()} == expected
+    assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
 
 
-def test_a_trace_without_what_was_asked_is_refused(tmp_path):
+def test_a_trace_without_steps_or_kernels_is_refused(tmp_path):
     trace(tmp_path / "empty.json", ("cpu_op", "aten::mm", 1, 0, 1), device=False)
     with pytest.raises(UserError, match="has no steps"):
         read(tmp_path / "empty.json")
@@ -97,33 +97,33 @@ def test_a_trace_without_what_was_asked_is_refused(tmp_path):
 
 
 def slow_data(folder: str) -> None:
-    read_one = BatchPrefetcher.__next__
+    original = BatchPrefetcher.__next__
 
     def slowly(self: BatchPrefetcher) -> MicroBatch:
         time.sleep(0.05)
-        return read_one(self)
+        return original(self)
 
     BatchPrefetcher.__next__ = slowly  # type: ignore[method-assign]
     try:
         trainer([*TINY, *PROFILED], folder).train()
     finally:
-        BatchPrefetcher.__next__ = read_one  # type: ignore[method-assign]
+        BatchPrefetcher.__next__ = original  # type: ignore[method-assign]
 
 
 def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
     pool.run(slow_data, str(tmp_path), world=2)
     for rank in range(2):
-        found = read(tmp_path / f"profile_traces/step-5/rank-{rank}.json")
-        assert abs(sum(found.kinds.values()) - found.step) < 1e-9 and min(found.kinds.values()) >= 0
-        assert all(found.kinds[kind] > 0 for kind in KINDS)
-        assert found.kinds[DATA] >= 0.05
+        breakdown = read(tmp_path / f"profile_traces/step-5/rank-{rank}.json")
+        assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9 and min(breakdown.kinds.values()) >= 0
+        assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
+        assert breakdown.kinds[DATA] >= 0.05
 
 
 @pytest.mark.long
 def test_the_command_prints_the_table_and_leaves_traces(tmp_path):
-    words = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
+    overrides = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "profile", *words],
+        [sys.executable, "-m", "titanlite", "profile", *overrides],
         capture_output=True, text=True, check=False, env={**environment(), "NGPU": "1"}, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

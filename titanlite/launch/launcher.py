@@ -1,6 +1,6 @@
 """`titanlite train` and ./run_train.sh: check everything, start the workers, own the terminal, return the exit code.
 
-The workers run under torch's elastic agent. None is started before the whole config and this machine were checked.
+The workers run under torch's elastic agent. None is started before the config and this machine have been checked.
 When a run fails, the rank that failed first is named, with its traceback last.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
-  titanlite train --config llama_8b.toml mine.toml --optimizer.lr 3e-4
+  titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
 Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Later files override earlier ones, and
 the command line overrides files. Environment: NGPU (processes on this node), LOG_RANK (ranks whose output is shown),
@@ -41,7 +41,7 @@ NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are u
 
 
 class _KeysHelp(Action):
-    """--help with the config keys, all or those that a search word is found in."""
+    """Print --help with every config key, or only the keys that mention a search word."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         from titanlite.config.docs import help_text
@@ -149,7 +149,7 @@ def _run(
 
 
 def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
-    """Return how many processes are started, and which variables said so."""
+    """Return the number of processes to start, and the variables it comes from."""
     count = f"{processes} process{'es' if processes > 1 else ''} on the {'GPUs' if device == 'cuda' else 'CPU'}"
     reason = "from NGPU" if "NGPU" in environ else "NGPU sets another number"
     node = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""

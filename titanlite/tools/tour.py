@@ -28,15 +28,15 @@ RUN += f" --validation.freq {STEPS} --validation.steps 5 --metrics.no_enable_ten
 SECONDS_TO_START = 300
 _PROGRAM = """
 import sys, torch
+from pathlib import Path
 from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.tools.checkpoint import find_checkpoint
 from titanlite.tools.generate import load_model
-from pathlib import Path
-config, checkpoints, exported = sys.argv[1:]
-model = load_model(job_from(parse_command_line(["--config", config], {}), world=None, training=False),
-                  find_checkpoint(Path(checkpoints)), torch.device("cpu"))
+dump, exported = sys.argv[1:]
+job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), world=None, training=False)
+model = load_model(job, find_checkpoint(Path(dump)), torch.device("cpu"))
 exported_model = AutoModelForCausalLM.from_pretrained(exported)
 tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
@@ -57,46 +57,45 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: the folder must be empty")
     start = time.monotonic()
-    run, single, exported = folder / "run", folder / "single", folder / "exported"
-    checkpoints = run / "checkpoint"
+    dump, single, exported = folder / "run", folder / "single", folder / "exported"
 
     _print_step(
         "1", "Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all."
     )
-    _train_and_kill(run)
-    killed_at, saved = _records(run)[-1]["step"], latest_complete(checkpoints)
+    _train_and_kill(dump)
+    killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
     recent = saved is not None and killed_at - saved <= 2 * INTERVAL
     _check(recent, f"killed at step {killed_at}, and checkpoint step-{saved} is complete")
 
     _print_step("2", "Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
-    out = _titanlite(f"train {RUN} --job.dump_folder {run}", NGPU="2")
+    out = _titanlite(f"train {RUN} --job.dump_folder {dump}", NGPU="2")
     _check(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh without any option")
-    steps = [record["step"] for record in _records(run) if "loss" in record]
+    steps = [record["step"] for record in _records(dump) if "loss" in record]
     _check(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has each of the {STEPS} steps once")
 
     _print_step("3", "Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN} --job.dump_folder {single}", NGPU="1")
-    pairs = zip(_records(run), _records(single), strict=True)
+    pairs = zip(_records(dump), _records(single), strict=True)
     worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
     _check(worst < 1e-4, f"training and validation losses differ by at most {worst:.1e}")
 
     _print_step("4", "List and verify the checkpoints, and export the last one to Hugging Face's format.")
-    print(_titanlite(f"checkpoint ls {run} --full"), end="")
-    _titanlite(f"checkpoint verify {run}")
+    print(_titanlite(f"checkpoint ls {dump} --full"), end="")
+    _titanlite(f"checkpoint verify {dump}")
     _check(True, "every byte matches its checksum")
-    _titanlite(f"checkpoint export {run} {exported}")
+    _titanlite(f"checkpoint export {dump} {exported}")
     names = ", ".join(sorted(path.name for path in exported.iterdir()))
     _check((exported / "config.json").is_file(), f"exported {names}")
 
     _print_step("5", "Load it with transformers, which shares no code with titanlite.")
     if find_spec("transformers"):
-        worst = float(_run([sys.executable, "-c", _PROGRAM, f"{run}/config.toml", f"{checkpoints}", f"{exported}"]))
+        worst = float(_run([sys.executable, "-c", _PROGRAM, str(dump), str(exported)]))
         _check(worst < 1e-5, f"its logits are within {worst:.1e} of titanlite's")
     else:
         print("   skipped: transformers is not installed")
 
     _print_step("6", "Generate text with the model after so few steps:")
-    print(_titanlite(f"generate --config {run}/config.toml --tokens 60 --prompt def").rstrip())
+    print(_titanlite(f"generate --config {dump}/config.toml --tokens 60 --prompt def").rstrip())
     print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
     return 0
 
