@@ -24,12 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="prepare|show", required=True)
     about = "tokenize text into shards; a stopped run continues where it stopped"
     making = commands.add_parser("prepare", help=about, description=about)
-    making.epilog = (
-        "example: titanlite data prepare books/ wiki.jsonl --tokenizer assets/hf/Llama-3.1-8B --out shards"
-    )
-    making.add_argument(
-        "sources", nargs="+", metavar="SRC", help=".txt, .jsonl or .parquet files, or folders of them"
-    )
+    making.epilog = "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
+    making.add_argument("sources", nargs="+", metavar="SRC", help=".txt, .jsonl, .parquet files, or folders of them")
     making.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written")
     making.add_argument("--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)")
     making.add_argument("--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores")
@@ -47,16 +43,16 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _prepare(arguments: Namespace) -> int:
     documents = {source: text_files(source, source) for source in arguments.sources}
-
-    def say(text: str) -> None:
-        print(f"titanlite: {text}", file=sys.stderr)
-
     with _progress_bar() as report:
-        manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, say)
+        manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
     print(f"{counts} in {len(manifest['shards'])} shards: {arguments.out}")
     print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"')
     return 0
+
+
+def _print_notice(text: str) -> None:
+    print(f"titanlite: {text}", file=sys.stderr)
 
 
 @contextmanager
@@ -80,15 +76,10 @@ def _show(arguments: Namespace) -> int:
     print(
         f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}"
     )
-    rows = [
-        (
-            f"{counts['tokens'] / total:.1%}",
-            f"{counts['tokens']:,} tokens",
-            f"{counts['documents']:,} documents",
-            name,
-        )
-        for name, counts in manifest["sources"].items()
-    ]
+    rows = []
+    for name, counts in manifest["sources"].items():
+        tokens, documents = counts["tokens"], counts["documents"]
+        rows.append((f"{tokens / total:.1%}", f"{tokens:,} tokens", f"{documents:,} documents", name))
     print(format_table(rows, align=">>>", indent=2))
     for tenth in (1, 5, 9):
         start = source.tokens * tenth // 10
