@@ -69,13 +69,18 @@ COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint
 @pytest.mark.parametrize("more", ["", COMPILED, "--model.overrides.tied"], ids=["plain", "compiled", "tied"])
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
     """bfloat16 activations everywhere, float32 masters and gradients; the same bits as with everything sharded. But
-    the two gradients of a tied weight are added in float32 here, and in bfloat16 where it is sharded."""
+    the two gradients of a tied weight are added in float32 here, and in bfloat16 where it is sharded. And FSDP2 of
+    torch 2.15 (not of 2.13) takes a norm weight's gradient in float32, as the kernel computes it, where the replicated
+    weight's is rounded to bfloat16 first: one rounding apart, 2^-9 at most if nothing cancels between the ranks.
+    """
+    fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
     argv = [*TINY, *BFLOAT16, *sizes(2), *more.split()]
     sharded = pool.run(gradients_and_norm, argv, str(tmp_path), world=2)[0]
     for found in pool.run(gradients_and_norm, [*argv, SMALL], str(tmp_path), world=2):
         assert found["gradients"].keys() == sharded["gradients"].keys()
         for name, gradient in found["gradients"].items():
-            bound = 5e-3 if "tied" in more and name == "tok_embeddings.weight" else 0.0
+            bound = 2**-8 if fsdp_takes_float32 and name.endswith("norm.weight") else 0.0
+            bound = 5e-3 if "tied" in more and name == "tok_embeddings.weight" else bound
             assert relative_error(gradient, sharded["gradients"][name]) <= bound, name
 
 
