@@ -70,7 +70,7 @@ COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
     """bfloat16 activations everywhere, float32 masters and gradients; the same bits as with everything sharded. But
     the two gradients of a tied weight are added in float32 here, and in bfloat16 where it is sharded. And FSDP2 of
-    torch 2.15 (not of 2.13) takes a norm weight's gradient in float32, as the kernel computes it, while the replicated
+    torch 2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it, while the replicated
     weight's gradient is rounded to bfloat16 first: they differ by one rounding, a relative 2^-9 on each rank.
     """
     fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
