@@ -1,4 +1,4 @@
-"""What the host sees of the steps: with a clock that the test moves."""
+"""Step times, with a clock that the test moves, and recompilations."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.jobs import TINY, run_to_end
 from titanlite.observe.clock import StepClock
 
 
-class Time:
+class FakeTime:
     def __init__(self) -> None:
         self.seconds = 100.0
 
@@ -18,7 +18,7 @@ class Time:
 
 
 def test_steps_are_timed_without_what_is_paused():
-    time = Time()
+    time = FakeTime()
     clock = StepClock(time)
     for seconds in range(1, 21):
         with clock.waiting_for_data():
@@ -31,8 +31,8 @@ def test_steps_are_timed_without_what_is_paused():
     assert clock.percentile(50) == pytest.approx(10.5) and clock.percentile(95) == pytest.approx(19.05)
 
 
-def test_an_interval_begins_anew_without_what_was_logged_between():
-    time = Time()
+def test_an_interval_starts_without_the_time_of_logging():
+    time = FakeTime()
     clock = StepClock(time)
     with clock.waiting_for_data():
         time.seconds += 5
@@ -45,48 +45,48 @@ def test_an_interval_begins_anew_without_what_was_logged_between():
 
 
 def recompiles(sizes: list[int]) -> list[int]:
-    """The count after each step, where a step's batch has that size."""
+    """Return the count after each step; `sizes` are the batch sizes of the steps."""
     torch.compiler.reset()
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
     clock = StepClock()
-    found = []
+    counts = []
     for size in sizes:
         compiled(torch.ones(size, 2))
         clock.step_done()
-        found.append(clock.recompiles)
+        counts.append(clock.recompiles)
     torch.compiler.reset()
-    return found
+    return counts
 
 
-def test_recompiles_are_counted_from_the_first_step_on(pool):
+def test_recompilations_are_counted_after_the_first_step(pool):
     assert pool.run(recompiles, [3, 3, 4, 4, 5, 3], world=1) == [[0, 0, 1, 1, 2, 2]]
 
 
 def recompiles_of_pauses(sizes: list[int]) -> list[int]:
-    """The count after each step, where a pause of one kind follows each with a batch of that size."""
+    """Return the count after each step; each is followed by a pause with a batch of one of `sizes`."""
     torch.compiler.reset()
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager", dynamic=False)
     clock = StepClock()
-    found = []
+    counts = []
     for size in sizes:
         compiled(torch.ones(2, 2))
         clock.step_done()
-        found.append(clock.recompiles)
+        counts.append(clock.recompiles)
         with clock.paused("validation"):
             compiled(torch.ones(size, 2))
     torch.compiler.reset()
-    return found
+    return counts
 
 
-def test_the_first_pause_of_a_kind_is_its_warm_up_and_no_recompile(pool):
+def test_the_first_pause_of_a_kind_may_compile(pool):
     assert pool.run(recompiles_of_pauses, [3, 3, 4, 3], world=1) == [[0, 0, 0, 1]]
 
 
-def test_every_record_has_the_percentiles_and_the_wait(pool, tmp_path):
+def test_records_have_percentiles_and_the_wait_for_data(pool, tmp_path):
     lines = pool.run(run_to_end, [*TINY, "--metrics.log_freq=3", "--training.steps=6"], str(tmp_path), world=1)
-    first, *others = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, *later = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert first["step_seconds"] == first["step_seconds_p50"] == first["step_seconds_p95"]
-    for record in others:
+    for record in later:
         assert 0 < record["step_seconds_p50"] < record["step_seconds_p95"] <= 3 * record["step_seconds"]
         assert 0 < record["data_seconds"] < record["step_seconds"] and record["recompiles"] == 0
     steps = [line for line in lines[0]["log"] if line.startswith("step:")]

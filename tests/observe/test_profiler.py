@@ -1,4 +1,4 @@
-"""Traces and snapshots: only when asked, only of the steps asked for, with the phases of a step by name."""
+"""Traces and snapshots: only where enabled, only of the configured steps, with the phases of a step by name."""
 
 import json
 from collections import Counter
@@ -19,21 +19,21 @@ VALIDATED = Counter(validation=1)
 
 
 def phases(trace: Path) -> tuple[list[str], Counter[str]]:
-    """The steps that a trace holds, and how often each phase is in it."""
+    """Return the steps in a trace, and how often each phase is in it."""
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     known = {*STEP, *VALIDATED}
     return sorted(n for n in names if n.startswith("ProfilerStep")), Counter(n for n in names if n in known)
 
 
-def test_each_rank_has_traces_of_the_asked_steps_with_their_phases(pool, tmp_path):
+def test_each_rank_traces_the_configured_steps_with_their_phases(pool, tmp_path):
     argv = [*TINY, "--training.steps=9", "--training.global_batch_size=8", "--validation.enable"]
     argv += ["--validation.freq=4", "--validation.steps=1", "--profiling.enable_profiling"]
     argv += ["--profiling.profile_freq=4", "--profiling.profiler_warmup=1", "--profiling.profiler_active=2"]
     pool.run(run_to_end, argv, str(tmp_path), world=2)
-    found = {p.relative_to(tmp_path / "profile_traces").as_posix(): phases(p) for p in tmp_path.rglob("rank-*.json")}
+    traces = {p.relative_to(tmp_path / "profile_traces").as_posix(): phases(p) for p in tmp_path.rglob("rank-*.json")}
     two = Counter({name: 2 * count for name, count in STEP.items()}) + VALIDATED
-    assert found == {
+    assert traces == {
         f"step-{last}/rank-{rank}.json": ([f"ProfilerStep#{last - 1}", f"ProfilerStep#{last}"], two)
         for last in (4, 8)
         for rank in (0, 1)
@@ -45,14 +45,14 @@ def test_nothing_is_recorded_by_default(pool, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "config.toml", "environment.json"}
 
 
-def test_a_trace_that_the_run_ends_in_is_kept(pool, tmp_path):
+def test_a_trace_is_kept_if_the_run_ends_within_it(pool, tmp_path):
     argv = [*TINY, "--profiling.enable_profiling", "--profiling.profile_freq=5", "--profiling.profiler_active=3"]
     pool.run(run_to_end, [*argv, "--profiling.profiler_warmup=1"], str(tmp_path), world=1)
     (trace,) = tmp_path.rglob("rank-0.json")
     assert trace.parent.name == "step-3" and phases(trace)[1]["optimizer"] == 1
 
 
-def test_the_numbers_of_a_run_do_not_depend_on_the_profiler(pool, tmp_path):
+def test_the_profiler_does_not_change_the_losses(pool, tmp_path):
     profiled = [*TINY, "--profiling.enable_profiling", "--profiling.profile_freq=1", "--profiling.profiler_warmup=0"]
     losses = []
     for argv in (TINY, profiled):
@@ -66,30 +66,30 @@ def test_the_numbers_of_a_run_do_not_depend_on_the_profiler(pool, tmp_path):
     "warmup, actions",
     {1: "NONE NONE WARMUP RECORD_AND_SAVE NONE", 3: "WARMUP WARMUP WARMUP RECORD_AND_SAVE WARMUP"}.items(),
 )
-def test_the_profiler_warms_up_before_the_asked_steps(warmup, actions):
+def test_the_profiler_warms_up_before_the_traced_steps(warmup, actions):
     settings = Profiling(profile_freq=4, profiler_warmup=warmup)
     assert [action(settings, step).name for step in range(1, 6)] == actions.split()
 
 
-def test_a_run_that_begins_in_the_middle_traces_the_same_steps(tmp_path):
+def test_a_resumed_run_traces_the_same_steps(tmp_path):
     settings = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1)
     with Profiler(settings, tmp_path, 0, torch.device("cpu"), done=6) as profiler:
         for step in (7, 8, 9):
             profiler.step(step)
     (trace,) = tmp_path.rglob("rank-0.json")
-    assert trace.parent.name == "step-8" and phases(trace)[0] == ["ProfilerStep#8"]
+    assert trace.parent.name == "step-8" and phases(trace)[0] == ["ProfilerStep#2"], "the second step of this run"
 
 
-def test_traces_that_overlap_are_refused_with_the_legal_value():
+def test_overlapping_traces_are_refused_with_the_legal_value():
     argv = [*TINY, "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_active=2"]
     with pytest.raises(ConfigError, match=r"profile_freq = 4(.|\n)*do not fit into 4; at least 5"):
         job(argv, world=1)
     job([*argv, "--profiling.profiler_warmup=2"], world=1)
 
 
-def test_a_memory_snapshot_is_refused_by_name_without_a_gpu(tmp_path):
-    asked = [*TINY, "--job.device=auto", f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot"]
-    with pytest.raises(UserError, match="profiling.enable_memory_snapshot = true: the snapshot is of a GPU's"):
-        check_machine(job(asked, world=1), "cpu", 1)
+def test_a_memory_snapshot_needs_a_gpu(tmp_path):
+    argv = [*TINY, "--job.device=auto", f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot"]
+    with pytest.raises(UserError, match="profiling.enable_memory_snapshot = true: snapshots record a GPU's"):
+        check_machine(job(argv, world=1), "cpu", 1)
     with pytest.raises(UserError, match="profiling.enable_memory_snapshot"):
         require_gpu("cpu")

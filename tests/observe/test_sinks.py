@@ -1,4 +1,4 @@
-"""Where records go: any set of sinks, each with all of them."""
+"""Sinks: any set of them works together, and each gets every record."""
 
 import json
 import os

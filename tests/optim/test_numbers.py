@@ -11,7 +11,7 @@ from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import Batch, Layout, divisors
 from titanlite.observe.memory import machine_bytes
-from titanlite.observe.metrics import StepRecord, duration
+from titanlite.observe.metrics import StepRecord, format_duration
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, build_optimizer, trained_parameters
 from titanlite.optim.grad_norm import clip_grad_norm
@@ -163,6 +163,6 @@ def test_the_log_line_is_the_one_that_parsers_know():
 
 
 def test_formats():
-    assert [duration(s) for s in (3, 62, 3723)] == ["0:03", "1:02", "1:02:03"]
+    assert [format_duration(s) for s in (3, 62, 3723)] == ["0:03", "1:02", "1:02:03"]
     assert [format_bytes(n) for n in (5, 2048, 3 << 30, 5 << 42)] == ["5 B", "2.0 KiB", "3.0 GiB", "20.0 TiB"]
     assert machine_bytes() > 1 << 28

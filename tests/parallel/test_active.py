@@ -20,8 +20,8 @@ from tests.lanes import sample
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.config.load import ConfigError
-from titanlite.observe.clock import compiled_graphs
 from titanlite.parallel.fsdp_schedule import schedule
+from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.loss import count_valid
 from titanlite.verify.pool import RankFailed
 

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +26,9 @@ def write(folder: Path, records, validation=(), torn="") -> Path:
     folder.mkdir(parents=True)
     sink = JsonLines(folder / "metrics.jsonl")
     for one in records:
-        sink.step(one, {})
+        sink.write(one.step, asdict(one), {})
     for step, loss in validation:
-        sink.validation(step, loss)
+        sink.write(step, {"validation_loss": loss}, {})
     sink.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(torn)

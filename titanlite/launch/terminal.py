@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.observe.console import colored
-from titanlite.observe.metrics import duration
+from titanlite.observe.metrics import format_duration
 
 
 class Follower:
@@ -83,7 +83,7 @@ class Terminal:
             while not self._done.wait(0.1):
                 self._show(show)
                 if record := self.last_record:
-                    eta = duration((self._steps - record["step"]) * record["step_seconds"])
+                    eta = format_duration((self._steps - record["step"]) * record["step_seconds"])
                     text = f"eta {eta}  loss {record['loss']:.4f}  {record['tps']:,.0f} tokens/s per device"
                     title = f"step {record['step']}/{self._steps}"
                     progress.update(task, completed=record["step"], description=title, text=text)

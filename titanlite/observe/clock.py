@@ -1,77 +1,75 @@
-"""What the host sees of the steps between two logged ones: their times, the wait for data, and recompiles."""
+"""Times of the steps between two logged ones, their wait for data, and recompilations, as the host sees them."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from titanlite.runtime.torch_private import compiled_graphs
+
 
 class StepClock:
-    """Call `step_done` after every step, and `restart` when an interval has been logged.
+    """Measures steps: call `step_done` after every step, and `restart` when an interval has been logged.
 
-    The times are the host's: nothing here waits for the device. On a GPU the host runs up to a step ahead, so a
-    single time may belong to the step before; only logged steps end together with the device, and sums are right.
+    Nothing here waits for the device. On a GPU the host runs up to a step ahead, so a single time may belong to the
+    step before; a logged step ends together with the device, so sums are right.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._expected: int | None = None
-        self._warm: set[str] = set()
+        self._expected_graphs: int | None = None
+        self._seen_pauses: set[str] = set()
         self.recompiles = 0
         self.restart()
 
     def restart(self) -> None:
-        """Begin an interval."""
-        self._last, self._data = self._now(), 0.0
-        self._steps: list[float] = []
+        """Start an interval."""
+        self._step_start, self._data_wait = self._now(), 0.0
+        self._step_times: list[float] = []
 
     def step_done(self) -> None:
-        """A step ends here, and the next begins."""
+        """End a step and start the next."""
         now = self._now()
-        self._steps.append(now - self._last)
-        self._last = now
+        self._step_times.append(now - self._step_start)
+        self._step_start = now
         graphs = compiled_graphs()
-        self._expected = graphs if self._expected is None else self._expected  # the first step compiles
-        self.recompiles = graphs - self._expected
+        if self._expected_graphs is None:  # the first step compiles
+            self._expected_graphs = graphs
+        self.recompiles = graphs - self._expected_graphs
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        began = self._now()
+        """Add the time of this context to the step's wait for data."""
+        start = self._now()
         yield
-        self._data += self._now() - began
+        self._data_wait += self._now() - start
 
     @contextmanager
     def paused(self, kind: str) -> Iterator[None]:
-        """What happens here is not a step's time. The first time of its kind is its warm-up: the graphs that it
-        compiles are expected, those of later ones are recompiles."""
-        began, graphs = self._now(), compiled_graphs()
+        """Leave this context out of the step's time.
+
+        Graphs compiled in the first pause of a kind are expected; those compiled in later ones are recompilations.
+        """
+        start, graphs = self._now(), compiled_graphs()
         yield
-        self._last += self._now() - began
-        if kind not in self._warm and self._expected is not None:
-            self._expected += compiled_graphs() - graphs
-        self._warm.add(kind)
+        self._step_start += self._now() - start
+        if kind not in self._seen_pauses and self._expected_graphs is not None:
+            self._expected_graphs += compiled_graphs() - graphs
+        self._seen_pauses.add(kind)
 
     @property
     def seconds(self) -> float:
         """Mean time of a step."""
-        return sum(self._steps) / len(self._steps)
+        return sum(self._step_times) / len(self._step_times)
 
     @property
     def data_seconds(self) -> float:
-        """Mean wait for data of a step."""
-        return self._data / len(self._steps)
+        """Mean wait for data in a step."""
+        return self._data_wait / len(self._step_times)
 
     def percentile(self, percent: float) -> float:
-        """Time that this share of the steps did not exceed."""
-        return float(np.percentile(self._steps, percent))
-
-
-def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process. (Its counters are private; tried on torch 2.11 and 2.13.
-    Where they are not loaded, nothing was compiled.)"""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+        """Return the time that `percent` of the steps did not exceed."""
+        return float(np.percentile(self._step_times, percent))

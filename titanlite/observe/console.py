@@ -1,4 +1,4 @@
-"""What a rank says: its log, and the colors that a terminal adds to it."""
+"""A rank's log, and the colors that a terminal adds to it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ import sys
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
-"""The launcher's process id. It keeps each rank's output in its log file, and shows the chosen ranks'."""
+"""Environment variable with the process id of the launcher, which writes each rank's output to its log file."""
 
-_COLOURS = {
-    "step": 31,
-    "loss": 32,
-    "grad_norm": 33,
-    "memory": 36,
-    "tps": 34,
-    "tflops": 35,
-    "mfu": 36,
-    "eta": 90,
-    "data": 90,
-}
+_ANSI_COLORS = {"step": 31, "loss": 32, "grad_norm": 33, "memory": 36, "tps": 34, "tflops": 35, "mfu": 36}
+_GRAY = 90
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """The log file of a rank."""
+    """Return the path of a rank's log file."""
     return folder / "logs" / f"rank-{rank}.log"
 
 
 def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> logging.Logger:
-    """The logger of this rank.
+    """Return the logger of this rank.
 
-    Started by our launcher, all output is the rank's log file. Started by torchrun or srun, the log file is
-    written from here, and only `shown` ranks speak on the console.
+    Below titanlite's launcher it writes to standard output, which the launcher keeps in the rank's log file. Below
+    torchrun or srun (not `launched`) it writes the log file itself, and to the console on `shown` ranks.
     """
     log = logging.Logger(f"titanlite.rank{rank}", logging.INFO)
     handlers: list[logging.Handler] = []
@@ -49,11 +40,7 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
 
 
 def colored(line: str) -> str:
-    """A step's line with a color for each field; other lines as they are."""
+    """Return a step's line with a color for each field; any other line unchanged."""
     if not line.startswith("step:"):
         return line
-    return re.sub(
-        r"(\w+):( +)(\S+)",
-        lambda m: f"\033[{_COLOURS.get(m[1], 0)}m{m[1]}:{m[2]}{m[3]}\033[0m",
-        line,
-    )
+    return re.sub(r"(\w+):( +)(\S+)", lambda m: f"\033[{_ANSI_COLORS.get(m[1], _GRAY)}m{m[0]}\033[0m", line)

@@ -1,4 +1,4 @@
-"""Memory of a rank: what the model's state needs, what was used, what the machine has."""
+"""Memory of a rank: what the model's state needs, the peak so far, what the machine has."""
 
 from __future__ import annotations
 
@@ -14,70 +14,64 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Used:
-    """Peak memory of this rank, and what it is a share of."""
+class PeakMemory:
+    """Peak memory of this rank, and its percentage of what the device or machine has."""
 
     gib: float
     percent: float
 
 
 def state_bytes(elements: int, trained: int, element_size: int, optimizer: int) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state."""
+    """Return the bytes of parameters, gradients and optimizer state, for numbers of elements and bytes of each."""
     return elements * element_size, trained * element_size, optimizer
 
 
 def machine_bytes() -> int:
-    """The machine's memory, or the part of it that this container may use."""
+    """Return the machine's memory, or the part of it that this container may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(text)) if text.isdigit() else total
 
 
-def used(device: torch.device) -> Used:
-    """Peak of allocated device memory; on a CPU the process's peak resident set."""
+def peak_memory(device: torch.device) -> PeakMemory:
+    """Return the peak of allocated device memory; on a CPU the process's peak resident set."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
-    return Used(peak / GIB, 100 * peak / total)
+    return PeakMemory(peak / GIB, 100 * peak / total)
 
 
-def allocator_tags(device: torch.device) -> dict[str, float]:
-    """TensorBoard's memory tags."""
-    peak = used(device)
-    tags = {"memory/max_active(GiB)": peak.gib, "memory/max_active(%)": peak.percent}
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-        tags = {
-            "memory/max_active(GiB)": active / GIB,
-            "memory/max_active(%)": 100 * active / total,
-            "memory/max_reserved(GiB)": reserved / GIB,
-            "memory/max_reserved(%)": 100 * reserved / total,
-            "memory/num_alloc_retries": stats["num_alloc_retries"],
-            "memory/num_ooms": stats["num_ooms"],
-        }
-    return tags
+def memory_tags(device: torch.device) -> dict[str, float]:
+    """Return TensorBoard's memory tags."""
+    if device.type != "cuda":
+        peak = peak_memory(device)
+        return {"memory/max_active(GiB)": peak.gib, "memory/max_active(%)": peak.percent}
+    stats, total = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
+    tags: dict[str, float] = {}
+    for kind in ("active", "reserved"):
+        peak_bytes = stats[f"{kind}_bytes.all.peak"]
+        tags |= {f"memory/max_{kind}(GiB)": peak_bytes / GIB, f"memory/max_{kind}(%)": 100 * peak_bytes / total}
+    return tags | {f"memory/{name}": stats[name] for name in ("num_alloc_retries", "num_ooms")}
 
 
-class Retries:
-    """Tells when the device's allocator had to give its cache back to find memory, which waits for the device."""
+class AllocatorRetries:
+    """Warns when the GPU's allocator had to flush its cache to find memory, which synchronizes the device."""
 
     def __init__(self) -> None:
-        self._told = 0.0
+        self._reported = 0.0
 
-    def news(self, tags: dict[str, float]) -> str:
-        """What happened since this was asked last, by the allocator's tags; empty if nothing did."""
+    def warning(self, tags: dict[str, float]) -> str:
+        """Return a warning if retries were added to the memory tags since the last call, else an empty string."""
         retries = tags.get("memory/num_alloc_retries", 0.0)
-        more, self._told = retries - self._told, retries
-        if more <= 0:
+        added, self._reported = retries - self._reported, retries
+        if added <= 0:
             return ""
         return (
-            f"memory is nearly full: since the last logged step the allocator gave its cache back {more:.0f} "
-            f"time{'s' * (more > 1)} to find some, which waits for the device; activation_checkpoint, "
-            "training.loss_chunks or a smaller training.local_batch_size take less"
+            f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} since the last logged "
+            "step (each synchronizes the device); to need less: activation_checkpoint, training.loss_chunks, a "
+            "smaller training.local_batch_size"
         )

@@ -1,14 +1,14 @@
-"""What a run records: metrics.jsonl always, TensorBoard and W&B when asked; and the line that people read."""
+"""What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the console."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
@@ -16,7 +16,7 @@ from titanlite.errors import UserError
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step; the fields of a line in metrics.jsonl."""
+    """One logged step: the keys of its line in metrics.jsonl, which docs/observing.md explains."""
 
     step: int
     loss: float
@@ -36,13 +36,13 @@ class StepRecord:
 
     @property
     def data_percent(self) -> float:
-        """Share of the step's time for which it waited for data."""
+        """Percentage of the step's time that was spent waiting for data."""
         return 100 * self.data_seconds / self.step_seconds
 
     def line(self, steps: int, memory_percent: float) -> str:
-        """The console's line; parsers rely on its first fields."""
+        """Return the console's line, whose first fields parsers rely on; `steps` is the target for the eta."""
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.2f}%"
-        eta = duration((steps - self.step) * self.step_seconds)
+        eta = format_duration((steps - self.step) * self.step_seconds)
         return (
             f"step: {self.step:2}  loss: {self.loss:8.5f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({memory_percent:.2f}%)  tps: {round(self.tps):,}  "
@@ -50,7 +50,7 @@ class StepRecord:
         )
 
     def tags(self) -> dict[str, float]:
-        """Names that dashboards know from TorchTitan."""
+        """Return the values under the names that dashboards know from TorchTitan."""
         tags = {
             "loss_metrics/global_avg_loss": self.loss,
             "loss_metrics/global_max_loss": self.max_loss,
@@ -69,21 +69,22 @@ class StepRecord:
         return tags if self.mfu is None else {**tags, "mfu(%)": self.mfu}
 
 
+Values = dict[str, Any]
+"""Numbers, or None, by the keys of metrics.jsonl."""
+
+
 class Sink(Protocol):
-    """Somewhere that records go."""
+    """Somewhere that numbers are recorded."""
 
-    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None: ...
-
-    def validation(self, step: int, loss: float) -> None: ...
-
-    def checkpoint(self, step: int, seconds: dict[str, float]) -> None: ...
+    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        """Record numbers of a step, named as in metrics.jsonl (`values`) or as in TensorBoard (`tags`)."""
 
     def close(self) -> None: ...
 
 
 def open_sinks(folder: Path, config: JobConfig, after: int = 0) -> list[Sink]:
-    """Every sink that is asked for; none shuts out another. A run that goes on after a step drops what an earlier
-    attempt recorded of later ones."""
+    """Return every sink that the config enables. A run that resumes after step `after` drops what an earlier attempt
+    recorded of later steps."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", after)]
     if config.metrics.enable_tensorboard:
         sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after))
@@ -93,45 +94,29 @@ def open_sinks(folder: Path, config: JobConfig, after: int = 0) -> list[Sink]:
 
 
 class JsonLines:
-    """metrics.jsonl: one object a line, floats in full precision, every line on disk at once."""
+    """metrics.jsonl: one object per line, floats in full precision, each line flushed at once."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
         if path.exists():
             _drop_later(path, after)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
-
-    def validation(self, step: int, loss: float) -> None:
-        self._file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
-
-    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
-        costs = {f"checkpoint_{what}_seconds": value for what, value in seconds.items()}
-        self._file.write(json.dumps({"step": step, **costs}) + "\n")
+    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoard:
-    """TensorBoard events."""
+    """TensorBoard's event files."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # costs half a second
 
         self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
-    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
-        self._write(record.step, {**record.tags(), **memory_tags})
-
-    def validation(self, step: int, loss: float) -> None:
-        self._write(step, {"validation_metrics/loss": loss})
-
-    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
-        self._write(step, _checkpoint_tags(seconds))
-
-    def _write(self, step: int, tags: dict[str, float]) -> None:
+    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
         for tag, value in tags.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()  # a killed run loses nothing
@@ -141,12 +126,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run, under TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as ever."""
+    """A Weights & Biases run with TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as usual."""
 
     def __init__(self, folder: Path, config: JobConfig) -> None:
         require_wandb()
-        import wandb  # half a second, and an extra
+        import wandb  # costs half a second, and is an extra
 
+        self._step = 0
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "titanlite"),
@@ -157,25 +143,16 @@ class WeightsAndBiases:
         except wandb.Error as error:  # no key, no network
             raise UserError(f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline") from error
 
-    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
-        self._run.log({**record.tags(), **memory_tags}, step=record.step)
-
-    def validation(self, step: int, loss: float) -> None:
-        self._run.log({"validation_metrics/loss": loss}, step=step)
-
-    def checkpoint(self, step: int, seconds: dict[str, float]) -> None:
-        self._run.log(_checkpoint_tags(seconds), commit=False)  # W&B drops what comes for a step that is over
+    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        self._step = max(step, self._step)  # W&B drops what arrives for an earlier step, as a finished save does
+        self._run.log(tags, step=self._step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _checkpoint_tags(seconds: dict[str, float]) -> dict[str, float]:
-    return {f"time_metrics/checkpoint_{what}(s)": value for what, value in seconds.items()}
-
-
 def _drop_later(path: Path, after: int) -> None:
-    """Cut a metrics.jsonl where its first step after `after` begins, or a line that a kill left unfinished."""
+    """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left incomplete."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -189,17 +166,17 @@ def _drop_later(path: Path, after: int) -> None:
 
 
 def require_wandb() -> None:
-    """Refuse W&B where the package is absent. (A folder ./wandb, which W&B itself leaves, is no package.)"""
+    """Raise UserError if wandb is not installed. A folder ./wandb, which W&B leaves behind, is not the package."""
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:
         raise UserError(
             "metrics.enable_wandb = true: the package wandb is not installed; "
-            f"{sys.executable} -m pip install wandb, or leave the key out"
+            f"{sys.executable} -m pip install wandb, or remove the key"
         )
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, 2:03 or 0:03."""
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def format_duration(seconds: float) -> str:
+    """Return seconds as 1:02:03, 2:03 or 0:03."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

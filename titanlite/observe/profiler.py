@@ -1,7 +1,7 @@
-"""Chrome traces and memory snapshots of a rank, at the steps that [profiling] asks for.
+"""Chrome traces and memory snapshots of a rank, at the steps that [profiling] selects.
 
-Off, nothing is started and nothing is written. The phases of a step are named where they happen, with torch's
-record_function: it costs 6 microseconds when nobody records, and other profilers see the names as well.
+Disabled, it starts and writes nothing. The code of a step names its phases with torch's record_function, which costs
+6 microseconds without a profiler and shows the names to other profilers too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from titanlite.config.schema import Profiling
 from titanlite.errors import UserError
+from titanlite.runtime.torch_private import dump_memory_snapshot, record_memory_history
 
 
 class Profiler:
-    """A context around the steps that follow step `done`; call `step` after each."""
+    """A context around the steps after step `done`, the last one of the checkpoint; call `step` after each."""
 
     def __init__(self, settings: Profiling, folder: Path, rank: int, device: torch.device, done: int) -> None:
         if settings.enable_memory_snapshot:
@@ -29,24 +30,24 @@ class Profiler:
         self._profile: profile | None = None
         if settings.enable_profiling:
             self._profile = profile(
-                schedule=lambda step: action(settings, step) if step > done else ProfilerAction.NONE,
+                # Torch counts this run's steps from 1; it is at 0 before the first.
+                schedule=lambda step: action(settings, done + step) if step else ProfilerAction.NONE,
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
-            self._profile.step_num = done  # so that its step numbers are the job's
-            # A trace holds its own steps and no earlier ones, as it should.
+            # Each trace holds its own steps only, as intended.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
     def __enter__(self) -> Profiler:
         if self._profile:
             self._profile.start()
-            self._profile.step()  # from the last step done into the next
+            self._profile.step()  # into the first step
         if self._settings.enable_memory_snapshot:
-            _record_allocations(True)
+            record_memory_history(True)
         return self
 
     def step(self, number: int) -> None:
-        """Step `number` is done."""
+        """Note that step `number` of the job is done."""
         self._done = number
         if self._profile:
             self._profile.step()
@@ -59,7 +60,7 @@ class Profiler:
         if self._settings.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
                 self._write_snapshot(f"step-{self._done + 1}-out-of-memory")
-            _record_allocations(False)
+            record_memory_history(False)
         if self._profile:
             self._profile.stop()
 
@@ -67,34 +68,24 @@ class Profiler:
         traced.export_chrome_trace(str(_file(self._traces, f"step-{self._done}", f"rank-{self._rank}.json")))
 
     def _write_snapshot(self, step: str) -> None:
-        _dump_allocations(_file(self._snapshots, step, f"rank-{self._rank}.pickle"))
+        dump_memory_snapshot(_file(self._snapshots, step, f"rank-{self._rank}.pickle"))
 
 
 def action(settings: Profiling, step: int) -> ProfilerAction:
-    """What the profiler does during a step: a trace ends with every profile_freq-th."""
+    """Return what the profiler does during a step of the job: a trace ends with every profile_freq-th."""
     active, warmup = settings.profiler_active, settings.profiler_warmup
     return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(step - 1)
 
 
 def require_gpu(device: str) -> None:
-    """Refuse memory snapshots where there is no allocator to look into."""
+    """Raise UserError for memory snapshots on a device without an allocator to record."""
     if device != "cuda":
         raise UserError(
-            "profiling.enable_memory_snapshot = true: the snapshot is of a GPU's allocator, and this run is on the "
-            "CPU; leave it out. profiling.enable_profiling works on a CPU"
+            "profiling.enable_memory_snapshot = true: snapshots record a GPU's allocator, and this run is on a CPU; "
+            "remove the key (profiling.enable_profiling works on a CPU)"
         )
 
 
 def _file(folder: Path, step: str, name: str) -> Path:
     (folder / step).mkdir(parents=True, exist_ok=True)
     return folder / step / name
-
-
-def _record_allocations(on: bool) -> None:
-    """Keep the allocator's last 100,000 events. (Private by name, but documented; torch 2.11 and 2.13 have it. Not
-    yet run on a GPU.)"""
-    torch.cuda.memory._record_memory_history("all" if on else None, max_entries=100_000)
-
-
-def _dump_allocations(path: Path) -> None:
-    torch.cuda.memory._dump_snapshot(str(path))

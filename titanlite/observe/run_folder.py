@@ -1,4 +1,4 @@
-"""The dump folder of a run: earlier runs are moved aside, and what a run was is written down."""
+"""The dump folder of a run: archiving earlier runs in it, and the files that describe a run."""
 
 from __future__ import annotations
 
@@ -17,45 +17,44 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.layout import DIMENSIONS
 
-MOVED = ("metrics.jsonl", "logs", "config.toml", "environment.json")
+_WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
 def archive_previous_files(config: JobConfig) -> Path | None:
-    """Move what an earlier run wrote to previous/<time>/; the place, or None where there was nothing.
+    """Move what an earlier run wrote to previous/<time>/, and return that folder; None if there was nothing.
 
-    W&B's folder stays: it has a folder for each run, whose place W&B told the user.
+    W&B's folder stays: it has a folder per run, whose path W&B printed.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     dump_folder.mkdir(parents=True, exist_ok=True)
     folders = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
-    return _move(dump_folder, (*MOVED, *folders))
+    return _archive(dump_folder, ("metrics.jsonl", *_WRITTEN_AT_START, *folders))
 
 
 def archive_previous_logs(dump_folder: Path) -> Path | None:
-    """Of a run that is resumed, move what each start writes anew; metrics and traces go on where they are."""
-    return _move(dump_folder, MOVED[1:])
+    """Move only what each start writes: a resumed run appends to its metrics and traces."""
+    return _archive(dump_folder, _WRITTEN_AT_START)
 
 
-def _move(dump_folder: Path, names: tuple[str, ...]) -> Path | None:
-    found = [dump_folder / name for name in names if (dump_folder / name).exists()]
-    if not found:
+def _archive(dump_folder: Path, names: tuple[str, ...]) -> Path | None:
+    paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
+    if not paths:
         return None
-    aside = new_archive_folder(dump_folder)
-    for path in found:
-        path.rename(aside / path.name)
-    return aside
+    archive = new_archive_folder(dump_folder)
+    for path in paths:
+        path.rename(archive / path.name)
+    return archive
 
 
 def new_archive_folder(dump_folder: Path) -> Path:
-    """A new folder previous/<time>."""
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    aside = dump_folder / "previous" / stamp
+    """Make and return a folder previous/<time>."""
+    start = archive = dump_folder / "previous" / time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 1
-    while aside.exists():
+    while archive.exists():
         number += 1
-        aside = dump_folder / "previous" / f"{stamp}_{number}"
-    aside.mkdir(parents=True)
-    return aside
+        archive = start.with_name(f"{start.name}_{number}")
+    archive.mkdir(parents=True)
+    return archive
 
 
 def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
@@ -66,7 +65,7 @@ def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
 
 
 def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
-    """Versions, place and mesh of a run."""
+    """Return the versions, host and mesh of a run."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -81,29 +80,29 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that compute."""
+    installed = {"python": platform.python_version()}
     for name in ("titanlite", "torch", "torchdata", "numpy"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 @cache
 def git_revision() -> str | None:
-    """The revision of the checkout that runs, marked where files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
+    """Return the revision of the checkout that runs, marked if files differ from it; None outside a checkout."""
 
-    def git(*words: str) -> str | None:
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
         try:
-            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     if not git("ls-files", __file__):
-        return None  # installed inside somebody else's checkout
+        return None  # installed inside another project's checkout
     revision = git("rev-parse", "HEAD")
     return f"{revision} with changes" if revision and git("status", "--porcelain") else revision

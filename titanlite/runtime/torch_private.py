@@ -6,7 +6,9 @@ public name to move to where one exists. Imports are late where they are slow, s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,3 +101,21 @@ def float8_cast(layer: Any) -> Callable[[Any], Any]:
 def replace_float8_data(tensor: Any, data: torch.Tensor) -> Any:
     """Return torchao's float8 tensor with other data and the same scale. torchao 0.18; no public way."""
     return type(tensor)(data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process; nothing is imported to ask."""
+    # torch 2.11, 2.13 and 2.15. torch.compiler has no counter.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def record_memory_history(enable: bool) -> None:
+    """Keep the GPU allocator's last 100,000 events, or stop doing so."""
+    # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation names this function and the next.
+    torch.cuda.memory._record_memory_history("all" if enable else None, max_entries=100_000)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the recorded events to a file for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))

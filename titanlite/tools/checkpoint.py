@@ -36,7 +36,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
-from titanlite.observe.metrics import duration
+from titanlite.observe.metrics import format_duration
 from titanlite.runtime import store
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
             size = format_bytes(manifest.size) + (", weights" if manifest.weights_only else "")
             mesh = _mesh(folder)
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
-        rows.append((folder.name, size, mesh, f"{duration(time.time() - store.modified(folder))} ago", state))
+        age = format_duration(time.time() - store.modified(folder))
+        rows.append((folder.name, size, mesh, f"{age} ago", state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
 

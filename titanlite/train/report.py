@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +19,10 @@ from titanlite.config.job import Job
 from titanlite.data.stream import Stream
 from titanlite.data.windows import Windows
 from titanlite.observe.clock import StepClock
-from titanlite.observe.memory import Retries, allocator_tags, used
-from titanlite.observe.metrics import Sink, StepRecord, open_sinks
+from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory
+from titanlite.observe.metrics import Sink, StepRecord, Values, open_sinks
 from titanlite.observe.run_folder import describe_run
-from titanlite.observe.summary import describe_start
+from titanlite.observe.summary import StartFacts, describe_start
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, implementation, optimizer_bytes
 from titanlite.optim.lr_schedule import learning_rate
@@ -42,7 +42,7 @@ class Report:
     flops_per_token: int
 
     def __post_init__(self) -> None:
-        self.peak, self.retries = peak_tflops(self.device), Retries()
+        self.peak, self.retries = peak_tflops(self.device), AllocatorRetries()
         self.clock = StepClock()
         self.sinks: list[Sink] = []
 
@@ -65,22 +65,19 @@ class Report:
         """Return the lines that the start of the run prints; call it on all ranks."""
         hosts: list[str] = [""] * self.rank_info.world
         dist.all_gather_object(hosts, self.rank_info.host)
-        return describe_start(
-            self.job,
-            model,
-            parts,
-            table,
+        facts = StartFacts(
             device=self.device,
             hosts=hosts,
             seed=seed,
             samples=data.samples,
             fingerprint=data.fingerprint,
-            flops=self.flops_per_token,
-            decayed=sum(item.decays for item in trained),
-            exempt=sum(not item.decays for item in trained),
+            flops_per_token=self.flops_per_token,
+            decayed_tensors=sum(item.decays for item in trained),
+            exempt_tensors=sum(not item.decays for item in trained),
             optimizer_bytes=optimizer_bytes(trained, self.job.config),
-            implementation=implementation(self.job.config.optimizer),
+            optimizer_implementation=implementation(self.job.config.optimizer),
         )
+        return describe_start(self.job, model, parts, table, facts)
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
@@ -100,7 +97,7 @@ class Report:
             return
         global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.loss_group)
         clock.step_done()
-        memory = used(self.device)
+        memory = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
         record = StepRecord(
@@ -121,24 +118,27 @@ class Report:
             recompiles=clock.recompiles,
         )
         self.log.info(record.line(job.config.training.steps, memory.percent))
-        tags = allocator_tags(self.device)
-        if warning := self.retries.news(tags):
+        tags = memory_tags(self.device)
+        if warning := self.retries.warning(tags):
             self.log.warning(warning)
-        for sink in self.sinks:
-            sink.step(record, tags)
+        self._write(step, asdict(record), {**record.tags(), **tags})
         clock.restart()
 
     def log_validation(self, step: int, loss: float) -> None:
         self.log.info(f"validation at step {step}: loss {loss:.5f}")
-        for sink in self.sinks:
-            sink.validation(step, loss)
+        self._write(step, {"validation_loss": loss}, {"validation_metrics/loss": loss})
 
     def log_saves(self, records: list[PendingSave]) -> None:
         """Record what committed saves cost, and empty the list."""
         while records:
             save = records.pop(0)
-            for sink in self.sinks:
-                sink.checkpoint(save.step, save.costs)
+            values = {f"checkpoint_{name}_seconds": seconds for name, seconds in save.costs.items()}
+            tags = {f"time_metrics/checkpoint_{name}(s)": seconds for name, seconds in save.costs.items()}
+            self._write(save.step, values, tags)
+
+    def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        for sink in self.sinks:
+            sink.write(step, values, tags)
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -20,7 +20,7 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
-from titanlite.observe.metrics import StepRecord
+from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.parallel.build import shared_names
@@ -117,14 +117,11 @@ class CapturingSink:
     def __init__(self, measured: Measured) -> None:
         self.measured = measured
 
-    def step(self, record: StepRecord, memory_tags: dict[str, float]) -> None:
-        if record.step == 1:
-            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(record.grad_norm, dtype=torch.float64)
-            self.measured[measurements.LOSS] = {"": torch.tensor(record.loss, dtype=torch.float64)}
+    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        if step == 1:
+            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
+            self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
 
-    def validation(self, step: int, loss: float) -> None: ...
-
-    def checkpoint(self, step: int, seconds: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
