@@ -25,13 +25,13 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CON
 
 
 def run_offline(argv: list[str], folder: str, **environ: str) -> None:
-    kept = dict(os.environ)
+    saved = dict(os.environ)
     os.environ.update(OFFLINE | environ)
     try:
         run_to_end(argv, folder)
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 def tensorboard(folder: Path) -> Points:
@@ -41,24 +41,24 @@ def tensorboard(folder: Path) -> Points:
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """What W&B wrote offline: LevelDB's log format, blocks of 32 KiB, protobuf inside."""
+    """Read what W&B wrote offline: protobuf records in LevelDB's log format of 32 KiB blocks."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, whole, found = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if at % 32768 > 32768 - 7:  # no room for a header: the rest of the block is padding
-            at += -at % 32768
+    data, position, payload, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if position % 32768 > 32768 - 7:  # no room for a header: the rest of the block is padding
+            position += -position % 32768
             continue
-        size, kind = struct.unpack("<4xHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
+        size, kind = struct.unpack("<4xHB", data[position : position + 7])
+        payload += data[position + 7 : position + 7 + size]
+        position += 7 + size
         if kind in (1, 4):  # a full record, or its last part
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            found.append(record)
-            whole = b""
-    return found
+            record.ParseFromString(payload)
+            records.append(record)
+            payload = b""
+    return records
 
 
 def wandb_points(records: list[Any]) -> Points:
@@ -73,7 +73,7 @@ def wandb_points(records: list[Any]) -> Points:
 
 
 @needs_wandb
-def test_all_sinks_together_record_the_same_steps(pool, tmp_path):
+def test_all_sinks_record_the_same_steps(pool, tmp_path):
     argv = [*TINY, "--training.steps=5", "--metrics.log_freq=2", "--metrics.enable_tensorboard"]
     argv += ["--metrics.enable_wandb", "--validation.enable", "--validation.freq=3", "--validation.steps=1"]
     argv += ["--job.description=a run with notes"]
@@ -97,10 +97,10 @@ def test_all_sinks_together_record_the_same_steps(pool, tmp_path):
 
 
 @needs_wandb
-def test_wandb_alone_takes_its_project_from_the_environment(pool, tmp_path):
-    pool.run(run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "mine", world=2)
+def test_wandb_takes_its_project_from_the_environment(pool, tmp_path):
+    pool.run(run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "my-project", world=2)
     runs = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
-    assert runs[0].project == "mine" and not (tmp_path / "tb").exists()
+    assert runs[0].project == "my-project" and not (tmp_path / "tb").exists()
 
 
 def run_offline_in(argv: list[str], folder: str, project: str) -> None:
@@ -109,12 +109,12 @@ def run_offline_in(argv: list[str], folder: str, project: str) -> None:
 
 @pytest.fixture
 def without_wandb(tmp_path) -> dict[str, str]:
-    """An environment in which wandb is absent, in the workers too."""
+    """Return an environment without wandb, which workers inherit."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['wandb'] = None\n")
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
 
 
-def test_an_absent_package_is_told_before_any_worker_starts(tmp_path, without_wandb):
+def test_a_missing_package_is_an_error_before_any_worker_starts(tmp_path, without_wandb):
     out_folder = tmp_path / "out"
     code, out = train([*TINY, "--metrics.enable_wandb"], out_folder, NGPU="1", **without_wandb)
     assert code == 2 and "nothing was started" in out and "Traceback" not in out
@@ -123,13 +123,13 @@ def test_an_absent_package_is_told_before_any_worker_starts(tmp_path, without_wa
 
 
 @pytest.mark.long
-def test_a_worker_that_nobody_checked_tells_it_as_well(tmp_path, without_wandb):
+def test_a_missing_package_is_an_error_in_a_worker_without_launcher(tmp_path, without_wandb):
     worker = start([*TINY, "--metrics.enable_wandb"], tmp_path / "out", module="titanlite.train", **without_wandb)
     code, out = finish(worker)
-    assert code == 1 and "-m pip install wandb" in out and "Traceback" not in out
+    assert code == 2 and "-m pip install wandb" in out and "Traceback" not in out
 
 
-def test_a_folder_that_wandb_left_is_not_the_package(tmp_path, monkeypatch):
+def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -139,8 +139,8 @@ def test_a_folder_that_wandb_left_is_not_the_package(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @needs_wandb
-def test_a_missing_key_is_told_without_a_traceback(tmp_path):
+def test_a_missing_api_key_is_an_error_without_a_traceback(tmp_path):
     home = {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false"}
     code, out = train([*TINY, "--metrics.enable_wandb"], tmp_path / "out", NGPU="1", **home)
-    assert code == 1 and "Traceback" not in out
+    assert code == 2 and "Traceback" not in out
     assert "metrics.enable_wandb = true: No API key configured" in out and "WANDB_MODE=offline" in out

@@ -122,7 +122,6 @@ class CapturingSink:
             self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
             self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
 
-
     def close(self) -> None: ...
 
 
