@@ -118,7 +118,7 @@ def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Na
     """Return a command's own options, and the config overrides behind them."""
     parser = Parser(prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve")
     command.add_arguments(parser)
-    if parser.get_default("takes_overrides"):
+    if parser.get_default("takes_overrides") and not parser.usage:
         parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
     arguments, rest = parser.parse_known_args(argv)
     own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())

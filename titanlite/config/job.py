@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.load import CommandLine, ConfigError, load
+from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.rules import data, parallel, run
 from titanlite.config.rules.context import InvalidField, RuleContext
 from titanlite.config.schema import JobConfig, Section
@@ -42,13 +42,13 @@ def validation_seq_len(config: JobConfig) -> int:
     return config.validation.seq_len or config.training.seq_len
 
 
-def job_from(line: CommandLine, *, world: int | None, training: bool) -> Job:
-    """Return the job of a command line; raise ConfigError with all its faults.
+def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool) -> Job:
+    """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
 
     `world` is the number of ranks; None takes the smallest that fits. With `training`, techniques that are not built
     yet are refused by name.
     """
-    loaded = load(line)
+    loaded = source if isinstance(source, Loaded) else load(source)
     faults = list(loaded.faults)
     context = RuleContext(loaded, world)
     for rule in (*run.RULES, *parallel.RULES, *data.RULES):

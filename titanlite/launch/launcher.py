@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.resume import archive_previous_run, finished_message, last_saved_message
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import CommandLine, load, parse_command_line
+from titanlite.config.load import load, parse_command_line
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine
@@ -76,12 +76,12 @@ def launch(argv: list[str]) -> int:
     """Train the job of a command line and return its exit code; UserError before any worker is started."""
     environ = dict(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
-    line = parse_command_line(argv, environ)
+    loaded = load(parse_command_line(argv, environ))
     check_torch()
     nodes = find_nodes(environ)
-    device, processes = _device_and_processes(line, environ)
+    device, processes = _device_and_processes(loaded.config.job.device, environ)
     world = nodes.count * processes
-    job = job_from(line, world=world, training=True)
+    job = job_from(loaded, world=world, training=True)
     shown = shown_ranks(environ)
     if max(shown) >= world:
         raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
@@ -92,9 +92,8 @@ def launch(argv: list[str]) -> int:
     return _run(job, argv, nodes, device, processes, shown, environ)
 
 
-def _device_and_processes(line: CommandLine, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the kind of device, and the number of workers on this node."""
-    choice = load(line).config.job.device
+def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the kind of device that job.device stands for, and the number of workers on this node."""
     gpus = 0 if choice == "cpu" else count_gpus(environ)
     device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
     processes = count_processes(environ, device, gpus)

@@ -21,7 +21,7 @@ from titanlite.runtime.cluster import cores
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
-    commands = parser.add_subparsers(metavar="prepare|show", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="prepare|show", required=True)
     about = "tokenize text into shards; a stopped run continues where it stopped"
     making = commands.add_parser("prepare", help=about, description=about)
     making.epilog = "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
