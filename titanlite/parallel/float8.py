@@ -225,12 +225,9 @@ def _quiet_import() -> Iterator[None]:
 
     The variable that torchao offers against the former warns as well.
     """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(previous)

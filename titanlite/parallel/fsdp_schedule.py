@@ -12,9 +12,6 @@ from typing import Any
 
 from titanlite.config.job import Job
 
-Prefetch = tuple[tuple[int, ...], ...]
-"""For each group, by number, the groups that it gathers ahead."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -25,13 +22,11 @@ class Schedule:
     """The group in use when the forward pass ends."""
     last_is_root: bool
     """That group is FSDP2's root group."""
-    forward: Prefetch | None
-    """None leaves FSDP2's own order."""
-    backward: Prefetch | None
-
-    @property
-    def backward_order(self) -> tuple[int, ...]:
-        return _backward_order(len(self.groups), self.last)
+    backward_order: tuple[int, ...]
+    """The groups as the backward pass needs them."""
+    forward: tuple[tuple[int, ...], ...] | None
+    """For each group, the groups that it gathers ahead; None leaves FSDP2's own order."""
+    backward: tuple[tuple[int, ...], ...] | None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -78,23 +73,13 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     groups = [group for group in groups if group]
     count = len(groups)
     last = 0 if tied or head_in_root else count - 1
-    forward_depth, backward_depth = settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch
-    forward = tuple(tuple(range(i + 1, min(i + 1 + forward_depth, count))) for i in range(count))
-    order = _backward_order(count, last)
-    following = {group: order[turn + 1 : turn + 1 + backward_depth] for turn, group in enumerate(order)}
-    backward = tuple(following[group] for group in range(count))
-    return Schedule(
-        tuple(groups),
-        last,
-        head_in_root,
-        forward if forward_depth else None,
-        backward if backward_depth else None,
-    )
-
-
-def _backward_order(count: int, last: int) -> tuple[int, ...]:
-    """Return the groups in the order in which the backward pass needs them."""
-    return (last, *(group for group in reversed(range(count)) if group != last))
+    backward_order = (last, *(group for group in reversed(range(count)) if group != last))
+    ahead, backward_ahead = settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch
+    forward = tuple(tuple(range(i + 1, min(i + 1 + ahead, count))) for i in range(count))
+    turn = {group: number for number, group in enumerate(backward_order)}
+    backward = tuple(backward_order[turn[i] + 1 : turn[i] + 1 + backward_ahead] for i in range(count))
+    prefetches = forward if ahead else None, backward if backward_ahead else None
+    return Schedule(tuple(groups), last, head_in_root, backward_order, *prefetches)
 
 
 def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titanlite.runtime import torch_private
 
@@ -15,13 +14,9 @@ def bytes_all_gather() -> Any:
 
     class BytesAllGather(torch_private.default_all_gather()):  # type: ignore[misc]
         def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
-        ) -> dist.Work | None:
-            return super().__call__(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op)
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any
+        ) -> Any:
+            return super().__call__(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), *args, **options)
 
     return BytesAllGather()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -20,7 +21,7 @@ ORDER: tuple[Technique, ...] = (
     replicated.apply,  # casts what FSDP will not, innermost, where FSDP would cast its own
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     compile.apply,  # before sharding, so that gathering and freeing parameters stay outside of the graph
-    recompute.apply_outside_of_graphs,  # for torch 2.13, which can't compile recomputed tensor parallel blocks
+    partial(recompute.apply, around_graphs=True),  # what torch 2.13 can't compile once it is recomputed
     fsdp.apply,  # last: takes every parameter that is left, and sets the prefetch schedule
 )
 

@@ -26,48 +26,30 @@ _EXPENSIVE = (
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 
 
-def apply(model: nn.Module, context: Context) -> list[str]:
-    """Replace the forward method of the blocks that recompute, where compiling them comes after."""
-    return [] if _is_outside_of_graphs(context) else _apply(model, context)
-
-
-def apply_outside_of_graphs(model: nn.Module, context: Context) -> list[str]:
-    """Replace the forward method of blocks that were compiled before, for a fault of torch 2.13."""
-    return _apply(model, context) if _is_outside_of_graphs(context) else []
-
-
-def _is_outside_of_graphs(context: Context) -> bool:
-    """Return whether compiled blocks are recomputed from outside.
-
-    torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole, so under tensor parallel
-    a compiled block runs again instead.
-    """
-    settings = context.job.config.activation_checkpoint
-    recomputes_whole_blocks = settings.mode == "full" or settings.selective_ac_option.isdigit()
-    return context.job.layout.tp > 1 and recomputes_whole_blocks
-
-
-def _apply(model: nn.Module, context: Context) -> list[str]:
+def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> list[str]:
+    """Replace the forward method of the blocks that recompute; `around_graphs` after they were compiled."""
     settings = context.job.config.activation_checkpoint
     if settings.mode not in ("full", "selective"):
         return []
-    every = 1
-    which = "every block"
+    by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
+    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under tensor parallel,
+    # where blocks have a mesh, a compiled block runs again instead.
+    if around_graphs != (context.job.layout.tp > 1 and not by_operation):
+        return []
+    every = int(settings.selective_ac_option) if settings.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": settings.preserve_rng_state,
         "early_stop": settings.early_stop,
     }
-    if settings.mode == "selective" and settings.selective_ac_option == "op":
+    if by_operation:
         options["context_fn"] = _keep_expensive
-        which = "every block but for attention, communication and every other matrix product"
-    elif settings.mode == "selective":
-        every = int(settings.selective_ac_option)
-        which = f"one block in {every}"
     for number, block in context.blocks(model).items():
         if number % every == 0:
             block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
-    return [f"Applied activation checkpointing: recompute {which}"]
+    blocks = "every block" if every == 1 else f"one block in {every}"
+    saved = ", keeping attention, communication and every other matrix product" * by_operation
+    return [f"Applied activation checkpointing: recompute {blocks}{saved}"]
 
 
 def _keep_expensive() -> Any:

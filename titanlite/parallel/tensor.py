@@ -33,15 +33,6 @@ from titanlite.registry import Role, Rule
 from titanlite.runtime.torch_private import enable_async_tensor_parallel
 
 SEQUENCE = Shard(1)
-_BIAS_ROLE: dict[Role, Role] = {
-    "embedding": "embedding",
-    "column": "column",
-    "row": "replicated",
-    "norm": "norm",
-    "head": "head",
-    "replicated": "replicated",
-}
-"""The role of a parameter beside a weight in its module, such as a bias."""
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
@@ -137,11 +128,12 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))
+        bias_role = "replicated" if role == "row" else role
         for name, other in own.items():
-            if name != "weight" and other != _BIAS_ROLE[role]:
+            if name != "weight" and other != bias_role:
                 raise UserError(
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
-                    f'of the role "{role}" it must be "{_BIAS_ROLE[role]}"'
+                    f'of the role "{role}" it must be "{bias_role}"'
                 )
         by_module[path] = role
     return by_module
