@@ -1,4 +1,4 @@
-"""The kernels of attention's core agree."""
+"""The attention kernels give equal results."""
 
 import pytest
 import torch

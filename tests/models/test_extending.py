@@ -1,4 +1,4 @@
-"""The model on the page docs/extending.md is proved as the page says, and trains."""
+"""The model on the page docs/extending.md passes the proof, and its commands are valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """The page's files, where Python finds them."""
+    """Write the page's files into a folder, and return it."""
     root = tmp_path_factory.mktemp("extending")
     for name, code in re.findall(r"```python\n# (tiny/\S+)\n(.*?)```", PAGE, re.DOTALL):
         (root / name).parent.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
 
 
 def test_commands_of_the_page_are_valid(package, monkeypatch):
-    """The training command is judged sound; the proof's is taken as far as its list of faults."""
+    """The training command is checked only; the proof's is run as far as its list of faults."""
     monkeypatch.syspath_prepend(package)
     (train,) = re.findall(r"`\./run_train\.sh (--model\.package tiny .*?)`", PAGE, re.DOTALL)
     path = os.pathsep.join([str(package), environment()["PYTHONPATH"]])

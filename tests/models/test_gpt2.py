@@ -1,4 +1,4 @@
-"""GPT-2: the published sizes, the published function with and without dropout, and nothing in the way of training."""
+"""GPT-2: published sizes, logits of transformers' model with and without dropout, FLOPs and reproducibility."""
 
 import dataclasses
 import warnings
@@ -22,7 +22,7 @@ GPT2 = [*QUIET, "--model.name=gpt2", *(f"--model.overrides.{f}" for f in "dim=16
 
 
 def build(config: GPT2Config = SMALL):
-    """The model with its initial values, and its table."""
+    """Return the model with its initial values, and its table."""
     with torch.device("meta"):
         model = SPEC.module(config, 16)
     table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
@@ -31,7 +31,7 @@ def build(config: GPT2Config = SMALL):
 
 
 def build_random(config: GPT2Config = SMALL):
-    """Far from the initial values: biases count, logits are of order 1, and GELU's two forms differ."""
+    """Return a model whose biases matter, whose logits are of order 1, and on which GELU's two forms differ."""
     model, table = build(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,13 +55,13 @@ def test_flavor_has_the_published_parameter_count(flavor):
 
 
 def transformers_model(c: GPT2Config, weights: dict[str, torch.Tensor]):
-    """An independently written GPT-2 on the same weights."""
+    """Return transformers' GPT-2 with the same weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import GPT2Config as HFConfig
         from transformers import GPT2LMHeadModel
 
-    theirs = GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         HFConfig(
             n_embd=c.dim,
             n_layer=c.n_layers,
@@ -76,25 +76,25 @@ def transformers_model(c: GPT2Config, weights: dict[str, torch.Tensor]):
             eos_token_id=0,
         )
     )
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected
-    theirs.tie_weights()
-    return theirs
+    model.tie_weights()
+    return model
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_logits_equal_transformers_gpt2(dropout):
-    """Without dropout, and with it from the same random state: in evaluation none, in training in the same places."""
+    """From the same random state, dropout falls on the same places in training, and is off in evaluation."""
     config = dataclasses.replace(SMALL, dropout=dropout)
     model, _ = build_random(config)
-    here = weights(model)
+    ours = weights(model)
     outputs = Translation(SPEC, config).outputs(torch.float32)
-    theirs = transformers_model(config, {o.name: o.made_of([here[part] for part in o.parts]) for o in outputs})
+    reference = transformers_model(config, {o.name: o.made_of([ours[part] for part in o.parts]) for o in outputs})
     tokens = some_tokens(2, 64)
     logits = {}
     for training in (False, True):
         found = []
-        for either in (model.train(training), theirs.train(training)):
+        for either in (model.train(training), reference.train(training)):
             torch.manual_seed(0)
             with torch.no_grad():
                 out = either(tokens)
@@ -113,8 +113,8 @@ def test_document_mask_equals_separate_documents():
     positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
     with torch.no_grad():
         together = model(tokens, positions=positions, documents=documents)
-        alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
-    assert (together - alone).abs().max() <= 1e-6
+        separate = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    assert (together - separate).abs().max() <= 1e-6
 
 
 def test_stages_and_head_compose_to_the_model():
@@ -130,7 +130,7 @@ def test_stages_and_head_compose_to_the_model():
 
 
 def test_initial_values_are_those_of_gpt2():
-    """What writes into the residual stream shrinks with the number of layers, the same in each."""
+    """Layers that write into the residual stream start smaller the more layers there are."""
     config = GPT2Config(256, 8, 4, vocab_size=999)
     model, _ = build(config)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Llama 3: the published sizes, the published function, and a table that covers every parameter."""
+"""Llama 3: published sizes, documents, pipeline stages, FLOPs, and a table that covers every parameter."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def build(config: LlamaConfig, positions: int = 64):
-    """The model with its initial values, and its table."""
+    """Return the model with its initial values, and its table."""
     with torch.device("meta"):
         model = SPEC.module(config, positions)
     table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
@@ -53,8 +53,8 @@ def test_document_mask_equals_separate_documents():
     positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
     with torch.no_grad():
         together = model(tokens, positions=positions, documents=documents)
-        alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
-    assert (together - alone).abs().max() <= 1e-6
+        separate = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
+    assert (together - separate).abs().max() <= 1e-6
 
 
 def test_head_receives_hidden_states_and_the_output_layer():
@@ -98,7 +98,7 @@ def test_flops_equal_the_flop_counter():
         with math, FlopCounterMode(display=False) as counter:
             model(tokens).sum().backward()
         expected = flops_per_token(model.named_parameters(), table, SPEC.shape(VARIANTS[variant]), 32)
-        # The embedding's output needs no gradient of its own input, so the first layer's count is whole.
+        # The embedding's output needs no gradient of its own input, so the first layer counts fully.
         assert counter.get_total_flops() == expected * tokens.numel()
 
 

@@ -1,4 +1,4 @@
-"""A model of somebody else's package trains without an edit in the checkout."""
+"""A model in a user's own package trains without an edit in the checkout."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def test_package_registers_its_model_and_trains(pool, tmp_path):
 
 
 def test_entry_point_registers_a_model(tmp_path):
-    """As pip would leave it: a dist-info folder that names the module."""
+    """An entry point is a dist-info folder that names the module, as pip writes it."""
     info = tmp_path / "parrot-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""What was asked for is had: seen in the recorded collectives and operations, never in the settings."""
+"""Techniques are really active: checked on recorded collectives and operations, never on the settings."""
 
 import json
 import re
@@ -30,7 +30,7 @@ GPT2 = "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is computed."""
+    """Count the operations that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,20 +42,20 @@ class Operations(TorchDispatchMode):
 
 
 def record(argv: list[str], folder: str) -> dict:
-    """One step's collectives by name and group size, in order with the blocks' forward and backward passes."""
+    """Return one step's collectives by name and group size, and the order of all with the blocks' passes."""
     run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
     run.step = 1
     events: list[str] = []
-    kept, whole = {}, dict[str, list[str]]()
+    originals, gathered = {}, dict[str, list[str]]()
 
-    def turn(name: str) -> None:
-        """A block's; which ones have whole parameters then, besides those that were gathered ahead."""
+    def record_turn(name: str) -> None:
+        """Record a block's turn, and which blocks have gathered parameters then."""
         events.append(name)
         parameters = {n: next(b.parameters()) for n, b in run.parts[0].get_submodule("layers").named_children()}
-        whole[name] = [number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+        gathered[name] = [number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)]
 
     def wrap(name: str, label: str) -> None:
-        kept[name] = original = getattr(dist, name)
+        originals[name] = original = getattr(dist, name)
 
         def called(*args, **kwargs):
             events.append(f"{label} {dist.get_world_size(kwargs.get('group') or dist.group.WORLD)}")
@@ -64,8 +64,8 @@ def record(argv: list[str], folder: str) -> dict:
         setattr(dist, name, called)
 
     for number, block in run.parts[0].get_submodule("layers").named_children():
-        block.register_forward_pre_hook(lambda *_, number=number: turn(f"forward {number}"))
-        block.register_full_backward_pre_hook(lambda *_, number=number: turn(f"backward {number}"))
+        block.register_forward_pre_hook(lambda *_, number=number: record_turn(f"forward {number}"))
+        block.register_full_backward_pre_hook(lambda *_, number=number: record_turn(f"backward {number}"))
     batches = micro_batches(*ragged_batch(), run.share)
     valid = run.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
@@ -77,10 +77,10 @@ def record(argv: list[str], folder: str) -> dict:
         with nullcontext() if "--compile.enable" in argv else operations:
             run.runner.forward_backward(run.step, batches, valid)
     finally:
-        for name, original in kept.items():
+        for name, original in originals.items():
             setattr(dist, name, original)
     counts = Counter(event for event in events if "ward" not in event)
-    return {"events": events, "counts": counts, "operations": operations.seen, "whole": whole}
+    return {"events": events, "counts": counts, "operations": operations.seen, "gathered": gathered}
 
 
 def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dict:
@@ -106,7 +106,7 @@ def test_partial_resharding_gathers_again_over_that_many_ranks(pool, tmp_path):
 
 
 def test_hsdp_all_reduces_over_replicas(pool, tmp_path):
-    """Shards are gathered and reduced over two ranks, and every group is all-reduced over the two replicas."""
+    """Shards are gathered and reduced over two ranks, and every group is all-reduced over two replicas."""
     found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)["counts"]
     assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS, "all_reduce 2": GROUPS}
     replicas = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=2)["counts"]
@@ -126,7 +126,7 @@ def test_grouped_blocks_share_a_gather(pool, tmp_path):
 
 
 def gathered_before(events: list[str], word: str) -> list[int]:
-    """How many all-gathers were issued before each block's turn, in the order of the turns."""
+    """Return how many all-gathers were issued before each block's turn, in the order of the turns."""
     counts, gathers = [], 0
     for event in events:
         gathers += event.startswith("gather")
@@ -152,7 +152,7 @@ def test_forward_prefetch_follows_the_schedule(pool, tmp_path, depth, more):
     found = seen(pool, tmp_path, *argv)
     assert gathered_before(found["events"], "forward")[:4] == declared
     for block, count in enumerate(declared):  # at most depth + 1 at a time: this one, and what comes
-        assert count <= block + 2 + depth and found["whole"][f"forward {block}"] == [str(block)]
+        assert count <= block + 2 + depth and found["gathered"][f"forward {block}"] == [str(block)]
 
 
 @pytest.mark.parametrize("depth", sample([1, 2, 3], 2))
@@ -168,11 +168,13 @@ def test_backward_prefetch_follows_the_schedule(pool, tmp_path, depth):
         issued |= {group, *plan.backward[group]}
     found = seen(pool, tmp_path, *argv)
     assert gathered_before(found["events"], "backward") == declared
-    assert not any(found["whole"][f"backward {block}"] for block in range(4)), "those before are sharded again"
+    assert not any(found["gathered"][f"backward {block}"] for block in range(4)), (
+        "the blocks before are sharded again"
+    )
 
 
 def test_never_resharding_keeps_blocks_gathered(pool, tmp_path):
-    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["whole"]
+    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["gathered"]
     assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
 
 
@@ -186,7 +188,7 @@ def test_schedule_is_readable_data():
     tied = schedule(job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2), tied=True)
     assert tied.labels == ("tok_embeddings+norm+output", "layers.0+layers.1+layers.2", "layers.3")
     assert tied.backward_order == (0, 2, 1) and tied.backward == ((2,), (), (1,)), (
-        "the output is needed first, and kept till then"
+        "the output is needed first, and stays gathered until then"
     )
     assert str(tied).splitlines()[-3:] == [
         "  tok_embeddings+norm+output gathers layers.3",
@@ -209,7 +211,7 @@ def test_config_command_prints_the_schedule_without_torch():
 
 
 def test_recompute_modes_repeat_the_expected_operations(pool, tmp_path):
-    """Matrix products of a step: each block has seven in its forward pass."""
+    """Count matrix products of a step: each block has seven in its forward pass."""
 
     def products(*argv: str) -> int:
         return seen(pool, tmp_path, *argv)["operations"]["mm"]
@@ -248,7 +250,7 @@ def test_recompute_repeats_dropout_masks_unless_disabled(pool, tmp_path):
 
 
 def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
-    """What was compiled, and how many graphs each step after the first added."""
+    """Return what was compiled, and how many graphs each step after the first added."""
     torch.compiler.reset()
     names: set[str] = set()
 
@@ -283,7 +285,7 @@ def test_compile_components_are_compiled_once(pool, tmp_path, components, expect
 
 
 def validated(folder: str) -> list[int]:
-    """Graphs that each validation added, and the sample at the end."""
+    """Return the number of graphs that each validation and the generation at the end added."""
     torch.compiler.reset()
     (Path(folder) / "text.txt").write_text("a few words, " * 19)
     held_out = ["--validation.dataset=text", f"--validation.dataset_path={folder}/text.txt"]
@@ -310,8 +312,10 @@ def validated(folder: str) -> list[int]:
 
 
 def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
-    """The first step is the warm-up of training, the first validation that of validation: it needs no gradients. Its
-    last batch is not full (15 windows for batches of six), and a sample grows by a token at a time."""
+    """The first step is the warm-up of training, the first validation that of validation, which needs no gradients.
+
+    Its last batch is not full (15 windows for batches of six), and generated text grows by a token at a time.
+    """
     added = pool.run(validated, str(tmp_path), world=2)[0]
     assert added == [1, 0, 0, 0]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -342,7 +346,7 @@ KEPT = "--parallelism.fsdp_keep_whole"
 
 
 def test_replicated_parameters_are_reduced_once_per_step(pool, tmp_path):
-    """The embedding's group has nothing left to gather; a block lacks its norms, and still gathers once."""
+    """The embedding's group has nothing left to gather; a block without its norms still gathers once."""
     whole = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
     found = seen(pool, tmp_path, whole, accumulation=3)["counts"]
     groups = GROUPS - 1
@@ -400,7 +404,7 @@ def test_memory_budget_without_compile_is_refused():
 
 
 def offload_policies(folder: str) -> set[str]:
-    """By what policies FSDP2 moves parameters; a step must run with them."""
+    """Return the policies by which FSDP2 moves parameters, after a step."""
     run = trainer([*TINY, "--training.enable_cpu_offload", "--training.steps=1"], folder)
     run.train()
     groups = [m._get_fsdp_state()._fsdp_param_group for m in run.parts[0].modules() if isinstance(m, FSDPModule)]

@@ -1,4 +1,4 @@
-"""What the table of `titanlite verify` does not hold: odd widths, more techniques, clipping, initial values."""
+"""Exactness beyond the table of `titanlite verify`: odd widths, more techniques, clipping, initial values."""
 
 import itertools
 
@@ -25,7 +25,7 @@ from titanlite.train.report import loss_over_ranks
 
 SAMPLES = 12
 SGD = [f"--optimizer.{word}" for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()]
-"""At its cheapest: DTensor searches for seconds how other operations are split on three dimensions."""
+"""The cheapest: DTensor searches for seconds how other operations are split on three dimensions."""
 GPT2 = "name=gpt2 overrides.dim=16 overrides.n_layers=2 overrides.n_heads=2 overrides.dropout=0.0".split()
 MODELS = {
     "llama3": TINY,
@@ -38,7 +38,7 @@ MODELS = {
 
 
 def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels with holes; the first quarter (a whole rank of four) has no valid token at all."""
+    """Return tokens and labels with holes; the first quarter (one rank of four) has no valid token."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(256, (SAMPLES, 17), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -48,7 +48,7 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_step(argv: list[str], folder: str) -> dict:
-    """What one optimizer step finds and leaves."""
+    """Return the numbers of one optimizer step, with the weights before and after it."""
     run = trainer([*argv, *FLOAT64, *SGD], folder)
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.share)
@@ -108,8 +108,8 @@ TECHNIQUES = {
         "--training.enable_cpu_offload --parallelism.data_parallel_replicate_degree=2 "
         "--parallelism.defer_gradient_sync",
     ),
-    "kept whole": (2, f"--parallelism.fsdp_keep_whole={SMALL}"),
-    "kept whole, replicas, recomputed, compiled": (
+    "replicated": (2, f"--parallelism.fsdp_keep_whole={SMALL}"),
+    "replicated, replicas, recomputed, compiled": (
         4,
         f"--parallelism.fsdp_keep_whole={SMALL} --parallelism.data_parallel_replicate_degree=2 --compile.enable "
         "--compile.backend=aot_eager --activation_checkpoint.mode=full --parallelism.fsdp_forward_prefetch=1",
@@ -131,13 +131,15 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
     sample(
         [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
         *((name, "llama3") for name in TECHNIQUES if "compiled" not in name),
-        ("kept whole", "llama3 tied"),
+        ("replicated", "llama3 tied"),
         ("cpu offload, replicas, deferred", "gpt2"),
     ),
 )
 def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):
-    """Each on its own, and many together, with accumulation over three micro-batches; compiled, for one model here
-    and for all in `titanlite verify`."""
+    """Each technique by itself, and many together, with accumulation over three micro-batches.
+
+    Compiled ones are tried on one model here, and on all in `titanlite verify`.
+    """
     world, words = TECHNIQUES[technique]
     local = SAMPLES // world // 3
     sizes = [f"--training.local_batch_size={local}", f"--training.global_batch_size={SAMPLES}"]
@@ -157,7 +159,7 @@ def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, t
             marks=pytest.mark.long,
         ),
     ],
-    ids=["kept whole", "cpu offload", "memory budget"],
+    ids=["replicated", "cpu offload", "memory budget"],
 )
 def test_technique_changes_no_number_with_tensor_parallel(pool, tmp_path, world, words):
     argv = [*TINY, "--model.overrides.n_kv_heads=2"]

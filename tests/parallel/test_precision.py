@@ -1,4 +1,4 @@
-"""Low precision: within a stated bound of float64 on one process; and what is kept whole computes like the rest."""
+"""Low precision is within a stated bound of float64 on one process; replicated parameters compute like the rest."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from titanlite.optim.grad_norm import clip_grad_norm
 
 BFLOAT16 = ["--training.mixed_precision_param=bfloat16"]
 BOUND = 0.02
-"""Relative error of a gradient: bfloat16 has 8 bits, and the worst was 0.013."""
+"""Relative error of a gradient: bfloat16 has 8 bits, and the largest error measured was 0.013."""
 
 
 def gradients_and_norm(argv: list[str], folder: str) -> dict:
@@ -68,10 +68,11 @@ COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint
 
 @pytest.mark.parametrize("more", ["", COMPILED, "--model.overrides.tied"], ids=["plain", "compiled", "tied"])
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
-    """bfloat16 activations everywhere, float32 masters and gradients; the same bits as with everything sharded. But
-    the two gradients of a tied weight are added in float32 here, and in bfloat16 where it is sharded. And FSDP2 of
-    torch 2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it, while the replicated
-    weight's gradient is rounded to bfloat16 first: they differ by one rounding, a relative 2^-9 on each rank.
+    """bfloat16 activations, float32 masters and gradients: the same bits as with everything sharded, with two exceptions.
+
+    The two gradients of a tied weight are added in float32 here, and in bfloat16 if it is sharded. And FSDP2 of torch
+    2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it, while the replicated weight's
+    gradient is rounded to bfloat16 first: they differ by one rounding, a relative 2^-9 on each rank.
     """
     fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
     argv = [*TINY, *BFLOAT16, *sizes(2), *more.split()]

@@ -14,8 +14,8 @@ from titanlite.verify.pool import RankFailed
 REPLICATED = "--parallelism.data_parallel_replicate_degree="
 
 
-def mis_seeded(argv: list[str], folder: str, odd: int) -> None:
-    """Build a trainer where one rank believes in another seed."""
+def with_another_seed(argv: list[str], folder: str, odd: int) -> None:
+    """Build a trainer where one rank has another seed."""
     agree_on_seed = titanlite.train.trainer.agree_on_seed
     rank = torch.distributed.get_rank()
     titanlite.train.trainer.agree_on_seed = lambda configured: agree_on_seed(configured) + (rank == odd)
@@ -37,20 +37,20 @@ def mis_seeded(argv: list[str], folder: str, odd: int) -> None:
             "layers.1.attention.wq.weight on rank 1 differs from rank 0",
         ),
     ],
-    ids=["two replicas", "four replicas", "hsdp", "kept whole"],
+    ids=["two replicas", "four replicas", "hsdp", "replicated"],
 )
 def test_rank_with_another_seed_is_named_with_the_parameter(pool, tmp_path, world, words, says):
     odd = 3 if "rank 3 differs" in says else 1
     with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
-        pool.run(mis_seeded, [*TINY, words], str(tmp_path), odd, world=world)
+        pool.run(with_another_seed, [*TINY, words], str(tmp_path), odd, world=world)
 
 
 def test_unreplicated_shards_are_not_compared(pool, tmp_path):
-    pool.run(mis_seeded, TINY, str(tmp_path), 1, world=2)
+    pool.run(with_another_seed, TINY, str(tmp_path), 1, world=2)
 
 
 def spoiled(argv: list[str], folder: str, name: str) -> str:
-    """What is said of one element of a tensor that rank 1 holds otherwise, and of nothing at all."""
+    """Return the message about one element of a tensor that differs on rank 1; before, there must be no error."""
     run = trainer(argv, folder)
     model = run.parts[0]
     before = [content_hash(tensor) for tensor in model.buffers()]
@@ -68,15 +68,15 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
 
 
 def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
-    for said in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
-        assert said.startswith("replicas out of sync after loading: rope.cos on rank 1 differs from rank 0, 2")
+    for message in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
+        assert message.startswith("replicas out of sync after loading: rope.cos on rank 1 differs from rank 0, 2")
 
 
 def test_replicas_over_tensor_parallel_ranks_are_compared(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
-    pool.run(mis_seeded, argv, str(tmp_path), -1, world=4)
+    pool.run(with_another_seed, argv, str(tmp_path), -1, world=4)
     with pytest.raises(RankFailed, match="replicas out of sync"):
-        pool.run(mis_seeded, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
+        pool.run(with_another_seed, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
 
 
 def test_hash_depends_on_values_and_order():
@@ -101,19 +101,19 @@ def test_run_with_a_differing_rank_ends_before_its_first_step(tmp_path):
     assert "step:" not in out and "Traceback" not in out
 
 
-def load_amiss(argv: list[str], folder: str, name: str) -> None:
-    """Save; then build a trainer from it that loads something else on rank 1."""
+def load_differently(argv: list[str], folder: str, name: str) -> None:
+    """Save; then build a trainer from the checkpoint whose rank 1 loads another value."""
     saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
     trainer(saving, folder).train()
     restore = Checkpoints.restore
 
-    def amiss(self: Checkpoints, *args) -> None:
+    def restore_differently(self: Checkpoints, *args) -> None:
         restore(self, *args)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
                 args[1].tensors()[name].to_local().view(-1)[0] += 1
 
-    Checkpoints.restore = amiss  # type: ignore[method-assign]
+    Checkpoints.restore = restore_differently  # type: ignore[method-assign]
     try:
         trainer([*argv, "--checkpoint.enable"], folder)
     finally:
@@ -121,9 +121,9 @@ def load_amiss(argv: list[str], folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
 )
-def test_differing_load_on_one_rank_ends_the_run(pool, tmp_path, name, told):
-    with pytest.raises(RankFailed, match=f"after loading: {told} on rank 1 differs from rank 0"):
-        pool.run(load_amiss, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)
+def test_differing_load_on_one_rank_ends_the_run(pool, tmp_path, name, reported):
+    with pytest.raises(RankFailed, match=f"after loading: {reported} on rank 1 differs from rank 0"):
+        pool.run(load_differently, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

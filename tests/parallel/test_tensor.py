@@ -1,6 +1,6 @@
-"""Tensor and sequence parallel: what it costs, what it refuses, and that all the rest of a run goes with it.
+"""Tensor and sequence parallel: its collectives, what it refuses, and validation and generation with it.
 
-That its numbers are one process's is proved in tests/parity.
+tests/parity proves that its numbers equal those of one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 
 
 def collectives(argv: list[str], folder: str) -> Counter[str]:
-    """The collectives of one step that DTensors issue: tensor parallel's, not FSDP's."""
+    """Count the collectives of one step that DTensors issue: tensor parallel's, not FSDP's."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     run = trainer([*argv, "--training.local_batch_size=12"], folder)
@@ -43,7 +43,7 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
 
 
 def test_sequence_is_gathered_once_per_module(pool, tmp_path):
-    """In the backward pass it is scattered again, and the gradients of what stays whole are summed."""
+    """The backward pass scatters it again, and sums the gradients of replicated parameters."""
     layers, norms = 2, 5
     expected = {
         "all_gather_into_tensor": (2 * layers + 1) + (2 * layers + 1),  # into layers and head; grads of their outputs
@@ -77,7 +77,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
 
 
 def test_validation_and_generation_equal_one_process(pool, tmp_path):
-    """The prompt's length, and that of what follows, divide by two only now and then."""
+    """Two ranks do not divide the length of the prompt, nor every length after it."""
     loss, text = pool.run(validation_and_sample, [*EVEN, "--validation.local_batch_size=4"], str(tmp_path), world=1)[
         0
     ]

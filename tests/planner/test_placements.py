@@ -1,4 +1,4 @@
-"""`titanlite config --placements` tells what a run would have, without its processes."""
+"""`titanlite config --placements` prints what a run would have, without its processes."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from titanlite.planner.placements import _parameters, describe
 EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 
 
-def realized(argv: list[str], folder: str) -> list[str]:
+def placements_of_a_run(argv: list[str], folder: str) -> list[str]:
     run = trainer(argv, folder)
     return _parameters(run.parts[0], run.job)
 
@@ -26,11 +26,11 @@ def realized(argv: list[str], folder: str) -> list[str]:
         [*EVEN, "--model.overrides.tied", "--parallelism.tensor_parallel_degree=4", "--model.overrides.n_heads=4"]
         + ["--model.overrides.n_kv_heads=4"],
     ],
-    ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp alone"],
+    ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp only"],
 )
 def test_printed_placements_equal_those_of_a_run(pool, tmp_path, argv):
     lines = describe(job(argv, 4), per_node=2).splitlines()
-    assert lines[lines.index("") + 1 :] == pool.run(realized, argv, str(tmp_path), world=4)[0]
+    assert lines[lines.index("") + 1 :] == pool.run(placements_of_a_run, argv, str(tmp_path), world=4)[0]
 
 
 def test_groups_that_cross_nodes_are_named():

@@ -1,4 +1,4 @@
-"""A model that fails on one rank, as a user's own may: FAULT="RANK:STEP:WHAT", WHAT being raise, nan, kill, sleep."""
+"""A model that fails on one rank: FAULT="RANK:STEP:KIND", with the kinds raise, nan, kill and sleep."""
 
 from dataclasses import replace
 

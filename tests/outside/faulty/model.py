@@ -1,4 +1,4 @@
-"""The parrot, until it is this rank's and this step's turn."""
+"""The parrot, with a fault on one rank at one step."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ class Faulty(Parrot):
     calls = 0
 
     def forward(self, tokens, positions=None, documents=None, head=None) -> torch.Tensor:
-        rank, step, what = os.environ["FAULT"].split(":")
+        rank, step, kind = os.environ["FAULT"].split(":")
         self.calls += 1
         logits = super().forward(tokens, positions, documents, head)
         if dist.get_rank() == int(rank) and self.calls == int(step):
-            if what == "raise":
+            if kind == "raise":
                 raise ValueError("a fault was put in here")
-            if what == "kill":
+            if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "sleep":
+            if kind == "sleep":
                 time.sleep(1000)
             return logits * float("nan")
         return logits

@@ -1,4 +1,4 @@
-"""Norms whose output is twice as large; and a converter that does what none may do."""
+"""A converter that doubles the output of norms, and one that renames a parameter, which is refused."""
 
 from torch import nn
 from torch.distributed.tensor import DTensor

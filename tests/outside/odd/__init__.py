@@ -1,4 +1,4 @@
-"""A model whose ranks do not agree, as one that draws its own random numbers may not."""
+"""A model whose ranks differ, as those of a model that draws its own random numbers may."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The parrot, with a table that is another on every rank."""
+"""The parrot, with a buffer that differs on every rank."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Predicts the next token from the running mean of those before it."""
+"""A model that predicts the next token from the running mean of those before it."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An outside model with what tensor parallel seldom meets: replicated parameters, norms inside of attention."""
+"""A model in a user's package that tests tensor parallel: replicated parameters, norms inside of attention."""
 
 from dataclasses import dataclass
 

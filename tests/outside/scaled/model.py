@@ -1,4 +1,4 @@
-"""Attention of values to normalised queries, and a learned scale for all that a block adds."""
+"""Attention of values to normalized queries, and a learned scale of what each block adds."""
 
 import torch
 import torch.nn.functional as F

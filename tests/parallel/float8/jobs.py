@@ -1,4 +1,4 @@
-"""Small jobs whose layers are wide enough for float8, and what runs of them on the pool's ranks."""
+"""Small jobs whose layers are wide enough for float8, and functions that run them on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 
 
 def prepared(argv: list[str], folder: str) -> tuple[Trainer, Any]:
-    """A trainer before its first step, and this rank's part of the ragged batch."""
+    """Return a trainer before its first step, and this rank's part of the ragged batch."""
     torch.compiler.reset()
     tp = 2 if TP2 in argv else 1
     sizes = [f"--training.local_batch_size={SAMPLES * tp // dist.get_world_size()}"]
@@ -70,12 +70,12 @@ def one_step(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 def steps(cases: dict[str, list[str]], folder: str) -> dict[str, dict[str, Any]]:
-    """One step of each, in one process, which is cheaper than one run of the pool for each; rank 0's answer."""
+    """Return one step of each case; one run of the pool for all is cheaper than one for each."""
     return {name: one_step(argv, folder) for name, argv in cases.items()}
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of all gradients together."""
+    """Return the relative error of all gradients together."""
     assert found.keys() == expected.keys()
     flat = [torch.cat([tensors[name].double().flatten() for name in expected]) for tensors in (found, expected)]
     return relative_error(*flat)

@@ -1,4 +1,4 @@
-"""Converters: how one is registered, when it is called, what it may do; and which layers float8's one converts."""
+"""Converters: registration, when their hooks are called, what they may do; and which layers Float8 converts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
 
 
 def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
-    """What the converter saw of the weights, and what they were after each step."""
+    """Return the weights' sums that the converter saw, and those before the first and after each step."""
     run = trainer(argv, folder)
     (converter,) = run.runner.converters
     now = lambda: sum(w.double().sum().item() for w in weights(run).values())  # noqa: E731
@@ -51,7 +51,7 @@ def names_of(argv: list[str], folder: str) -> list[str]:
 
 
 def test_converter_runs_before_sharding_and_keeps_names(pool, tmp_path):
-    """The converter itself asserts that it sees whole parameters without memory."""
+    """The converter itself asserts that it sees unsharded parameters on the meta device."""
     for world in (1, 2):
         names = pool.run(names_of, LOUDER, str(tmp_path / str(world)), world=world)[0]
         assert names == pool.run(names_of, TINY, str(tmp_path / "plain"), world=world)[0]
@@ -86,40 +86,42 @@ def test_missing_torchao_is_reported_with_the_install_command(monkeypatch):
 # ---------------------------------------------------------------- which layers
 
 
-def fates(*argv: str, world: int = 1) -> dict[str, str]:
+def results(*argv: str, world: int = 1) -> dict[str, str]:
     found = job([*WIDE, FLOAT8, *argv], world)
     model, table = build_model(found)
     return {layer.name: layer.skip_reason or layer.gather_reason or "float8" for layer in plan(model, found, table)}
 
 
 def test_every_unconverted_layer_has_a_reason():
-    assert set(fates().values()) == {"float8"} and len(fates()) == 15
-    left = fates("--quantize.linear.float8.filter_fqns=['output','1.attention.wk']")
-    assert left["output"] == 'filter_fqns has "output"' and left["layers.0.attention.wk"] == "float8"
-    assert left["layers.1.attention.wk"] == 'filter_fqns has "1.attention.wk"'
-    assert fates("--model.overrides.tied")["output"] == "it shares its weight"
-    assert fates("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
+    assert set(results().values()) == {"float8"} and len(results()) == 15
+    unconverted = results("--quantize.linear.float8.filter_fqns=['output','1.attention.wk']")
+    assert unconverted["output"] == 'filter_fqns has "output"' and unconverted["layers.0.attention.wk"] == "float8"
+    assert unconverted["layers.1.attention.wk"] == 'filter_fqns has "1.attention.wk"'
+    assert results("--model.overrides.tied")["output"] == "it shares its weight"
+    assert results("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
         "64 x 40 on a rank, and 16 must divide both"
     )
 
 
 def test_odd_loss_chunks_keep_the_head_in_high_precision():
-    """A GPU sums a weight's gradient over tokens in steps of 16."""
+    """A GPU sums a weight's gradient over tokens in multiples of 16."""
     chunks = "--training.loss_chunks="
     assert (
-        fates(chunks + "2")["output"] == "float8" == fates(chunks + "3", "--training.local_batch_size=16")["output"]
+        results(chunks + "2")["output"]
+        == "float8"
+        == results(chunks + "3", "--training.local_batch_size=16")["output"]
     )
-    assert fates(chunks + "3")["output"] == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
-    assert fates(chunks + "3", "--quantize.linear.float8.emulate")["output"] == "float8"
-    assert set(fates(chunks + "3").values()) - {fates(chunks + "3")["output"]} == {"float8"}
+    assert results(chunks + "3")["output"] == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
+    assert results(chunks + "3", "--quantize.linear.float8.emulate")["output"] == "float8"
+    assert set(results(chunks + "3").values()) - {results(chunks + "3")["output"]} == {"float8"}
 
 
 def test_tensor_parallel_slices_must_be_wide_enough():
-    found = fates("--model.overrides.hidden_dim=48", TP2, world=2)
+    found = results("--model.overrides.hidden_dim=48", TP2, world=2)
     assert found["layers.0.feed_forward.w1"] == "24 x 64 on a rank, and 16 must divide both"
     assert found["layers.0.feed_forward.w2"] == "64 x 24 on a rank, and 16 must divide both"
     assert found["layers.0.attention.wk"] == found["output"] == "float8"
-    assert fates("--model.overrides.hidden_dim=48")["layers.0.feed_forward.w1"] == "float8"
+    assert results("--model.overrides.hidden_dim=48")["layers.0.feed_forward.w1"] == "float8"
 
 
 def test_subclasses_of_linear_are_not_converted():
@@ -135,7 +137,7 @@ def test_subclasses_of_linear_are_not_converted():
 
 def test_uneven_or_replicated_weights_are_gathered_in_high_precision():
     kept = "--parallelism.fsdp_keep_whole=['layers.0.*']"
-    found = fates(AG, kept, "--model.overrides.hidden_dim=96", world=3)
+    found = results(AG, kept, "--model.overrides.hidden_dim=96", world=3)
     assert found["layers.1.feed_forward.w1"] == "float8"
     assert found["layers.1.attention.wq"] == "64 rows do not split evenly over 3 ranks"
     assert found["layers.0.attention.wq"] == "parallelism.fsdp_keep_whole replicates it"
@@ -154,7 +156,7 @@ def test_uneven_or_replicated_weights_are_gathered_in_high_precision():
 )
 def test_float8_settings_without_effect_are_refused(argv, message):
     with pytest.raises(UserError, match=message):
-        fates(*argv, "--model.overrides.vocab_size=256", world=7 if AG in argv else 1)
+        results(*argv, "--model.overrides.vocab_size=256", world=7 if AG in argv else 1)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +216,12 @@ def test_this_cpu_multiplies_float8():
 
 def test_old_gpu_is_refused_unless_float8_is_emulated(tmp_path, monkeypatch):
     driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # of two GPUs the older decides
+    driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # the older of two GPUs decides
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
         check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
     check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability())
-    check_machine(job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1)  # the GPU stays out of it
+    check_machine(job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1)  # the run is on the CPU
     driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
     check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())

@@ -132,7 +132,7 @@ def within_bounds(found: dict, expected: dict, bound: float) -> None:
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("compute", ["", " bfloat16"])
 def test_gradients_are_within_the_bound_of_their_recipe(alone, name, compute):
-    """And not closer than float8 can be: something was rounded. Initial weights are the same bits."""
+    """They also differ by what float8 rounds, at least. Initial weights are the same bits."""
     within_bounds(alone[name + compute], alone["float32"], BOUNDS[name])
 
 
@@ -174,7 +174,7 @@ def test_recompute_changes_no_bit(alone):
 
 @pytest.mark.parametrize("name", sample(BOUNDS, "tensorwise"))
 def test_tensor_parallel_rounds_like_one_process(alone, on_two, name):
-    """All ranks scale by the largest value of any; what differs is the order of sums, and what then rounds up."""
+    """All ranks scale by the largest value of any; only the order of sums, and so some rounding, differs."""
     assert error(on_two[f"{name} tp"]["gradients"], alone[name]["gradients"]) < 0.02
     within_bounds(on_two[f"{name} tp"], alone["float32"], BOUNDS[name])
 
@@ -201,7 +201,7 @@ def gathered(cases: list[list[str]], folder: str) -> list[dict[str, int]]:
 
 
 def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
-    """Bytes of this rank's shards in one step's gathers by FSDP, and of its slices in those by tensor parallel."""
+    """Return the bytes that this rank contributes to one step's gathers by FSDP and by tensor parallel."""
     run, mine = prepared(argv, folder)
     seen: Counter[str] = Counter()
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -230,20 +230,20 @@ def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
 
 
 def test_fsdp_gathers_one_byte_per_element(pool, tmp_path):
-    """With the scales computed before, so that all of it is the gathers'."""
+    """Scales are precomputed, so that all bytes are those of the gathers."""
     argv = [*WIDE, BFLOAT16, "--parallelism.fsdp_reshard_after_forward=never"]
     cases = [argv, [*argv, FLOAT8, AG, PRECOMPUTED], [*argv, FLOAT8]]
     found = pool.run(gathered, cases, str(tmp_path), world=2)[0]
-    plain, float8, unasked = (seen["fsdp"] for seen in found)
+    plain, float8, ungathered = (seen["fsdp"] for seen in found)
     blocks = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 128 * 64)
     converted, rest = blocks + 256 * 64, 256 * 64 + 5 * 64
     assert plain == 2 * (converted + rest) // 2
     assert float8 == (converted + 2 * rest) // 2
-    assert unasked == plain
+    assert ungathered == plain
 
 
 def test_tensor_parallel_gathers_one_byte_per_element(pool, tmp_path):
-    """Into two modules a block and the head, and the gradients of two modules' outputs; not the embedding's."""
+    """Inputs of two modules per block and of the head, and gradients of two modules' outputs; not the embedding's."""
     argv = [*WIDE, BFLOAT16, TP2]
     slices = (2 * 2 + 1) + 2 * 2
     size = 12 * 16 // 2 * 64
@@ -260,14 +260,14 @@ def test_tensor_parallel_gathers_one_byte_per_element(pool, tmp_path):
 
 
 def scales(argv: list[str], folder: str) -> list[tuple[float, float]]:
-    """Each weight's scale after training, and what it should be."""
+    """Return each weight's scale after training, and the expected one."""
     run = trainer(argv, folder)
     run.train()
     found = []
     for parameter in run.parts[0].parameters():
-        held = parameter._local_tensor  # to_local() gives a view, which has no scale
-        if type(held) is not torch.Tensor:
-            scale = float("nan") if held._precomputed_scale is None else held._precomputed_scale.item()
+        shard = parameter._local_tensor  # to_local() gives a view, which has no scale
+        if type(shard) is not torch.Tensor:
+            scale = float("nan") if shard._precomputed_scale is None else shard._precomputed_scale.item()
             found.append((scale, 448 / full(plain(parameter)).abs().max().item()))
     assert len(found) == 15
     return found
@@ -309,7 +309,7 @@ def test_resumed_float8_run_equals_uninterrupted_run(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
-    """The folder of a float8 run with validation, a sample and an export, and its state."""
+    """Return the folder of a float8 run with validation, generation and an export, and its state."""
     folder = tmp_path_factory.mktemp("saved")
     argv = [*FLOAT8_SAVING, *LIVELY, "--checkpoint.last_save_in_hf", "--checkpoint.async_mode=disabled"]
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
