@@ -68,11 +68,11 @@ COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint
 
 @pytest.mark.parametrize("more", ["", COMPILED, "--model.overrides.tied"], ids=["plain", "compiled", "tied"])
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
-    """bfloat16 activations, float32 masters and gradients: the same bits as with everything sharded, with two exceptions.
+    """bfloat16 activations, float32 masters and gradients: the same bits as with everything sharded.
 
-    The two gradients of a tied weight are added in float32 here, and in bfloat16 if it is sharded. And FSDP2 of torch
-    2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it, while the replicated weight's
-    gradient is rounded to bfloat16 first: they differ by one rounding, a relative 2^-9 on each rank.
+    There are two exceptions. The two gradients of a tied weight are added in float32 here, and in bfloat16 if it is
+    sharded. And FSDP2 of torch 2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it,
+    while the replicated weight's gradient is rounded to bfloat16 first: a relative difference of 2^-9 on each rank.
     """
     fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
     argv = [*TINY, *BFLOAT16, *sizes(2), *more.split()]
