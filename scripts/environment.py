@@ -24,7 +24,18 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
-NEEDED_DEV = ("pytest", "ruff", "pyrefly", "transformers", "build", "pyarrow", "wandb", "torchao")
+NEEDED_DEV = (
+    "pytest",
+    "xdist",
+    "ruff",
+    "pyrefly",
+    "transformers",
+    "build",
+    "pyarrow",
+    "wandb",
+    "torchao",
+    "matplotlib",
+)
 
 
 def main() -> None:

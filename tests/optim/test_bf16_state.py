@@ -139,5 +139,5 @@ def test_another_type_of_state_is_converted_and_said(pool, tmp_path):
 def test_an_optimizer_without_state_has_no_type_of_it():
     from titanlite.config.load import ConfigError
 
-    with pytest.raises(ConfigError, match="optimizer.state_dtype.*\n?.*SGD has no such value"):
+    with pytest.raises(ConfigError, match="optimizer.state_dtype.*\n?.*SGD does not use this key"):
         job([*QUIET, "--optimizer.name=SGD", NARROW], 1)

@@ -48,20 +48,21 @@ def declared(job: Job, tied: bool) -> list[Group]:
     count = len(plan.groups)
     policy = job.config.parallelism.fsdp_reshard_after_forward
     kept = {"default": {plan.last}, "always": set(), "never": set(range(count))}[str(policy)]
-    following: dict[int, tuple[int, ...]] = {  # FSDP2's own: one ahead
-        group: (after,) for group, after in zip(plan.backward_order, plan.backward_order[1:], strict=False)
-    }
+    turns = plan.backward_order
+    one_ahead: dict[int, tuple[int, ...]] = dict(
+        zip(turns, zip(turns[1:], strict=False), strict=False)
+    )  # FSDP2's own
     order: list[int] = []
 
-    def walk(turns: Sequence[int], whole: set[int], ahead: dict[int, tuple[int, ...]]) -> None:
-        for group in turns:
-            for wanted in (group, *ahead.get(group, ())):
-                if wanted not in whole:
-                    whole.add(wanted)
-                    order.append(wanted)
+    def gather(turns: Sequence[int], gathered: set[int], prefetched: dict[int, tuple[int, ...]]) -> None:
+        for turn in turns:
+            for group in (turn, *prefetched.get(turn, ())):
+                if group not in gathered:
+                    gathered.add(group)
+                    order.append(group)
 
-    walk(range(count), set(), dict(enumerate(plan.forward or ())))
-    walk(plan.backward_order, set(kept), dict(enumerate(plan.backward)) if plan.backward else following)
+    gather(range(count), set(), dict(enumerate(plan.forward or ())))
+    gather(turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else one_ahead)
     groups = [frozenset(group) for group in plan.groups]
     if plan.last_is_root:
         groups[plan.last] = ROOT
