@@ -277,7 +277,7 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
         (["generate", "--steps", "5"], "did you mean --training.steps"),
         (["generate", "--promt", "x"], "unknown option --promt; did you mean --prompt?"),
         (["config", "--world", "0"], "--world: must be a whole number >= 1, not '0'"),
-        (["tour", "x"], "unexpected arguments: x"),
+        (["checkpoint", "show", "a", "b"], "unexpected arguments: b"),
         (["train", "--help", "optimzer"], "no config key mentions 'optimzer'; did you mean 'optimizer'?"),
     ],
 )
