@@ -28,9 +28,8 @@ from torch.torch_version import TorchVersion
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_table, nearest, some_of
 from titanlite.parallel.build import Context, layer_pattern
-from titanlite.parallel.gloo_float8 import gather_activations_as_bytes
 from titanlite.registry import Rule
-from titanlite.runtime.torch_private import float8_cast
+from titanlite.runtime.torch_private import gather_float8_as_bytes
 
 MULTIPLE = 16
 """GPUs multiply float8 matrices whose widths this number divides."""
@@ -65,7 +64,7 @@ class Float8:
             for name in names:
                 setattr(model.get_submodule(name), _WHOLE_TENSOR_SCALE, self._settings.recipe_name == "tensorwise")
         if context.device.type == "cpu":
-            gather_activations_as_bytes()
+            gather_float8_as_bytes()  # activations, under tensor parallel
         # A converted layer's output is a view, and torch 2.13 warns of changing one in place, as nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _table(layers, context.job)
@@ -209,7 +208,13 @@ def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
 
     None if one of the layers needs the input in high precision.
     """
-    return float8_cast(layers[0]) if all(map(scales_whole_tensors, layers)) else None
+    if not all(map(scales_whole_tensors, layers)):
+        return None
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    layer: Any = layers[0]
+    dtype, products = layer.config.cast_config_input.target_dtype, layer.linear_mm_config
+    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)  # type: ignore[return-value]
 
 
 def row_style(**layouts: Any) -> ParallelStyle:

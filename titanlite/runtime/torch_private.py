@@ -7,7 +7,6 @@ public name to move to where one exists. Imports are late where they are slow, s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,37 +69,25 @@ def default_all_gather() -> type:
     return DefaultAllGather
 
 
-def register_float8_all_gather(all_gather: Callable[..., Any]) -> None:
-    """Run `all_gather(operation, args, kwargs)` for DTensor's all-gather of torchao's float8 tensors."""
+def gather_float8_as_bytes() -> None:
+    """Let DTensor gather torchao's float8 tensors as bytes in this process, for backends without the type."""
     # torchao 0.18. Nothing else reaches a collective inside of DTensor's redistribution.
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
+    def all_gather(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        shard, options = args[0], kwargs or {}
+        data = shard._data.contiguous()
+        gathered = torch.ops._c10d_functional.wait_tensor(operation(data.view(torch.uint8), *args[1:], **options))
+        fields = shard._scale, shard._orig_dtype, shard._linear_mm_config, shard._gemm_input_role
+        return type(shard)(gathered.view(data.dtype), *fields)
+
     FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = all_gather
-
-
-def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a functional collective. torch 2.11, 2.13 and 2.15; no public name."""
-    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside of torchao's class for weights that are gathered in float8; any other as it is."""
     # torchao 0.18; no public way.
     return weight._tensor if type(weight).__module__ == "torchao.float8.fsdp_utils" else weight  # type: ignore
-
-
-def float8_cast(layer: Any) -> Callable[[Any], Any]:
-    """Return the function that casts a sequence to float8 as torchao's linear layer casts its input."""
-    # torchao 0.18. The public PrepareFloat8ModuleInput does this only together with its own gather.
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-
-    dtype, products = layer.config.cast_config_input.target_dtype, layer.linear_mm_config
-    return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)
-
-
-def replace_float8_data(tensor: Any, data: torch.Tensor) -> Any:
-    """Return torchao's float8 tensor with other data and the same scale. torchao 0.18; no public way."""
-    return type(tensor)(data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role)
 
 
 def compiled_graphs() -> int:
