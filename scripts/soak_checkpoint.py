@@ -1,12 +1,12 @@
 """Kill training 200 times while it saves; each next start must resume by itself what was committed.
 
     python scripts/soak_checkpoint.py --rounds 200 [--seed 0]
-    python scripts/soak_checkpoint.py --round 17 --seed 3     the kill of one round alone
+    python scripts/soak_checkpoint.py --round 17 --seed 3     only the kill of one round
 
-Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a named point of a
-save, otherwise at a random moment; all rounds go on in one folder, watched all the time. Then everything is compared
-bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; and 50 saves on four
-ranks must not grow the memory. The last line is the result, and the exit code 1 where something failed.
+Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a failpoint of a
+save, otherwise at a random moment; all rounds use one folder, which is watched all the time. Then everything is
+compared bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; and 50 saves
+on four ranks must not grow the memory. The last line is the result, and the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from titanlite.verify.pool import Pool  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--round", type=int, help="this round alone")
+    parser.add_argument("--round", type=int, help="only this round")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    alone = asked.round is not None
+    arguments = parser.parse_args()
+    one_round = arguments.round is not None
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        numbers = [asked.round] if alone else range(asked.rounds)
-        failures, soak = _rounds(Path(folder), list(numbers), asked.seed)
-        if not alone:
+        numbers = [arguments.round] if one_round else range(arguments.rounds)
+        failures, soak = _rounds(Path(folder), list(numbers), arguments.seed)
+        if not one_round:
             failures += _slow_disk(Path(folder)) + _memory(Path(folder))
     for failure in failures:
         print(failure)
     fewest = min(soak.hits[point] for point in FAILPOINTS)
-    hits = f"every point hit at least {5 if fewest >= 5 else fewest} times"
+    hits = f"every failpoint hit at least {5 if fewest >= 5 else fewest} times"
     print(f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, {len(failures)} failures")
-    enough = alone or (fewest >= 5 and soak.inside >= 0.6 * len(numbers))
+    enough = one_round or (fewest >= 5 and soak.inside >= 0.6 * len(numbers))
     return int(bool(failures) or not enough)
 
 
@@ -61,8 +61,8 @@ def _rounds(folder: Path, numbers: list[int], seed: int) -> tuple[list[str], Soa
             print(f"{number + 1} rounds, {soak.inside} kills inside, {time.monotonic() - began:.0f} s", flush=True)
     failures += [f"after the rounds of --seed {seed}: {wrong}" for wrong in soak.finish()]
     watcher.end()
-    print(f"the watcher looked {watcher.looks} times, {watcher.missed} times without a sound checkpoint")
-    return failures + ["the watcher saw no sound checkpoint"] * (watcher.missed > 0), soak
+    print(f"the watcher looked {watcher.looks} times, {watcher.missed} times without a verified checkpoint")
+    return failures + ["the watcher saw no verified checkpoint"] * (watcher.missed > 0), soak
 
 
 def _slow_disk(folder: Path) -> list[str]:

@@ -1,11 +1,11 @@
-"""What a save costs beside torch's own: the same state, in one run, as ratios.
+"""Compare the cost of a save with torch's own: the same state, in one run, as ratios.
 
     python scripts/bench/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
-`torch.distributed.checkpoint.save` of the same tensors, which is not committed, summed or told of, but fsynced as
-ours is. Ratios are taken within a round, since a shared machine drifts, and their medians are printed. Blocked is
-how long training stood still.
+`torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums, manifest and
+commit. Ratios are taken within a round, since a shared machine drifts, and their medians are printed. Blocked is how
+long training waits.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dim", type=int, default=640)
-    asked = parser.parse_args()
-    pool = Pool(asked.ranks, preload=["titanlite.train.trainer"])
+    arguments = parser.parse_args()
+    pool = Pool(arguments.ranks, preload=["titanlite.train.trainer"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        size, seconds = pool.run(measured, asked.rounds, asked.dim, folder, timeout=1800)[0]
+        size, seconds = pool.run(measured, arguments.rounds, arguments.dim, folder, timeout=1800)[0]
     pool.close()
-    print(f"{size / 1e6:.0f} MB a rank, {asked.ranks} ranks, {asked.rounds} rounds, medians")
+    print(f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds, medians")
     for what, taken in seconds.items():
         copy, bare = (
-            statistics.median(mine / theirs for mine, theirs in zip(taken, seconds[other], strict=True))
-            for other in (COPY, BARE)
+            statistics.median(one / base for one, base in zip(taken, seconds[baseline], strict=True))
+            for baseline in (COPY, BARE)
         )
         spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
         print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare DCP   {spread}")
 
 
 def measured(rounds: int, dim: int, folder: str) -> tuple[int, dict[str, list[float]]]:
-    """Seconds of each way, round by round; the first round, which makes the buffers, does not count."""
+    """Return bytes per rank, and seconds of each way by round; the first round, which makes buffers, is dropped."""
     sizes = [f"--model.overrides.{name}" for name in (f"dim={dim}", f"hidden_dim={4 * dim}", "n_layers=4")]
     argv = [*TINY, *sizes, "--training.steps=1", "--checkpoint.enable", "--checkpoint.async_mode=async"]
     run = trainer([*argv, "--checkpoint.keep_latest_k=1"], folder)
@@ -91,7 +91,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def _synchronous(run: Trainer) -> Checkpoints:
-    """A second hand that saves to the same folder, without async_mode."""
+    """Return checkpoints of the same folder without async_mode."""
     other = Checkpoints(run.job, run.place, run.device, run.log)
     other.settings = other.settings.model_copy(update={"async_mode": "disabled"})
     return other

@@ -1,4 +1,4 @@
-"""Small runs that save and resume, and what runs of them on the pool's ranks."""
+"""Small runs that save and resume, on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ SAVING += ["--lr_scheduler.total_steps=12", "--metrics.log_freq=1"]
 
 
 class Stop(Exception):
-    """Ends a run where a test wants it to end."""
+    """Ends a run at the step that a test chose."""
 
 
 def digests(run: Trainer) -> dict[str, Any]:
-    """Every tensor and number of the whole state, in few bytes."""
-    found: dict[str, Any] = dict(run.state.numbers())
+    """Return a hash of every tensor, and every number, of the whole state."""
+    digests: dict[str, Any] = dict(run.state.numbers())
     for name, tensor in run.state.tensors().items():
         content = full(tensor).cpu().reshape(-1).view(torch.uint8)  # numpy has no bfloat16
-        found[name] = hashlib.sha256(content.numpy().tobytes()).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+    return digests
 
 
 def keeping_log() -> tuple[logging.Logger, list[str]]:
+    """Return a logger, and the list that its lines go to."""
     lines: list[str] = []
     log = logging.Logger("kept")
     handler = logging.Handler()
@@ -48,7 +49,7 @@ def keeping_log() -> tuple[logging.Logger, list[str]]:
 
 
 def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str, Any]:
-    """Train, from a checkpoint where there is one; with `stop`, an error ends it when that many steps are done."""
+    """Train, resuming if there is a checkpoint; with `stop`, an error ends the run after that many steps."""
     log, lines = keeping_log()
     current_process()._config["daemon"] = False  # the pool's ranks are daemons, and a loader has children
     run = trainer(argv, folder, log)
@@ -73,7 +74,7 @@ def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str
 
 
 def after_save(argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
-    """Train to the end, `change` the run's live state right after each save's call; what was trained."""
+    """Train to the end, changing the live state right after each call of save; return the digests of the end."""
     run = trainer(argv, folder)
     if change:
         save = run.save
@@ -88,7 +89,7 @@ def after_save(argv: list[str], folder: str, change: Callable[[Trainer], None] |
 
 
 def everyone() -> dist.ProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     assert dist.group.WORLD
     return dist.group.WORLD
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: bit-equal out and in, the published function, the same bytes from any mesh, or a refusal."""
+"""Hugging Face folders: bit-equal export and import, the published function, the same bytes from any mesh."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm
 
 
 def narrow(flavor: Any) -> Any:
-    """A flavor's shape, with its heads, ties and scaling, at a width that a test can afford."""
+    """Return a flavor with its heads, ties and scaling, at a width that a test can afford."""
     sizes: dict[str, Any] = {"dim": 4 * flavor.n_heads, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}
     if isinstance(flavor, llama3.LlamaConfig):
         scaling = flavor.rope_scaling and dataclasses.replace(flavor.rope_scaling, original_positions=64)
@@ -48,7 +48,7 @@ CASES["llama3 tied"] = llama3.SPEC, dataclasses.replace(SMALL, tied=True)
 
 
 def build(spec: Any, flavor: Any) -> torch.nn.Module:
-    """A model with values that are far from the initial ones: norms and biases count."""
+    """Build a model with values far from the initial ones, so that norms and biases count."""
     model, table = build_meta_model(spec, flavor, 200)
     materialize(model, table, 0, torch.device("cpu"))
     with torch.no_grad():
@@ -62,11 +62,11 @@ def build(spec: Any, flavor: Any) -> torch.nn.Module:
 def written(
     spec: Any, flavor: Any, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = 9999
 ) -> dict[str, torch.Tensor]:
-    """Export random weights; what they are here."""
+    """Export random weights and return them."""
     live = {name: p.detach() for name, p in build(spec, flavor).named_parameters()}
     translation = Translation(spec, flavor)
-    beside = documents(translation.config, dtype, ByteTokenizer())
-    export(folder, translation.hf_tensors(dtype), beside, live.__getitem__, file_bytes=file_bytes)
+    texts = documents(translation.config, dtype, ByteTokenizer())
+    export(folder, translation.hf_tensors(dtype), texts, live.__getitem__, file_bytes=file_bytes)
     return live
 
 
@@ -79,29 +79,29 @@ def from_transformers(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_go_out_and_in_bit_by_bit_and_transformers_computes_the_same(case, tmp_path):
+def test_exported_weights_are_read_back_and_transformers_computes_the_same(case, tmp_path):
     spec, flavor = CASES[case]
     live = written(spec, flavor, tmp_path / "out")
-    abroad = HuggingFaceFolder(tmp_path / "out", spec, flavor)
-    assert all(torch.equal(abroad.read(name), live[name]) for name in live)
-    theirs = from_transformers(tmp_path / "out")
+    exported_folder = HuggingFaceFolder(tmp_path / "out", spec, flavor)
+    assert all(torch.equal(exported_folder.read(name), live[name]) for name in live)
+    hf_model = from_transformers(tmp_path / "out")
     tokens = torch.randint(99, (2, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours, logits = build(spec, flavor)(tokens), theirs(tokens).logits
+        ours, logits = build(spec, flavor)(tokens), hf_model(tokens).logits
     assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5
-    theirs.save_pretrained(tmp_path / "back")  # and what transformers writes is read
+    hf_model.save_pretrained(tmp_path / "back")  # what transformers writes is read, too
     back = HuggingFaceFolder(tmp_path / "back", spec, flavor)
     assert all(torch.equal(back.read(name), live[name]) for name in live)
 
 
-def test_a_tied_output_layer_is_not_written_and_an_untied_one_is(tmp_path):
+def test_only_an_untied_output_layer_is_written(tmp_path):
     for tied in (True, False):
         written(llama3.SPEC, dataclasses.replace(SMALL, tied=tied), tmp_path / f"{tied}")
         names = json.loads((tmp_path / f"{tied}" / files.INDEX).read_text())["weight_map"]
         assert ("lm_head.weight" in names) != tied
 
 
-def test_any_box_of_any_tensor_is_what_the_whole_tensor_has_there(tmp_path):
+def test_a_region_is_read_as_part_of_the_whole_tensor(tmp_path):
     for case in ("llama3 8B", "gpt2 124M"):
         spec, flavor = CASES[case]
         live = written(spec, flavor, tmp_path / case)
@@ -112,10 +112,10 @@ def test_any_box_of_any_tensor_is_what_the_whole_tensor_has_there(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_type_of_exported_weights_is_the_one_asked_for(dtype, tmp_path):
+def test_weights_are_exported_in_the_requested_type(dtype, tmp_path):
     live = written(llama3.SPEC, SMALL, tmp_path / "out", dtype)
-    abroad = HuggingFaceFolder(tmp_path / "out", llama3.SPEC, SMALL)
-    assert all(torch.equal(abroad.read(name), live[name].to(dtype)) for name in live)
+    exported_folder = HuggingFaceFolder(tmp_path / "out", llama3.SPEC, SMALL)
+    assert all(torch.equal(exported_folder.read(name), live[name].to(dtype)) for name in live)
     assert from_transformers(tmp_path / "out").dtype == dtype
 
 
@@ -139,7 +139,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
 
 
 def exported(argv: list[str], folder: str, dtype: str) -> None:
-    """A run's initial weights, which are the same on any mesh, in many small files."""
+    """Export a run's initial weights, which are the same on any mesh, in many small files."""
     run = trainer(argv, folder)
     translation = Translation(run.job.spec, run.job.model)
     target, live = Path(folder) / "out", run.state.weights()
@@ -163,8 +163,8 @@ GPT2 = [*TINY[: -len("dim n_layers n_heads n_kv_heads hidden_dim".split())], "--
 GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()]
 
 
-def begun(argv: list[str], folder: str) -> dict[str, Any]:
-    """A run's weights at its start, what it said, and how many numbers this rank read of files."""
+def start(argv: list[str], folder: str) -> dict[str, Any]:
+    """Return a run's weights at its start, its log, and how many numbers this rank read from files."""
     log, lines = keeping_log()
     read, elements = files.Reader.read, 0
 
@@ -192,10 +192,10 @@ def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
     argv = [*argv, "--parallelism.tensor_parallel_degree=2", "--checkpoint.initial_load_in_hf"]
     argv += [f"--checkpoint.initial_load_path={tmp_path}/hf"]
     total = sum(tensor.numel() for tensor in live.values())
-    for found in pool.run(begun, argv, str(tmp_path / "run"), world=4):
+    for found in pool.run(start, argv, str(tmp_path / "run"), world=4):
         assert all(torch.equal(found["weights"][name], live[name]) for name in live)
         assert f"loaded Hugging Face weights from {tmp_path}/hf" in found["log"] and found["step"] == 0
-        assert found["elements"] < 0.4 * total, "a quarter, and what all ranks hold"
+        assert found["elements"] < 0.4 * total, "a quarter, and what every rank holds"
 
 
 def test_what_is_excluded_may_be_missing(pool, tmp_path):
@@ -207,15 +207,15 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
     (tmp_path / "hf" / files.INDEX).unlink()
     save_file(tensors, tmp_path / "hf" / files.SINGLE)
     argv = [*TINY, "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
-    (found,) = pool.run(begun, argv, str(tmp_path / "a"), world=1)
+    (found,) = pool.run(start, argv, str(tmp_path / "a"), world=1)
     assert "lm_head.weight: missing" in found["error"] and "nothing was read" in found["error"]
     argv += ["--checkpoint.exclude_from_loading=['model.output.weight']"]
-    (found,) = pool.run(begun, argv, str(tmp_path / "b"), world=1)
+    (found,) = pool.run(start, argv, str(tmp_path / "b"), world=1)
     assert torch.equal(found["weights"]["norm.weight"], tensors["model.norm.weight"])
 
 
-def spoilt(folder: Path, how: str) -> None:
-    """Make a folder wrong or partial."""
+def damage(folder: Path, how: str) -> None:
+    """Damage a folder."""
     first, last = sorted(folder.glob("*.safetensors"))[0], sorted(folder.glob("*.safetensors"))[-1]
     config, index = folder / "config.json", folder / files.INDEX
     if how == "file missing":
@@ -258,27 +258,27 @@ def spoilt(folder: Path, how: str) -> None:
         ("unexpected", "model.layers.7.bias: unexpected"),
     ],
 )
-def test_a_wrong_or_partial_folder_is_named(tmp_path, how, says):
+def test_a_folder_that_does_not_fit_is_refused(tmp_path, how, says):
     written(llama3.SPEC, SMALL, tmp_path / "hf")
-    spoilt(tmp_path / "hf", how)
+    damage(tmp_path / "hf", how)
     with pytest.raises(UserError) as caught:
         HuggingFaceFolder(tmp_path / "hf", llama3.SPEC, SMALL)
     assert says in str(caught.value) and str(tmp_path / "hf") in str(caught.value)
 
 
-def test_a_folder_of_the_model_without_its_head_class_is_read(tmp_path):
-    """As the hub's GPT-2: names without "transformer.", and masks among the tensors."""
+def test_a_folder_without_the_head_class_is_read(tmp_path):
+    """The hub's GPT-2 has names without "transformer.", and masks among the tensors."""
     flavor = narrow(gpt2.FLAVORS["124M"])
     live = written(gpt2.SPEC, flavor, tmp_path / "hf", file_bytes=1 << 30)
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     (tmp_path / "hf" / files.INDEX).unlink()
     save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "hf" / files.SINGLE)
-    abroad = HuggingFaceFolder(tmp_path / "hf", gpt2.SPEC, flavor)
-    assert all(torch.equal(abroad.read(name), live[name]) for name in live)
+    exported_folder = HuggingFaceFolder(tmp_path / "hf", gpt2.SPEC, flavor)
+    assert all(torch.equal(exported_folder.read(name), live[name]) for name in live)
 
 
-def test_an_export_that_fails_leaves_the_older_one_and_nothing_else(tmp_path):
+def test_a_failed_export_leaves_the_older_one(tmp_path):
     written(llama3.SPEC, SMALL, tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     outputs = Translation(llama3.SPEC, SMALL).hf_tensors(torch.float32)
@@ -318,9 +318,9 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
     return ""
 
 
-def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(pool, tmp_path):
-    for said in pool.run(fails_on_one, TINY, str(tmp_path), 1, world=2):
-        assert f"the export to {tmp_path}/out failed on rank 1: OSError: " in said and "No space left" in said
+def test_an_export_that_fails_on_one_rank_fails_on_all(pool, tmp_path):
+    for message in pool.run(fails_on_one, TINY, str(tmp_path), 1, world=2):
+        assert f"the export to {tmp_path}/out failed on rank 1: OSError: " in message and "No space left" in message
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
@@ -331,20 +331,20 @@ def trained(argv: list[str], folder: str) -> dict[str, Any]:
     return {"weights": weights(run), "log": lines}
 
 
-def test_the_last_weights_are_exported_where_that_is_asked(pool, tmp_path):
+def test_the_last_weights_are_exported(pool, tmp_path):
     tokenizer = tmp_path / "assets"
     tokenizer.mkdir()
     argv = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16"]
     found = pool.run(trained, argv, str(tmp_path), world=2)[0]
     target = tmp_path / "checkpoint/hf-step-3"
     assert f"exported step 3 for Hugging Face: {target}" in found["log"]
-    abroad = HuggingFaceFolder(target, llama3.SPEC, job(TINY, 1).model)
+    exported_folder = HuggingFaceFolder(target, llama3.SPEC, job(TINY, 1).model)
     for name, tensor in found["weights"].items():
-        assert torch.equal(abroad.read(name), tensor.to(torch.bfloat16))
+        assert torch.equal(exported_folder.read(name), tensor.to(torch.bfloat16))
     assert json.loads((target / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
 
 
-def test_tokenizer_files_go_along_and_name_the_end(tmp_path):
+def test_tokenizer_files_are_exported(tmp_path):
     from tokenizers import Tokenizer, models
 
     from titanlite.data.tokenizer import JsonTokenizer
@@ -371,13 +371,13 @@ def test_tokenizer_files_go_along_and_name_the_end(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(words, says):
+def test_contradicting_keys_are_refused(words, says):
     words = words.split() if isinstance(words, str) else words
     with pytest.raises(ConfigError, match=says):
         job(words, world=1)
 
 
-def test_a_scaled_and_a_plain_rope_are_told_apart(tmp_path):
+def test_scaled_and_plain_rope_do_not_fit_each_other(tmp_path):
     written(llama3.SPEC, SMALL, tmp_path / "hf")
     scaled = dataclasses.replace(SMALL, rope_scaling=RopeScaling())
     with pytest.raises(UserError, match="config.json: rope_scaling null, "):

@@ -1,4 +1,4 @@
-"""Loading: the newest sound checkpoint or a refusal that names what is wrong, all of it or nothing, and no code."""
+"""Loading: the newest verified checkpoint or an error that names what is wrong; all of it or nothing; never code."""
 
 import json
 import os
@@ -34,13 +34,13 @@ def run(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, offset: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[place] ^= 1
+    raw[offset] ^= 1
     path.write_bytes(raw)
 
 
-def test_any_flipped_byte_truncated_missing_or_extra_file_is_named(saved, tmp_path):
+def test_every_kind_of_damage_names_the_file(saved, tmp_path):
     for name in sorted(path.name for path in (saved / "checkpoint/step-3").iterdir()):
         size = (saved / "checkpoint/step-3" / name).stat().st_size
         for damage in ("flip", "flip last", "truncate", "lengthen", "missing"):
@@ -62,8 +62,8 @@ def test_any_flipped_byte_truncated_missing_or_extra_file_is_named(saved, tmp_pa
     assert faults(copy, read_manifest(copy)) == [f"{copy / 'more'}: not part of the checkpoint"]
 
 
-def begun(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
-    """Where a run would begin, or why it would not."""
+def start(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
+    """Return the step that a run would start at, or -1; the error; and the log."""
     log, lines = keeping_log()
     try:
         return trainer(argv, folder, log).step, "", lines
@@ -71,49 +71,49 @@ def begun(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
         return -1, str(error), lines
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(pool, run):
+def test_a_damaged_checkpoint_is_skipped(pool, run):
     flip(run / "checkpoint/step-3/__1_0.distcp", 5000)
-    for step, _, log in pool.run(begun, SAVING, str(run), world=2):
+    for step, _, log in pool.run(start, SAVING, str(run), world=2):
         assert step == 2
         assert log[0] == f"skipping checkpoint: {run}/checkpoint/step-3/__1_0.distcp: checksum mismatch"
         assert f"resumed step 2 from {run}/checkpoint/step-2" in log
     assert steps_in(run) == ["step-1", "step-2"] and len(list(run.glob("previous/*/checkpoint/step-3"))) == 1
 
 
-def test_sizes_alone_are_read_where_that_is_asked(pool, run):
-    asked = [*SAVING, "--checkpoint.verify_on_load=sizes"]
+def test_verify_on_load_sizes_reads_only_small_files(pool, run):
+    argv = [*SAVING, "--checkpoint.verify_on_load=sizes"]
     flip(run / "checkpoint/step-3/.metadata", 3)
-    assert pool.run(begun, asked, str(run), world=1)[0][0] == 3
+    assert pool.run(start, argv, str(run), world=1)[0][0] == 3
     os.truncate(run / "checkpoint/step-3/__0_0.distcp", 10)
-    assert pool.run(begun, asked, str(run), world=1)[0][0] == 2
-    flip(run / "checkpoint/step-2/environment.json", 3)  # what is small is always read
-    assert pool.run(begun, asked, str(run), world=1)[0][0] == 1
+    assert pool.run(start, argv, str(run), world=1)[0][0] == 2
+    flip(run / "checkpoint/step-2/environment.json", 3)  # small files are always read
+    assert pool.run(start, argv, str(run), world=1)[0][0] == 1
 
 
-def test_a_damaged_checkpoint_is_refused_by_number(pool, run):
+def test_load_step_refuses_a_damaged_checkpoint(pool, run):
     flip(run / "checkpoint/step-3/state.json", 30)
-    for step, said, _ in pool.run(begun, [*SAVING, "--checkpoint.load_step=3"], str(run), world=2):
-        assert step == -1 and said.startswith("checkpoint.load_step: ") and "step-3/state.json" in said
+    for step, message, _ in pool.run(start, [*SAVING, "--checkpoint.load_step=3"], str(run), world=2):
+        assert step == -1 and message.startswith("checkpoint.load_step: ") and "step-3/state.json" in message
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, run):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(pool, run):
     for step in (1, 2, 3):
         (run / f"checkpoint/step-{step}/state.json").unlink()
-    ((step, said, log),) = pool.run(begun, SAVING, str(run), world=1)
-    assert step == -1 and "can be resumed, and there are 3" in said and len(log) == 3
+    ((step, message, log),) = pool.run(start, SAVING, str(run), world=1)
+    assert step == -1 and "can be resumed, and there are 3" in message and len(log) == 3
 
 
-def test_what_is_asked_for_and_missing_is_an_error(pool, run, tmp_path):
+def test_a_missing_checkpoint_is_an_error(pool, run, tmp_path):
     for argv, says in (
         ([*SAVING, "--checkpoint.load_step=7"], "no such checkpoint in"),
         ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is not a committed checkpoint"),
     ):
-        ((step, said, _),) = pool.run(begun, argv, str(run), world=1)
-        assert step == -1 and says in said
+        ((step, message, _),) = pool.run(start, argv, str(run), world=1)
+        assert step == -1 and says in message
 
 
-def test_an_asked_step_is_loaded_and_later_ones_are_moved_aside(pool, run):
-    ((step, _, log),) = pool.run(begun, [*SAVING, "--checkpoint.load_step=1"], str(run), world=1)
+def test_load_step_archives_later_checkpoints(pool, run):
+    ((step, _, log),) = pool.run(start, [*SAVING, "--checkpoint.load_step=1"], str(run), world=1)
     assert step == 1 and any("later checkpoints (2, 3) are now in" in line for line in log)
     assert steps_in(run) == ["step-1"] and (run / "checkpoint/latest").read_text() == "step-1\n"
     kept = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -126,7 +126,7 @@ def weights_of(argv: list[str], folder: str) -> dict:
     return {"step": run.step, "weights": weights(run), "log": lines}
 
 
-def test_weights_alone_or_everything_is_taken_from_an_initial_path(pool, saved, tmp_path):
+def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     expected = load_tensors(saved / "checkpoint/step-3")
     argv = [*TINY, f"--checkpoint.initial_load_path={saved}/checkpoint"]
     (found,) = pool.run(weights_of, argv, str(tmp_path / "a"), world=1)
@@ -143,16 +143,16 @@ def test_weights_alone_or_everything_is_taken_from_an_initial_path(pool, saved, 
 
 
 def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tuple[str, bool]:
-    """What a strict load says, and whether the live weights are as they were."""
+    """Return what a strict load says, and whether the live weights are unchanged."""
     run = trainer(argv, folder)
     before = weights(run)
     resume = replace(at_path(Path(path), True, everyone(), weights_only=False), exclude=exclude)
-    said = "loaded"
+    message = "loaded"
     try:
         restore(resume, run.state, everyone())
     except UserError as error:
-        said = str(error)
-    return said, all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+        message = str(error)
+    return message, all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tupl
         ),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_touched(pool, saved, tmp_path, changed, says):
+def test_a_checkpoint_that_does_not_fit_changes_nothing(pool, saved, tmp_path, changed, says):
     argv, path = [*TINY, *changed.split()], str(saved / "checkpoint")
-    for said, untouched in pool.run(refused, argv, str(tmp_path), path, [], world=2):
-        assert "does not fit this run; nothing was loaded" in said and untouched
-        assert says in said or "more" in said
+    for message, untouched in pool.run(refused, argv, str(tmp_path), path, [], world=2):
+        assert "does not fit this run; nothing was loaded" in message and untouched
+        assert says in message or "more" in message
 
 
-def test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error(pool, saved, tmp_path):
+def test_exclude_from_loading_lists_what_may_differ(pool, saved, tmp_path):
     path = str(saved / "checkpoint")
     for argv, exclude, says, untouched in (
         (["--optimizer.name=SGD"], ["optimizer"], "loaded", False),
@@ -186,8 +186,8 @@ def test_what_may_differ_is_listed_and_a_name_that_is_not_there_is_an_error(pool
         ([], ["model.output.wieght"], "did you mean model.output.weight?", True),
         ([], ["nothing.*"], "matches nothing", True),
     ):
-        ((said, same),) = pool.run(refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1)
-        assert says in said and same == untouched
+        ((message, same),) = pool.run(refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1)
+        assert says in message and same == untouched
 
 
 class Payload:
@@ -199,7 +199,7 @@ class Payload:
 
 
 def plant(folder: Path, name: str, content: bytes) -> Manifest:
-    """Replace a file and everything that guards it, as a stranger may."""
+    """Replace a file and its checksums, as an attacker could."""
     (folder / name).write_bytes(content)
     manifest = read_manifest(folder)
     files = {**manifest.files, name: File(len(content), zlib.crc32(content))}
@@ -209,7 +209,7 @@ def plant(folder: Path, name: str, content: bytes) -> Manifest:
     return manifest
 
 
-def test_a_stranger_s_folder_runs_no_code(run, tmp_path):
+def test_loading_a_foreign_folder_never_runs_code(run, tmp_path):
     folder = run / "checkpoint/step-3"
     plant(folder, ".metadata", pickle.dumps(Payload(tmp_path / "ran")))
     assert load_tensors(folder).keys() == read_manifest(folder).tensors.keys(), (
@@ -229,7 +229,7 @@ def test_a_stranger_s_folder_runs_no_code(run, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_tensors_are_read_whole_without_a_process_group(saved):
+def test_tensors_are_read_without_a_process_group(saved):
     found = load_tensors(saved / "checkpoint/step-3", ["model.output.weight"])
     assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (256, 16)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -245,6 +245,6 @@ def test_tensors_are_read_whole_without_a_process_group(saved):
         ("--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem", "job.device is cpu"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(words, says):
+def test_contradicting_keys_are_refused(words, says):
     with pytest.raises(ConfigError, match=says):
         job([*TINY, *words.split()], world=1)

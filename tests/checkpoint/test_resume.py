@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never cut: bit for bit on the same mesh, and on any other with the same state."""
+"""A resumed run equals one that was never interrupted: bit for bit on its mesh, with the same state on any other."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def logged(folder: Path) -> list[tuple[int, float, float, int]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["tokens"]) for r in lines if "loss" in r]
 
 
-def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
+def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
     """GPT-2 with dropout and a frozen block, two loader workers, accumulation, 27 windows an epoch, 8 in a step."""
     text = tmp_path / "text"
     text.mkdir()
@@ -29,8 +29,8 @@ def test_cut_anywhere_a_run_ends_in_the_same_bits(pool, tmp_path):
     epoch_edge, again_in_it, right_after = 3, 5, 6  # 27 windows: the 4th step holds the edge
     cuts = [1, epoch_edge, again_in_it, right_after, 10, None]
     begun, data, parts = [], {}, []
-    for cut in cuts:
-        reading = [] if cut in (epoch_edge, again_in_it) else ["--training.dataloader.num_workers=0"]  # workers cost
+    for cut in cuts:  # loader workers take time to start, so not every part has them
+        reading = [] if cut in (epoch_edge, again_in_it) else ["--training.dataloader.num_workers=0"]
         parts = pool.run(run_until, [*argv, *reading], str(tmp_path / "cut"), cut, world=2)
         begun.append(parts[0]["begun"])
         data |= parts[1]["data"]
@@ -53,7 +53,7 @@ WIDE = [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.n_layers=1"]
 
 
 def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str, dict]:
-    """The gathered state after loading each source."""
+    """Return the digests of the state after loading each checkpoint."""
     run = trainer(argv, folder)
     found = {}
     for name, path in sources.items():
@@ -63,7 +63,7 @@ def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str,
 
 
 @pytest.mark.long
-def test_saved_on_any_layout_a_state_loads_on_any_other(pool, tmp_path):
+def test_state_saved_on_any_layout_loads_on_any_other(pool, tmp_path):
     saved, sources = {}, {}
     for name, (world, layout) in LAYOUTS.items():
         argv = [*WIDE, *layout, "--checkpoint.enable", "--training.steps=2"]
@@ -73,7 +73,7 @@ def test_saved_on_any_layout_a_state_loads_on_any_other(pool, tmp_path):
         assert pool.run(load_all, [*WIDE, *layout], str(tmp_path / "to"), sources, world=world) == [saved] * world
 
 
-def test_on_another_mesh_the_run_goes_on_as_one_process_would(pool, tmp_path):
+def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path):
     """Two steps on FSDP 2 x TP 2, three on FSDP 2, the rest on one rank, with another accumulation each."""
     argv = [word for word in [*SAVING, *WIDE[len(QUIET) :]] if "steps=3" not in word and "batch_size" not in word]
     argv += ["--training.steps=8", "--training.global_batch_size=4", "--training.dataloader.num_workers=0"]
@@ -93,7 +93,7 @@ def test_on_another_mesh_the_run_goes_on_as_one_process_would(pool, tmp_path):
     assert [r[2] for r in many] == pytest.approx([r[2] for r in one], rel=1e-4)
 
 
-def test_another_global_batch_goes_on_with_the_next_sample(pool, tmp_path):
+def test_another_global_batch_continues_with_the_next_sample(pool, tmp_path):
     argv = [word for word in SAVING if "batch_size" not in word]
     pool.run(run_until, [*argv, "--training.local_batch_size=2"], str(tmp_path), 3, world=1)
     (part,) = pool.run(
@@ -106,7 +106,7 @@ def test_another_global_batch_goes_on_with_the_next_sample(pool, tmp_path):
     assert "training.local_batch_size 2 -> 4" in changed
 
 
-def test_a_changed_rate_is_said_and_the_config_rules(pool, tmp_path):
+def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=1)
     (part,) = pool.run(run_until, [*SAVING, "--optimizer.lr=0.25"], str(tmp_path), world=1)
     assert "config changed since step 2 (new values apply): optimizer.lr 0.005 -> 0.25" in part["log"]
@@ -116,7 +116,7 @@ def test_a_changed_rate_is_said_and_the_config_rules(pool, tmp_path):
     assert rates[2] > 10 * rates[1]
 
 
-def test_without_a_seed_the_checkpoint_s_is_used_and_another_one_refused(pool, tmp_path):
+def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):
     (first,) = pool.run(run_until, [*SAVING, "--debug.seed=none"], str(tmp_path), 2, world=1)
     (then,) = pool.run(run_until, [*SAVING, "--debug.seed=none"], str(tmp_path), world=1)
     assert then["begun"] == 2
@@ -133,18 +133,20 @@ def refused(argv: list[str], folder: str) -> tuple[str, list[str]]:
     return "nothing", lines
 
 
-def test_other_data_and_another_seed_are_refused_naming_both(pool, tmp_path):
+def test_other_data_or_another_seed_is_refused(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
     fingerprint = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())["position"]["fingerprint"]
-    ((said, _),) = pool.run(refused, [*SAVING, "--training.dataset=python-stdlib-validation"], str(tmp_path), world=1)
-    assert said.startswith("UserError: the data of [training] has the fingerprint") and fingerprint in said
-    ((said, _),) = pool.run(refused, [*SAVING, "--debug.seed=5"], str(tmp_path), world=1)
-    assert "debug.seed = 5" in said and "trained with 0" in said
+    ((message, _),) = pool.run(
+        refused, [*SAVING, "--training.dataset=python-stdlib-validation"], str(tmp_path), world=1
+    )
+    assert message.startswith("UserError: the data of [training] has the fingerprint") and fingerprint in message
+    ((message, _),) = pool.run(refused, [*SAVING, "--debug.seed=5"], str(tmp_path), world=1)
+    assert "debug.seed = 5" in message and "trained with 0" in message
     argv = [*SAVING, "--debug.seed=5", '--checkpoint.exclude_from_loading=["data"]']
     assert pool.run(refused, argv, str(tmp_path), world=1)[0][0] == "nothing"
 
 
-def test_a_stream_goes_on_where_each_reader_was(pool, tmp_path):
+def test_a_stream_continues_where_each_reader_was(pool, tmp_path):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"
     texts.mkdir()

@@ -1,4 +1,4 @@
-"""Saving: the state at the call, a failure that is known everywhere, and nothing half is ever published."""
+"""Saving: the state at the call, a failure that all ranks know of, and no incomplete checkpoint is ever published."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ from titanlite.errors import RunFailed
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
-    """Whether what was saved is what was there at the call, though it was overwritten before it was written."""
+    """Whether the state at the call was saved, although it was overwritten before it was written."""
     run = trainer([*SAVING, f"--checkpoint.async_mode={mode}", "--training.steps=1"], folder)
     saved: dict[str, torch.Tensor] = {}
     save, write = run.save, run.checkpoints._write
@@ -53,57 +53,59 @@ def changed_right_after(folder: str, mode: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_what_is_saved_is_the_state_at_the_call(pool, tmp_path, mode):
+def test_the_state_at_the_call_is_saved(pool, tmp_path, mode):
     assert pool.run(changed_right_after, str(tmp_path), mode, world=2) == [True, True]
 
 
-def fails_at(fatal: str, on_rank: int, argv: list[str], folder: str, only_step: int) -> tuple[str, int, list[str]]:
-    """Train with a full disk at a point of one step's save; how that ended, at which step, and the log."""
-    whole, log_and_lines = commit.failpoint, keeping_log()
+def fails_at(
+    fatal_point: str, on_rank: int, argv: list[str], folder: str, only_step: int
+) -> tuple[str, int, list[str]]:
+    """Train with a full disk at a failpoint of one step's save; return how that ended, at which step, and the log."""
+    original, log_and_lines = commit.failpoint, keeping_log()
     run = trainer(argv, folder, log_and_lines[0])
 
     def failpoint(name: str) -> None:
-        flight = run.checkpoints._pending
-        if name == fatal and rank() == on_rank and flight and flight.step == only_step:
+        pending = run.checkpoints._pending
+        if name == fatal_point and rank() == on_rank and pending and pending.step == only_step:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(name)
+        original(name)
 
     fetch = run.next_micro_batches
 
     def next_micro_batches() -> list:
-        flight = run.checkpoints._pending
-        if flight and flight.step == only_step:
-            flight.join()  # it has failed when the next step begins
+        pending = run.checkpoints._pending
+        if pending and pending.step == only_step:
+            pending.join()  # it has failed before the next step starts
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
     commit.failpoint = failpoint
     try:
         run.train()
-        said = "nothing"
+        message = "nothing"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     finally:
-        commit.failpoint = whole
-    return said, run.step, log_and_lines[1]
+        commit.failpoint = original
+    return message, run.step, log_and_lines[1]
 
 
 @pytest.mark.parametrize("point", ["half a file", "tensors stored", "before the manifest"])
-def test_a_full_disk_on_any_rank_stops_all_within_a_logging_interval(pool, tmp_path, point):
+def test_a_full_disk_on_any_rank_stops_all_ranks(pool, tmp_path, point):
     bad = int(point != "before the manifest")
     argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=9"]
-    for said, step, _ in pool.run(fails_at, point, bad, argv, str(tmp_path), 4, world=2):
-        assert "step 4 failed on rank" in said and "No space left on device" in said
-        assert "the newest checkpoint is step-2" in said and step == 5
+    for message, step, _ in pool.run(fails_at, point, bad, argv, str(tmp_path), 4, world=2):
+        assert "step 4 failed on rank" in message and "No space left on device" in message
+        assert "the newest checkpoint is step-2" in message and step == 5
     assert steps_in(tmp_path) == ["step-2"] and (tmp_path / "checkpoint/latest").read_text() == "step-2\n"
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_with_warn_the_run_goes_on_and_the_next_save_works(pool, tmp_path, mode):
+def test_on_failure_warn_continues_and_saves_again(pool, tmp_path, mode):
     argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=8", "--checkpoint.on_failure=warn"]
     argv += [f"--checkpoint.async_mode={mode}"]
-    for said, step, log in pool.run(fails_at, "half a file", 1, argv, str(tmp_path), 4, world=2):
-        assert (said, step) == ("nothing", 8)
+    for message, step, log in pool.run(fails_at, "half a file", 1, argv, str(tmp_path), 4, world=2):
+        assert (message, step) == ("nothing", 8)
         assert any("step 4 failed on rank 1" in line and "training continues" in line for line in log)
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
@@ -122,11 +124,11 @@ def not_finite(folder: str) -> list[str]:
     return steps_in(Path(folder))
 
 
-def test_a_step_that_was_not_finite_is_never_saved(pool, tmp_path):
+def test_a_nonfinite_step_is_never_saved(pool, tmp_path):
     assert pool.run(not_finite, str(tmp_path), world=2) == [["step-1", "step-2"]] * 2
 
 
-def test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost(pool, tmp_path):
+def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
     argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=5", "--checkpoint.enable_first_step_checkpoint"]
     pool.run(run_until, argv, str(tmp_path), world=2)
     assert steps_in(tmp_path) == ["step-1", "step-2", "step-4", "step-5"]
@@ -142,7 +144,7 @@ def test_a_checkpoint_tells_its_size_and_tensors_and_what_it_cost(pool, tmp_path
     assert all(r["checkpoint_staging_seconds"] <= r["checkpoint_blocked_seconds"] for r in costs.values())
 
 
-def test_the_last_checkpoint_may_hold_the_weights_alone(pool, tmp_path):
+def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
     argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.last_save_model_only"]
     pool.run(run_until, argv, str(tmp_path), world=2)
     manifest = read_manifest(tmp_path / "checkpoint/step-3")
@@ -155,14 +157,14 @@ def test_the_last_checkpoint_may_hold_the_weights_alone(pool, tmp_path):
 def minutes(folder: str) -> list[str]:
     run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
     if rank() == 0:
-        run.checkpoints._last_save -= 61  # the clock of rank 0 decides
+        run.checkpoints._last_save -= 61  # only the clock of rank 0 counts
     else:
         run.checkpoints._last_save += 1000
     run.train()
     return steps_in(Path(folder))
 
 
-def test_all_ranks_follow_rank_0_s_clock(pool, tmp_path):
+def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
     assert pool.run(minutes, str(tmp_path), world=2) == [["step-1", "step-3"]] * 2
 
 
@@ -172,7 +174,7 @@ def empty(root: Path, *steps: int) -> None:
         (step_folder(root, step) / "manifest.json").write_bytes(Manifest(step, False, {}, {}).render())
 
 
-def test_retention_counts_whole_checkpoints_and_touches_no_other_folder(tmp_path):
+def test_retention_counts_complete_checkpoints_only(tmp_path):
     empty(tmp_path, 10, 20, 30, 40, 50)
     for foreign in ("step-5.backup", "step-05", "my-step-1", "step-"):
         (tmp_path / foreign).mkdir()
@@ -186,7 +188,7 @@ def test_retention_counts_whole_checkpoints_and_touches_no_other_folder(tmp_path
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
 
 
-def test_what_a_killed_start_save_or_deletion_left_is_cleared_and_nothing_else(tmp_path):
+def test_only_leftovers_are_cleared(tmp_path):
     left = [".step-3.staging", ".step-1.deleted", f"{SEEN_BY_ALL}{'0a' * 16}"]
     foreign = [".step-3.staging.mine", ".step-x.deleted", f"{SEEN_BY_ALL}mine", "step-2"]
     for name in [*left[:2], *foreign]:
@@ -204,7 +206,7 @@ def test_the_run_keeps_the_latest_and_every_nth(pool, tmp_path):
 
 
 def uneven(folder: str) -> bool:
-    """Tensors of two and five rows over four ranks, and one that is whole on each."""
+    """Save tensors of two and five rows on four ranks, and one that is whole on each."""
     mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
     whole = {f"model.{rows}": torch.arange(rows * 3.0).view(rows, 3) for rows in (2, 5)}
     live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
@@ -238,13 +240,15 @@ def commit_twice(folder: str) -> str:
     return "no error"
 
 
-def test_nothing_is_written_into_a_committed_folder(pool, tmp_path):
-    assert all("exists, and nothing is ever written into" in said for said in pool.run(commit_twice, str(tmp_path)))
+def test_a_committed_folder_is_never_written_into(pool, tmp_path):
+    assert all(
+        "exists, and nothing is ever written into" in message for message in pool.run(commit_twice, str(tmp_path))
+    )
     assert load_tensors(tmp_path / "step-1")["model.a"].tolist() == [1, 1]
 
 
 class Rows(torch.optim.SGD):
-    """Keeps a number of every row: neither a tensor of the parameter's shape nor a single number."""
+    """Keeps a number per row: neither a tensor of the parameter's shape nor a scalar."""
 
     def step(self, closure=None):
         super().step()
@@ -253,7 +257,7 @@ class Rows(torch.optim.SGD):
                 self.state[parameter]["rows"] = torch.zeros(parameter.shape[:1])
 
 
-def test_state_is_learned_from_the_optimizer_s_class_without_a_step_of_it():
+def test_optimizer_state_is_created_without_a_step():
     layer = torch.nn.Linear(3, 2)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     for optimizer, keys, numbers in (
@@ -274,7 +278,7 @@ def test_state_is_learned_from_the_optimizer_s_class_without_a_step_of_it():
         TrainingState([layer], Rows(layer.parameters())).tensors()
 
 
-def test_a_manifest_guards_each_of_its_bytes(tmp_path):
+def test_any_changed_byte_of_a_manifest_is_found(tmp_path):
     empty(tmp_path, 1)
     path = tmp_path / "step-1/manifest.json"
     path.write_bytes(Manifest(1, False, {"a": File(3, 5)}, {}).render())
@@ -287,7 +291,7 @@ def test_a_manifest_guards_each_of_its_bytes(tmp_path):
 
 
 def timeouts(folder: str) -> tuple[float, float]:
-    """Timeouts of the checkpoint's group and of the training's after the first step."""
+    """Return the timeouts of the checkpoints' group and of a training group after the first step."""
     run = trainer([*TINY, "--checkpoint.enable", "--comm.train_timeout_seconds=7"], folder)
     run.train()
     groups = (run.checkpoints.group, run.mesh.loss)

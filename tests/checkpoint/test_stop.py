@@ -1,4 +1,4 @@
-"""A run that is stopped tells what is saved, goes on from there, and knows when it is done."""
+"""A stopped run says what is saved, resumes from it, and knows when it is finished."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_run_says_what_is_saved_resumes_and_knows_when_it_is_done(tmp_path):
+def test_a_stopped_run_says_what_is_saved_and_resumes(tmp_path):
     process = start(LONG, tmp_path, NGPU="2")
     wait_for(tmp_path / "checkpoint/step-8", process)
     process.send_signal(signal.SIGINT)

@@ -1,8 +1,8 @@
 """Rounds of training and dying: a run that is killed in every round, and must resume by itself in the next.
 
 All rounds share one run folder, so that each one starts from what the last kill left. A round trains on real ranks,
-which patch a SIGKILL into themselves, at a named point of a save or at a random moment. What the kill may have cost
-is known beforehand to the step, and at the end the whole is compared bit for bit with a run that was never killed.
+which patch a SIGKILL into themselves, at a failpoint of a save or at a random moment. Which steps the kill may cost
+is known before, and at the end the state is compared bit for bit with that of a run that was never killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS, INTERVAL, KEPT = 2, 2, 2
 ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
 AFTER_THE_RENAME = commit.FAILPOINTS[commit.FAILPOINTS.index("after the rename") :]
 LONGEST_SECONDS = 3.0
-"""A random kill comes at a moment within these: while resuming, while training or in a save."""
+"""A random kill comes within this time: while resuming, while training or in a save."""
 
 ARGV = [
     *TINY,
@@ -52,17 +52,17 @@ class Plan:
     mode: str
     """checkpoint.async_mode"""
     rank: int
-    """Who dies first; the others are killed when that is seen."""
+    """The rank that dies first; the others are killed when that is seen."""
     point: str
-    """Of a save; nothing for a random moment."""
+    """A failpoint, or nothing for a random moment."""
     save: int
-    """Which save of the round, from 1, when that has the point."""
+    """Which save of the round, from 1, is killed at the failpoint."""
     seconds: float
-    """The random moment, after the round's begin."""
+    """The random moment, from the start of the round."""
 
 
 def planned(seed: int, number: int) -> Plan:
-    """Round `number` of a soak: three of four at a named point, each point in its turn; one of four not async."""
+    """Return round `number` of a soak: three of four at a failpoint, each in turn; one of four without async_mode."""
     chance = random.Random(f"{seed}/{number}")
     mode = "disabled" if chance.random() < 0.25 else "async"
     named, at_random = divmod(number, 4)
@@ -74,31 +74,31 @@ def planned(seed: int, number: int) -> Plan:
 
 @dataclass(frozen=True)
 class Death:
-    """What a rank leaves behind when it kills itself."""
+    """What a rank writes down when it kills itself."""
 
     point: str
     step: int
-    """Of the save in flight, or of the last one, or where the round began; -1 before it began."""
-    flying: bool
+    """Of the pending save, or of the last one, or where the round started; -1 before that."""
+    in_progress: bool
 
 
 def train_and_die(plan: Plan, folder: str) -> None:
-    """One round on a rank."""
-    alive: list[Any] = []
+    """Run one round on a rank."""
+    runs: list[Any] = []
     saves: set[int] = set()
 
     def die(point: str) -> None:
-        flight = alive[0].checkpoints._pending if alive else None
-        step = flight.step if flight else max(saves, default=-1)
-        death = Death(point, step, bool(flight and (flight.in_progress or flight.ident is None)))
+        pending = runs[0].checkpoints._pending if runs else None
+        step = pending.step if pending else max(saves, default=-1)
+        death = Death(point, step, bool(pending and (pending.in_progress or pending.ident is None)))
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def failpoint(name: str) -> None:
-        flight = alive[0].checkpoints._pending if alive else None
-        if name != plan.point or flight is None:
+        pending = runs[0].checkpoints._pending if runs else None
+        if name != plan.point or pending is None:
             return
-        saves.add(flight.step)
+        saves.add(pending.step)
         if len(saves) == plan.save:
             die(name)
 
@@ -112,7 +112,7 @@ def train_and_die(plan: Plan, folder: str) -> None:
     (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
     if not plan.point:
         _note_saves(run, saves)
-    alive.append(run)
+    runs.append(run)
     run.train()
 
 
@@ -128,12 +128,12 @@ def _note_saves(run: Any, saves: set[int]) -> None:
 
 
 def train_to(step: int, folder: str) -> None:
-    """Without a fault, to a last step, which is saved."""
+    """Train without a fault to a last step, which is saved."""
     trainer([*ARGV, "--checkpoint.async_mode=async", f"--training.steps={step}"], folder).train()
 
 
 class Watcher(threading.Thread):
-    """Looks all the time: once there was a checkpoint, there is always one whose every byte is right."""
+    """Checks all the time that, once there was a checkpoint, there is always one whose every byte is right."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(daemon=True, name="watcher")
@@ -142,10 +142,10 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(0.05):
-            sound = latest_verified(self.root) is not None
-            self.since |= sound
+            verified = latest_verified(self.root) is not None
+            self.since |= verified
             self.looks += self.since
-            self.missed += self.since and not sound
+            self.missed += self.since and not verified
 
     def end(self) -> None:
         self._ended.set()
@@ -153,7 +153,7 @@ class Watcher(threading.Thread):
 
 
 def latest_verified(root: Path) -> int | None:
-    """The newest step whose every byte is right; a folder that goes while it is read is not looked at again."""
+    """Return the newest step whose every byte is right; a folder that is deleted meanwhile is skipped."""
     for step in reversed(committed(root)):
         try:
             manifest = read_manifest(step_folder(root, step))
@@ -179,7 +179,7 @@ class Soak:
         return self.folder / "checkpoint"
 
     def round(self, plan: Plan) -> str:
-        """Train until the kill; what went wrong, or nothing."""
+        """Train until the kill; return what went wrong, or nothing."""
         before = latest_verified(self.root) or 0
         for name in ("death.json", *(f"begun-{one}" for one in range(RANKS))):
             (self.folder / name).unlink(missing_ok=True)
@@ -187,34 +187,34 @@ class Soak:
             self.pool.run(train_and_die, plan, str(self.folder), world=RANKS, timeout=120)
             return "nobody was killed"
         except RankFailed as error:
-            said = str(error)
+            failure = str(error)
         finally:
             self.pool.close()
         if not (self.folder / "death.json").exists():
-            return f"no kill, but: {said}"
+            return f"no kill, but: {failure}"
         death = Death(**json.loads((self.folder / "death.json").read_text()))
         self.hits[death.point] += 1
-        self.inside += death.flying
+        self.inside += death.in_progress
         return self._judge(plan, death, before, latest_verified(self.root) or 0)
 
     def _judge(self, plan: Plan, death: Death, before: int, after: int) -> str:
-        """Compare where a next start will resume with where it may."""
+        """Compare the step that the next start will resume with those that it may."""
         begun = [int(path.read_text() or before) for path in self.folder.glob("begun-*")]
         if any(step != before for step in begun):
-            return f"it began at steps {begun}, and the newest sound checkpoint was {before}"
+            return f"it started at steps {begun}, but the newest verified checkpoint was {before}"
         if plan.point:
-            if not death.flying or death.point != plan.point:
+            if not death.in_progress or death.point != plan.point:
                 return f"a kill at {death}, not in a save at {plan.point!r}"
             due = {death.step if plan.point in AFTER_THE_RENAME else death.step - INTERVAL}
         elif death.step == -1:
             due = {before}
         else:
-            # One that is not in flight, or not yet: a save in which training waits is noted after it.
-            due = {death.step, death.step + (-INTERVAL if death.flying else INTERVAL)}
-        return "" if after in due else f"the newest sound checkpoint is {after}, and {sorted(due)} would be right"
+            # A save that training waits for is noted after it.
+            due = {death.step, death.step + (-INTERVAL if death.in_progress else INTERVAL)}
+        return "" if after in due else f"the newest verified checkpoint is {after}, but {sorted(due)} would be right"
 
     def finish(self) -> list[str]:
-        """Resume once more, to the end; compare all with a run that was never killed."""
+        """Resume once more, to the end; compare everything with a run that was never killed."""
         last = (latest_verified(self.root) or 0) + INTERVAL
         straight = self.folder.parent / "straight"
         for folder in (self.folder, straight):
@@ -222,7 +222,7 @@ class Soak:
         self.pool.close()
         found, expected = (load_tensors(step_folder(f / "checkpoint", last)) for f in (self.folder, straight))
         wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-        problems = [f"{len(wrong)} tensors are not as without kills: {', '.join(wrong[:4])}"] if wrong else []
+        problems = [f"{len(wrong)} tensors differ from a run without kills: {', '.join(wrong[:4])}"] if wrong else []
         losses, expected_losses = (_losses(folder) for folder in (self.folder, straight))
         if losses != expected_losses:
             problems.append("metrics.jsonl: not the steps and losses of a run without kills")
@@ -238,7 +238,7 @@ def _losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
-    """A disk that keeps a save waiting for longer than training waits for its collectives."""
+    """Train with a disk that takes longer for a save than training waits for its collectives."""
     argv = [*ARGV, "--checkpoint.async_mode=async", "--training.steps=4"]
     run = trainer([*argv, f"--comm.train_timeout_seconds={timeout:g}"], folder)
     slow = iter([True])
@@ -247,11 +247,11 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
         if name == "half a file" and rank() == 1 and next(slow, False):
             time.sleep(seconds)
 
-    whole, commit.failpoint = commit.failpoint, failpoint
+    original, commit.failpoint = commit.failpoint, failpoint
     try:
         run.train()
     finally:
-        commit.failpoint = whole
+        commit.failpoint = original
     return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))
 
 
@@ -261,20 +261,20 @@ def _saves(folder: str) -> list[str]:
 
 
 def memory_of_saves(saves: int, folder: str) -> list[float]:
-    """This rank's memory in MiB after each of many async saves, one right after the other."""
+    """Return this rank's memory in MiB after each of many consecutive async saves."""
     larger = [f"--model.overrides.{size}" for size in ("dim=256", "hidden_dim=1024", "n_layers=4")]
     argv = [*ARGV, *larger, "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
     run = trainer([*argv, "--training.local_batch_size=1", f"--training.steps={saves}"], folder)
-    land, found = run.checkpoints._record_success, []
+    record_success, sizes = run.checkpoints._record_success, []
     libc = ctypes.CDLL(None)
 
-    def noted(flight: Any) -> None:
-        land(flight)
+    def noted(pending: Any) -> None:
+        record_success(pending)
         if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)  # what glibc keeps of freed blocks goes up and down by more than a save's rest
+            libc.malloc_trim(0)  # glibc keeps more freed blocks, by turns, than a save would leak
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     run.checkpoints._record_success = noted  # type: ignore[method-assign]
     run.train()
-    return found
+    return sizes

@@ -1,4 +1,4 @@
-"""Disks that fill up, fail or crawl in a save: known on all ranks, and the next start goes on from a whole step."""
+"""Disks that fill up, fail or are slow in a save: all ranks know, and the next start resumes a complete step."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ BALLAST = "ballast"
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own for the checkpoints, or nothing where mounting isn't allowed."""
+    """Mount a small file system for the checkpoints; False if mounting is not allowed."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "titanlite-test", str(folder)]
@@ -32,7 +32,7 @@ def small_disk(tmp_path):
 
 
 def break_disk(how: str, root: Path) -> Callable[[], None]:
-    """Let writing fail from now on; what mends it again."""
+    """Let writing fail from now on; return what repairs it."""
     if how == "full" and rank() == 0:
         with (root / BALLAST).open("wb", buffering=0) as file:
             try:
@@ -42,9 +42,9 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
                 assert error.errno == errno.ENOSPC
         return (root / BALLAST).unlink
     if how == "limit" and rank() == 1:
-        whole = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, whole[1]))  # Python ignores the signal; the write fails
-        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # Python ignores the signal; the write fails
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if how == "EIO" and rank() == 1:
         fsync = os.fsync
 
@@ -57,40 +57,40 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
 
 
 def on_a_bad_disk(how: str, on_failure: str, folder: str) -> tuple[str, list[str]]:
-    """Train with a disk that is bad while step 4 is saved, and mended after step 5; how that ended, and the log."""
+    """Train with a disk that is bad while step 4 is saved and repaired after step 5; return the error and the log."""
     log, lines = keeping_log()
     run = trainer([*ARGV, f"--checkpoint.on_failure={on_failure}"], folder, log)
-    fetch, mend = run.next_micro_batches, lambda: None
+    fetch, repair = run.next_micro_batches, lambda: None
 
     def next_micro_batches() -> list:
-        nonlocal mend
+        nonlocal repair
         if run.checkpoints._pending:
             run.checkpoints._pending.join()
         if run.step == 4:
-            mend = break_disk(how, Path(folder) / "checkpoint")
+            repair = break_disk(how, Path(folder) / "checkpoint")
         if run.step == 6:
-            mend()
+            repair()
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
     try:
         run.train()
     except Exception as error:
-        mend()
+        repair()
         return f"{type(error).__name__}: {error}", lines
     return "", lines
 
 
-WORDS = {"full": "No space left on device", "limit": "File too large", "EIO": "Input/output error"}
+ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "Input/output error"}
 
 
-@pytest.mark.parametrize("how", WORDS)
-def test_a_bad_disk_stops_all_ranks_with_what_failed_and_the_next_start_goes_on(pool, tmp_path, small_disk, how):
+@pytest.mark.parametrize("how", ERRORS)
+def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    for said, lines in pool.run(on_a_bad_disk, how, "stop", str(tmp_path), world=2):
-        assert "the save of step 4 failed on rank" in said and WORDS[how] in said
-        assert "the newest checkpoint is step-2" in said
+    for message, lines in pool.run(on_a_bad_disk, how, "stop", str(tmp_path), world=2):
+        assert "the save of step 4 failed on rank" in message and ERRORS[how] in message
+        assert "the newest checkpoint is step-2" in message
         assert lines[-1].startswith("step:  5"), "within one logging interval"
     assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(tmp_path / "checkpoint", 2))
     for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
@@ -98,16 +98,16 @@ def test_a_bad_disk_stops_all_ranks_with_what_failed_and_the_next_start_goes_on(
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
 
 
-def test_with_warn_a_disk_that_was_full_is_written_to_again(pool, tmp_path, small_disk):
+def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_disk):
     how = "full" if small_disk else "limit"
-    for said, lines in pool.run(on_a_bad_disk, how, "warn", str(tmp_path), world=2):
-        (warned,) = [number for number, line in enumerate(lines) if WORDS[how] in line]
-        assert said == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
+    for message, lines in pool.run(on_a_bad_disk, how, "warn", str(tmp_path), world=2):
+        (warned,) = [number for number, line in enumerate(lines) if ERRORS[how] in line]
+        assert message == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
 @pytest.mark.long
-def test_a_save_that_takes_longer_than_training_waits_for_its_collectives_is_only_slow(pool, tmp_path):
+def test_a_slow_save_does_not_meet_the_training_timeout(pool, tmp_path):
     for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
         assert step == 4 and took >= 6
     assert steps_in(tmp_path) == ["step-2", "step-4"]

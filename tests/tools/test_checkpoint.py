@@ -48,7 +48,7 @@ def tool(capsys):
     return call
 
 
-def test_ls_shows_steps_meshes_and_what_is_damaged(run, tool):
+def test_ls_shows_steps_meshes_and_damage(run, tool):
     os.truncate(run / "checkpoint/step-2/__1_0.distcp", 5)
     flip(run / "checkpoint/step-1/__0_0.distcp", 5000)
     (run / "checkpoint/step-x").mkdir()
@@ -69,7 +69,7 @@ def test_verify_reads_every_byte(run, tool):
     assert tool("checkpoint", "verify", run / "checkpoint/step-2")[0] == 0
 
 
-def test_show_tells_position_tensors_and_config(saved, tool):
+def test_show_prints_position_tensors_and_config(saved, tool):
     code, out = tool("checkpoint", "show", saved)
     assert code == 0 and "step 3" in out and "fingerprint" in out and "consumed 12" in out
     assert "model.layers.0.attention.wq.weight" in out and "[16, 16]" in out and "tp 2: " in out
@@ -84,7 +84,7 @@ def test_diff_names_the_first_tensors_that_differ(saved, run, tool):
     assert len(out.splitlines()) == 12 and "63 of 63 tensors differ, and 21 of the optimizer's scalars" in out
 
 
-def test_a_checkpoint_goes_to_hugging_face_and_back_bit_by_bit(saved, tool, tmp_path):
+def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
     assert code == 0, out
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
@@ -95,7 +95,7 @@ def test_a_checkpoint_goes_to_hugging_face_and_back_bit_by_bit(saved, tool, tmp_
     assert after.keys() == {name for name in before if name.startswith("model.")}
     assert all(torch.equal(after[name], before[name]) for name in after)
     assert tool("checkpoint", "verify", tmp_path / "back")[0] == 0
-    assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 2, "nothing is written over a folder"
+    assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 2, "a folder is never overwritten"
     assert tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)[0] == 2
     code, out = tool(
         "checkpoint", "import", tmp_path / "hf", tmp_path / "other", *flags, "--model.overrides.n_layers=3"
@@ -108,7 +108,7 @@ def test_a_checkpoint_goes_to_hugging_face_and_back_bit_by_bit(saved, tool, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_an_imported_checkpoint_begins_a_run(pool, saved, tool, tmp_path):
+def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):
     tool("checkpoint", "export", saved, tmp_path / "hf")
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
     assert code == 2 and "nothing was exported" in out and "__0_0.distcp" in out and not (tmp_path / "hf").exists()
 
 
-def test_a_model_without_hugging_face_names_is_exported_as_plain_files(pool, tool, tmp_path):
+def test_a_model_without_hugging_face_names_is_exported_as_safetensors(pool, tool, tmp_path):
     pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
     code, out = tool("checkpoint", "export", tmp_path, tmp_path / "out", "--model.package", "parrot")
     assert code == 2 and "parrot has no Hugging Face names" in out and "--format safetensors" in out
@@ -140,7 +140,7 @@ def test_a_model_without_hugging_face_names_is_exported_as_plain_files(pool, too
     assert all(torch.equal(tensor, expected[f"model.{name}"].bfloat16()) for name, tensor in found.items())
 
 
-def test_a_package_that_a_folder_names_is_imported_only_when_asked(run, tool, tmp_path, monkeypatch):
+def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkeypatch):
     (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = run / "checkpoint/step-3"
@@ -153,7 +153,7 @@ def test_a_package_that_a_folder_names_is_imported_only_when_asked(run, tool, tm
             assert code == 2 and "imported only if you name it: --model.package stranger" in out
 
 
-def test_rm_removes_what_is_named_and_keeps_the_last_good_one(run, tool):
+def test_rm_keeps_the_last_complete_checkpoint(run, tool):
     root = run / "checkpoint"
     assert tool("checkpoint", "rm", root / "step-3", "--dry-run")[0] == 0 and len(steps_in(run)) == 3
     code, out = tool("checkpoint", "rm", root / "step-3")
@@ -181,7 +181,7 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
     assert code == 2 and "checksum mismatch" in out
 
 
-def test_wrong_words_are_told(tool, tmp_path):
+def test_wrong_arguments_are_named(tool, tmp_path):
     for words, says in (
         (("checkpoint", "lss"), "did you mean 'ls'?"),
         (("checkpoint", "diff", "a"), "required: B"),
@@ -193,7 +193,7 @@ def test_wrong_words_are_told(tool, tmp_path):
         assert code == 2 and says in out
 
 
-def test_the_tour_kills_what_has_a_session_of_its_own():
+def test_the_tour_kills_processes_in_their_own_sessions():
     """The tour itself takes a minute; it is one command, and every promise that it shows has a test of its own."""
     child = "import subprocess as s, time; p = s.Popen(['sleep', '60'], start_new_session=True)"
     child += "; print(p.pid, flush=True); time.sleep(60)"

@@ -38,21 +38,9 @@ T = TypeVar("T")
 _DCP_INDEX = ".metadata"
 """For other tools that read DCP; titanlite never opens it, since it is a pickle."""
 FAILPOINTS = (
-    "staging begun",
-    "file begun",
-    "half a file",
-    "file written",
-    "tensors stored",
-    "before the manifest",
-    "half a manifest",
-    "after the manifest",
-    "before the rename",
-    "after the rename",
-    "before latest",
-    "after latest",
-    "before a deletion",
-    "half a deletion",
-    "after a deletion",
+    *("staging begun", "file begun", "half a file", "file written", "tensors stored"),
+    *("before the manifest", "half a manifest", "after the manifest", "before the rename", "after the rename"),
+    *("before latest", "after latest", "before a deletion", "half a deletion", "after a deletion"),
 )
 """Where a kill would hurt most, in order; "… file …" and "tensors stored" on every rank, the others on rank 0."""
 

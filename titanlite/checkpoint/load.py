@@ -51,7 +51,7 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
 
     With `full`, every byte is read; otherwise only small files and the sizes of the others.
     """
-    steps = _steps_on_rank_0(root, group)
+    steps = gather_objects(committed(root), group)[0]
     for step in reversed(steps):
         folder = step_folder(root, step)
         manifest, problems = _verify(folder, full, group)
@@ -69,7 +69,7 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
 
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
     """Return the checkpoint of this step, to be resumed."""
-    steps = _steps_on_rank_0(root, group)
+    steps = gather_objects(committed(root), group)[0]
     if step not in steps:
         existing = f"there are: {', '.join(map(str, steps))}" if steps else "there are none"
         raise UserError(f"checkpoint.load_step = {step}: no such checkpoint in {root}; {existing}")
@@ -78,7 +78,7 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them."""
-    steps = _steps_on_rank_0(path, group)
+    steps = gather_objects(committed(path), group)[0]
     folder = step_folder(path, steps[-1]) if steps else path
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
@@ -106,13 +106,6 @@ def _resume(folder: Path, manifest: Manifest, weights_only: bool = False) -> Res
     )
 
 
-def _steps_on_rank_0(root: Path, group: dist.ProcessGroup) -> list[int]:
-    """Return the committed steps that rank 0 sees."""
-    steps = [committed(root) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(steps, src=0, group=group)
-    return steps[0]
-
-
 def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, and what is wrong on any rank; with `full` each rank reads an equal share of the bytes."""
     manifest: Manifest | None = None
@@ -131,11 +124,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
     tensors = state.tensors() if resume.continues else state.weights()
-    # A tensor is described by its shape and type, a scalar by words.
-    saved: dict[str, Any] = {name: (list(tensor.shape), tensor.dtype) for name, tensor in manifest.tensors.items()}
-    wanted: dict[str, Any] = {
-        name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
-    }
+    saved = {name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
+    wanted = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     if resume.continues:
         saved |= dict.fromkeys(resume.numbers, "a number")
         wanted |= dict.fromkeys(state.numbers(), "a number")
@@ -162,25 +152,23 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
             raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
 
-def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], names: set[str]) -> Iterable[str]:
+def _describe(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype.removeprefix('torch.')} of shape {list(shape)}"
+
+
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]) -> Iterable[str]:
     for name in sorted(names):
         if name not in saved:
             yield f"{name}: not in the checkpoint"
         elif name not in wanted:
             yield f"{name}: only in the checkpoint"
-        elif saved[name] != wanted[name] and not _converts(name, saved[name], wanted[name]):
-            yield f"{name}: {_describe(saved[name])} in the checkpoint, {_describe(wanted[name])} in this run"
+        elif _comparable(name, saved[name]) != _comparable(name, wanted[name]):
+            yield f"{name}: {saved[name]} in the checkpoint, {wanted[name]} in this run"
 
 
-def _converts(name: str, saved: Any, wanted: Any) -> bool:
-    """Whether only optimizer.state_dtype differs, which the log says: reading rounds or widens what was saved."""
-    if not name.startswith("optimizer.") or isinstance(saved, str) or isinstance(wanted, str):
-        return False
-    return saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "bfloat16"}
-
-
-def _describe(entry: Any) -> str:
-    return entry if isinstance(entry, str) else f"{entry[1]} of shape {entry[0]}"
+def _comparable(name: str, description: str) -> str:
+    """optimizer.state_dtype may change, which the log says: reading rounds or widens what was saved."""
+    return description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -252,8 +252,6 @@ class Checkpoints:
     def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return copies in host memory, in buffers that the next save uses again."""
         pinned = self.settings.async_mode == "async_with_pinned_mem"
-        if pinned and self._device.type != "cuda":
-            raise UserError('checkpoint.async_mode = "async_with_pinned_mem" is for copies from a GPU; use "async"')
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
