@@ -32,7 +32,6 @@ Patch = AbstractContextManager[Any]
 class Fault:
     """A mistake: what it is, the rows that show it, and the patch that puts it in."""
 
-    name: str
     summary: str
     rows: tuple[Row, ...]
     put_in: Callable[[], Patch]
@@ -46,7 +45,7 @@ def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Patch]], None]:
 
     def register(put_in: Callable[[], Patch]) -> None:
         name = put_in.__name__.strip("_").replace("_", "-")
-        FAULTS[name] = Fault(name, summary, rows, put_in)
+        FAULTS[name] = Fault(summary, rows, put_in)
 
     return register
 

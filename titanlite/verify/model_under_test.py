@@ -14,7 +14,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
-from titanlite.registry import get_model
+from titanlite.registry import ModelSpec, get_model
 from titanlite.verify.table import LAYOUTS, SAMPLES, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
@@ -89,9 +89,10 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
         raise ConfigError(loaded.faults)
     model = loaded.config.model
     flavor_given = "model.flavor" in loaded.entries
-    if not flavor_given:
-        model = model.model_copy(update={"flavor": _default_flavor(model)})
     spec = get_model(model.name, model.package)
+    if not flavor_given:
+        default = "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors))
+        model = model.model_copy(update={"flavor": default})
     fields = asdict(spec.configure(model.flavor, model.overrides))
     overrides = model.overrides | {field: 0.0 for field in fields if "dropout" in field}
     if not flavor_given and "vocab_size" in fields:
@@ -100,7 +101,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     section = tuple(
         f"--model.{key}={toml_value(value)}" for key, value in model if value != Model.model_fields[key].default
     )
-    variants = {"plain": (), "frozen": (_freezing(model),)}
+    variants = {"plain": (), "frozen": (_freezing(model, spec),)}
     if "tied" in fields:
         variants["untied" if fields["tied"] else "tied"] = (
             f"--model.overrides.tied={toml_value(not fields['tied'])}",
@@ -112,15 +113,8 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     return ModelUnderTest(f"{model.name} {model.flavor}", modules, section, variants, tied, layouts, refused)
 
 
-def _default_flavor(model: Model) -> str:
-    """Return debugmodel if there is one, else the first flavor that is registered."""
-    flavors = list(get_model(model.name, model.package).flavors)
-    return "debugmodel" if "debugmodel" in flavors else flavors[0]
-
-
-def _freezing(model: Model) -> str:
+def _freezing(model: Model, spec: ModelSpec) -> str:
     """Return the override that freezes the embeddings and the second block, or the only one."""
-    spec = get_model(model.name, model.package)
     flavor = spec.configure(model.flavor, model.overrides)
     patterns = [rule.pattern for rule in spec.rules(flavor) if rule.tensor == "embedding"]
     block = f"{spec.blocks}.{min(1, spec.shape(flavor).layers - 1)}.*"
