@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite import registry
 from titanlite.errors import UserError
 from titanlite.models.common import RopeScaling
 from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
@@ -126,11 +127,21 @@ def test_table_must_cover_every_parameter_once():
         (ROWS, [*NAMES, "norm.weight"], {}, "norm.weight matches no row"),
         ((*ROWS, Rule("norm.weight", ones, "norm")), NAMES, {}, "the row norm.weight matches no parameter"),
         ((*ROWS, Rule("layers.1.w.weight", ones, "row")), NAMES, {}, "layers.1.w.weight matches several rows"),
+        ((Rule(NAMES[0], ones, "embeding"), ROWS[1]), NAMES, {}, 'role "embeding"; legal: embedding, column'),  # type: ignore
         (ROWS, NAMES, {"output.weight": "tok_embeddings.weight"}, "output.weight shares its tensor with tok_embed"),
     ):
         with pytest.raises(UserError, match="does not cover") as caught:
             assign(rows, names, ties=ties)
         assert says in str(caught.value)
+
+
+def test_earlier_names_are_accepted():
+    assert Rule("layers.*.bias", ones, "whole").tensor == "replicated"  # type: ignore[bad-argument-type]
+    assert (registry.Step, registry.Part, registry.Shape) == (
+        registry.WeightTransform,
+        registry.FusedSlice,
+        registry.ModelDims,
+    )
 
 
 def test_unknown_model_is_refused_with_a_suggestion():
