@@ -3,7 +3,11 @@
 # PYTHON=python3.12 picks another Python. The environment, .venv-torch-VERSION, is made once (up to 8 GB).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-version=${1:?usage: ./scripts/test_torch.sh VERSION [pytest arguments]}
+if [ $# -eq 0 ]; then
+    echo "usage: ./scripts/test_torch.sh VERSION [pytest arguments]" >&2
+    exit 2
+fi
+version=$1
 shift
 cd "$here"
 . scripts/python.sh
