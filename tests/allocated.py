@@ -1,4 +1,4 @@
-"""Counts bytes: what exists at a time of what was made in a context, on any device."""
+"""Count the bytes of the tensors that are allocated in a context, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """`peak` is the most that existed at a time; what was there before does not count."""
+    """`peak` is the largest number of bytes at a time; tensors from before the context do not count."""
 
     def __init__(self) -> None:
         super().__init__()

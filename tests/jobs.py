@@ -1,4 +1,4 @@
-"""Small jobs for tests, and what runs on the pool's ranks."""
+"""Small jobs for tests, and functions that the pool's ranks run."""
 
 from __future__ import annotations
 
@@ -39,50 +39,50 @@ def job(argv: list[str], world: int) -> Job:
 def trainer(
     argv: list[str], folder: str, log: logging.Logger | None = None, kind: type[Trainer] = Trainer
 ) -> Trainer:
-    """A trainer on this rank of the pool."""
+    """Build a trainer on this rank of the pool."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = RankInfo(rank, world, rank, f"host{rank}")
+    rank_info = RankInfo(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     argv = [*argv, f"--job.dump_folder={folder}"]
-    return kind(job(argv, world), place, torch.device("cpu"), log or logging.Logger("quiet"))
+    return kind(job(argv, world), rank_info, torch.device("cpu"), log or logging.Logger("quiet"))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on every rank."""
+    """Return a copy of the full tensor, on every rank."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def weights(of: Trainer) -> dict[str, torch.Tensor]:
-    return {name: full(parameter) for name, parameter in of.parts[0].named_parameters()}
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(parameter) for name, parameter in run.parts[0].named_parameters()}
 
 
-def gradients(of: Trainer) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad) for name, p in of.parts[0].named_parameters() if p.grad is not None}
+def gradients(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in run.parts[0].named_parameters() if p.grad is not None}
 
 
-def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, share: RankSlice) -> list[MicroBatch]:
-    """This rank's part of a global batch."""
-    parts = [share.micro_batch(0, number) for number in range(share.accumulation)]
+def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, rank_slice: RankSlice) -> list[MicroBatch]:
+    """Return this rank's part of a global batch."""
+    parts = [rank_slice.micro_batch(0, number) for number in range(rank_slice.accumulation)]
     rows = torch.stack([tokens, labels], dim=1)
     return [MicroBatch(rows[part.start : part.stop]) for part in parts]
 
 
-def forward_backward(of: Trainer, batches: list[MicroBatch]) -> torch.Tensor:
+def forward_backward(run: Trainer, batches: list[MicroBatch]) -> torch.Tensor:
     """Run forward and backward of these micro-batches; return this rank's part of the loss."""
-    valid = of.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
-    return of.runner.forward_backward(of.step, batches, valid)
+    valid = run.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
+    return run.runner.forward_backward(run.step, batches, valid)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||, or ||found|| where nothing is expected."""
+    """Return ||found - expected|| / ||expected||, or ||found|| if `expected` is zero."""
     scale = expected.norm().item()
     return (found - expected).norm().item() / (scale or 1.0)
 
 
 def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
-    """Train, and return the rank's weights, its metrics' floats, and what it logged."""
+    """Train; return this rank's weights, its log with the lines of the start, and the step reached."""
     lines: list[str] = []
-    log = logging.Logger("kept")
+    log = logging.Logger("captured")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)

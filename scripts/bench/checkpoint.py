@@ -92,7 +92,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 def _synchronous(run: Trainer) -> Checkpoints:
     """Return checkpoints of the same folder without async_mode."""
-    other = Checkpoints(run.job, run.place, run.device, run.log)
+    other = Checkpoints(run.job, run.rank_info, run.device, run.log)
     other.settings = other.settings.model_copy(update={"async_mode": "disabled"})
     return other
 

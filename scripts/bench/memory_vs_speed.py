@@ -63,7 +63,7 @@ class Stepped(Trainer):
     """Takes single steps on one batch."""
 
     def with_batch(self) -> Stepped:
-        tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.place.rank))
+        tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.rank_info.rank))
         self.micro_batches = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
         return self
 

@@ -241,7 +241,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_on_failure_warn_continues_and_saves_again",
     "checkpoint.last_save_model_only": SAVE + "test_the_last_checkpoint_may_hold_only_weights",
     "checkpoint.async_mode": SAVE + "test_a_checkpoint_records_its_tensors_and_costs",
-    "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_what_has_no_deterministic_form",
+    "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations",
 }
 
 

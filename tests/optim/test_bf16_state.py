@@ -1,4 +1,4 @@
-"""Optimizer state in bfloat16: half the memory, right in the mean, and the same on every mesh and after a resume."""
+"""Optimizer state in bfloat16: half the memory, an unbiased mean, the same bits on every mesh and after a resume."""
 
 import hashlib
 import json
@@ -18,24 +18,24 @@ NARROW = "--optimizer.state_dtype=bfloat16"
 FOREACH = "--optimizer.implementation=foreach"
 
 
-def test_rounding_takes_a_neighbour_and_is_right_in_the_mean():
+def test_rounding_picks_a_neighbor_and_is_unbiased():
     values = torch.tensor([1.0, 1.001, -1.001, 3.14159, 1e-30, -2.5e20, 0.0])
     draws = 20000
     bits = random_bits((slice(0, draws), slice(0, len(values))), 5, values.device)
-    found = round_at_random(values.expand(draws, -1).contiguous(), bits)
-    assert found.dtype == torch.bfloat16
-    for value, column in zip(values, found.double().unbind(1), strict=True):
+    rounded = round_at_random(values.expand(draws, -1).contiguous(), bits)
+    assert rounded.dtype == torch.bfloat16
+    for value, column in zip(values, rounded.double().unbind(1), strict=True):
         step = abs(value.item()) / 128
         assert len(column.unique()) == (1 if value == value.bfloat16() else 2)
         assert (column - value).abs().max() <= step
         assert (column.mean() - value.double()).abs() <= 4 * step / draws**0.5, value
-    strange = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    not_finite = torch.tensor([float("inf"), float("-inf"), float("nan")])
     assert torch.equal(
-        round_at_random(strange, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool()
+        round_at_random(not_finite, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool()
     )
 
 
-def test_random_bits_depend_on_the_place_in_the_full_tensor_alone():
+def test_random_bits_depend_only_on_the_index_in_the_full_tensor():
     whole = random_bits((slice(0, 60), slice(0, 40)), 9, torch.device("cpu"))
     part = random_bits((slice(7, 20), slice(11, 40)), 9, torch.device("cpu"))
     assert torch.equal(part, whole[7:20, 11:40])
@@ -43,54 +43,63 @@ def test_random_bits_depend_on_the_place_in_the_full_tensor_alone():
     other = random_bits((slice(0, 512), slice(0, 512)), 10, torch.device("cpu"))
     for bit in range(32):
         ones = many >> bit & 1
-        beside = [ones.new_zeros(()), other >> bit & 1, ones.roll(1, 0), ones.roll(1, 1), many >> (bit + 7) % 32 & 1]
-        for others in beside:
-            assert abs((ones ^ others).double().mean() - 0.5) < 0.005, bit
+        independent = [
+            ones.new_zeros(()),
+            other >> bit & 1,
+            ones.roll(1, 0),
+            ones.roll(1, 1),
+            many >> (bit + 7) % 32 & 1,
+        ]
+        for bits in independent:
+            assert abs((ones ^ bits).double().mean() - 0.5) < 0.005, bit
 
 
 def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
-    """The optimizer's state after steps with gradients that are a function of the name alone."""
+    """Return hashes of the optimizer state after steps whose gradients depend only on the parameter's name."""
     run = trainer([*argv, FOREACH], folder)
     for step in range(1, 4):
         for group in run.runner.optimizer.param_groups:
             group["training_step"] = step
         for item in run.trained:
             generator = torch.Generator().manual_seed(int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step)
-            whole = torch.randn(item.parameter.shape, generator=generator)
+            full_gradient = torch.randn(item.parameter.shape, generator=generator)
             gradient = torch.zeros_like(item.parameter)
-            local_part(gradient).copy_(whole[box_of(item.parameter)])
+            local_part(gradient).copy_(full_gradient[box_of(item.parameter)])
             item.parameter.grad = gradient
         run.runner.optimizer.step()
     tensors = {name: tensor for name, tensor in run.state.tensors().items() if name.startswith("optimizer.")}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    held = sum(local_part(tensor).nbytes for tensor in tensors.values())
-    assert held == optimizer_bytes(run.trained, run.job.config), "what the start of the run says"
+    size = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    assert size == optimizer_bytes(run.trained, run.job.config), "the size logged at start"
     return {name: hashlib.sha256(full(t).float().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 
 
-def test_the_state_is_the_same_bits_on_every_mesh(pool, tmp_path):
+def test_state_has_the_same_bits_on_every_mesh(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", NARROW]
-    alone = pool.run(states_after_steps, argv, str(tmp_path), world=1)[0]
-    for world, words in ((3, []), (4, ["--parallelism.tensor_parallel_degree=2"])):
-        assert pool.run(states_after_steps, [*argv, *words], str(tmp_path), world=world) == [alone] * world
+    expected = pool.run(states_after_steps, argv, str(tmp_path), world=1)[0]
+    for world, options in ((3, []), (4, ["--parallelism.tensor_parallel_degree=2"])):
+        assert pool.run(states_after_steps, [*argv, *options], str(tmp_path), world=world) == [expected] * world
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
-def test_training_goes_as_with_wide_state(pool, tmp_path, name, dtype):
-    (tmp_path / "text.txt").write_text("abcdefgh" * 100)  # the same to learn whatever Python's own library says
+def test_training_is_close_to_that_with_float32_state(pool, tmp_path, name, dtype):
+    (tmp_path / "text.txt").write_text(
+        "abcdefgh" * 100
+    )  # the same in every Python version, unlike the default data set
     argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={tmp_path / 'text.txt'}"]
     argv += ["--training.steps=20", f"--optimizer.name={name}", f"--training.dtype={dtype}"]
     losses = []
-    for words in ([], [NARROW]):
-        folder = tmp_path / str(len(words))
-        pool.run(run_to_end, [*argv, *words, "--metrics.log_freq=1"], str(folder), world=1)
+    for options in ([], [NARROW]):
+        folder = tmp_path / str(len(options))
+        pool.run(run_to_end, [*argv, *options, "--metrics.log_freq=1"], str(folder), world=1)
         losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
-    assert losses[0] != losses[1], "it must be on"
+    assert losses[0] != losses[1], "the state must be in bfloat16"
     assert losses[1] == pytest.approx(losses[0], abs=0.02) and losses[0][0] - losses[0][-1] > 0.1
 
 
-def test_a_small_change_adds_up_where_the_nearest_number_would_stand_still():
-    """A running mean of 0.99 with a constant gradient of 1: its last steps are below 1/256 of it."""
+def test_small_changes_accumulate():
+    """A running mean with a constant gradient of 1: its last changes are below 1/256 of it, and rounding to nearest
+    would drop them."""
     parameter = torch.nn.Parameter(torch.zeros(4096))
     optimizer = BF16State(torch.optim.AdamW([parameter], lr=0.0, betas=(0.999, 0.999)), seed=0)
     for step in range(1, 2001):
@@ -101,7 +110,7 @@ def test_a_small_change_adds_up_where_the_nearest_number_would_stand_still():
     assert mean == pytest.approx(1 - 0.999**2000, rel=2e-3)
 
 
-def test_only_some_parameters_state_is_wide_at_a_time(monkeypatch):
+def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
     parameters = [torch.nn.Parameter(torch.zeros(100, 10)) for _ in range(8)]
     assert [*chunk_by_numel(parameters, 2500)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
     assert [*chunk_by_numel(parameters, 10)] == [slice(i, i + 1) for i in range(8)] and not [*chunk_by_numel([])]
@@ -113,30 +122,32 @@ def test_only_some_parameters_state_is_wide_at_a_time(monkeypatch):
     with Allocated() as first:
         optimizer.step()
     state = 2 * 2 * 8 * 1000
-    assert first.live == pytest.approx(state, abs=300), "half of what float32 would take"
+    assert first.live == pytest.approx(state, abs=300), "half the size of float32 state"
     with Allocated() as second:
         optimizer.step()
-    assert second.peak < 10 * 4 * 1000, "of one parameter in eight"
+    assert second.peak < 10 * 4 * 1000, "float32 state of one parameter in eight"
 
 
-def test_a_resumed_run_is_the_one_that_was_not_cut(pool, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(pool, tmp_path):
     argv = [*SAVING, "--optimizer.name=Muon", NARROW, "--training.steps=4"]
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    uninterrupted = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
     pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=2)
-    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
-    assert then[0]["begun"] == 2 and [part["state"] for part in then] == [part["state"] for part in straight]
+    resumed = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
+    assert resumed[0]["begun"] == 2 and [part["state"] for part in resumed] == [
+        part["state"] for part in uninterrupted
+    ]
 
 
-def test_another_type_of_state_is_converted_and_said(pool, tmp_path):
+def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
-    for words, says in (([NARROW], '"float32" -> "bfloat16"'), ([], '"bfloat16" -> "float32"')):
-        steps = f"--training.steps={3 + (not words)}"
-        part: dict[str, Any] = pool.run(run_until, [*SAVING, *words, steps], str(tmp_path), world=2)[0]
-        assert part["begun"] == (2 if words else 3)
-        assert any("new values apply" in line and f"optimizer.state_dtype {says}" in line for line in part["log"])
+    for argv, message in (([NARROW], '"float32" -> "bfloat16"'), ([], '"bfloat16" -> "float32"')):
+        steps = f"--training.steps={3 + (not argv)}"
+        part: dict[str, Any] = pool.run(run_until, [*SAVING, *argv, steps], str(tmp_path), world=2)[0]
+        assert part["begun"] == (2 if argv else 3)
+        assert any("new values apply" in line and f"optimizer.state_dtype {message}" in line for line in part["log"])
 
 
-def test_an_optimizer_without_state_has_no_type_of_it():
+def test_state_dtype_is_refused_for_an_optimizer_without_state():
     from titanlite.config.load import ConfigError
 
     with pytest.raises(ConfigError, match="optimizer.state_dtype.*\n?.*SGD does not use this key"):

@@ -1,4 +1,4 @@
-"""The optimizer on the page docs/extending.md trains, on a mesh too, resumes, and its state can be narrow."""
+"""The example optimizer of docs/extending.md trains on a mesh, resumes, and can keep its state in bfloat16."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ SIGNS = ["--model.package=signs", "--optimizer.name=Signs"]
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> None:
-    """The page's files, where Python finds them here and on the pool's ranks."""
+    """Write the page's files to a folder on the import path."""
     for name, code in re.findall(r"```python\n# (signs/\S+)\n(.*?)```", PAGE, re.DOTALL):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
@@ -31,29 +31,29 @@ def trained(argv: list[str], folder: str, path: str) -> dict[str, torch.Tensor]:
     sys.path.insert(0, path)
     run = trainer(argv, folder)
     run.train()
-    held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
-    assert held == optimizer_bytes(run.trained, run.job.config)
+    size = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
+    assert size == optimizer_bytes(run.trained, run.job.config)
     return weights(run)
 
 
-def test_it_trains_on_every_mesh_as_in_one_process(pool, tmp_path, package):
+def test_training_on_two_ranks_equals_one_process(pool, tmp_path, package):
     argv = [*TINY, *SIGNS, *FLOAT64, "--training.global_batch_size=4"]
-    where = str(tmp_path / "run"), str(tmp_path)
-    alone = pool.run(trained, [*argv, "--training.local_batch_size=4"], *where, world=1)[0]
-    for found in pool.run(trained, argv, *where, world=2):
-        assert all(relative_error(found[name], weight) < 1e-10 for name, weight in alone.items())
+    folders = str(tmp_path / "run"), str(tmp_path)
+    expected = pool.run(trained, [*argv, "--training.local_batch_size=4"], *folders, world=1)[0]
+    for weights_of_rank in pool.run(trained, argv, *folders, world=2):
+        assert all(relative_error(weights_of_rank[name], weight) < 1e-10 for name, weight in expected.items())
 
 
-def test_it_resumes_with_narrow_state(pool, tmp_path, package):
+def test_it_resumes_with_state_in_bfloat16(pool, tmp_path, package):
     argv = [*SAVING, *SIGNS, "--optimizer.state_dtype=bfloat16"]
     pool.run(trained, argv, str(tmp_path / "straight"), str(tmp_path), world=1)
-    straight = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path / "straight"), world=1)[0]
+    uninterrupted = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path / "straight"), world=1)[0]
     pool.run(run_until, argv, str(tmp_path / "cut"), 1, world=1)
-    then = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path / "cut"), world=1)[0]
-    assert then["state"] == straight["state"] and "optimizer.norm.weight.momentum" in then["state"]
+    resumed = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path / "cut"), world=1)[0]
+    assert resumed["state"] == uninterrupted["state"] and "optimizer.norm.weight.momentum" in resumed["state"]
 
 
-def test_names_and_keys_that_mean_nothing_are_refused(package):
+def test_unknown_names_and_unused_keys_are_refused(package):
     assert job([*TINY, *SIGNS], 1).config.optimizer.name == "Signs"
     with pytest.raises(ConfigError, match="Signs does not use this key"):
         job([*TINY, *SIGNS, "--optimizer.eps=0.1"], 1)

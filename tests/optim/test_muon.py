@@ -1,6 +1,6 @@
-"""Muon: torch's algorithm, each matrix orthogonalized once, by one owner, for two collectives a batch of matrices.
+"""Muon: torch's algorithm, but one owner orthogonalizes each matrix, with two collectives per batch of matrices.
 
-That it equals one process on every mesh is proved by the table of `titanlite verify`.
+`titanlite verify` proves that it equals one process on every mesh.
 """
 
 from collections import Counter
@@ -24,16 +24,18 @@ MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
 KEPT = "--parallelism.fsdp_keep_whole=['layers.0.attention.*','tok_embeddings.*']"
 
 
-def test_matrices_are_torch_s_muon_and_the_rest_is_its_adamw():
+def test_updates_equal_those_of_torch_s_muon_and_adamw():
     torch.manual_seed(0)
     shapes = {"wide": (8, 24), "tall": (24, 8), "square": (16, 16), "other": (8, 8), "norm": (8,)}
-    ours, theirs = ({name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2))
+    parameters, torch_parameters = (
+        {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2)
+    )
     matrices, rest = ["wide", "tall", "square"], ["other", "norm"]
     adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = Muon(
         [
-            {"params": [(n, ours[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
-            {"params": [(n, ours[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
+            {"params": [(n, parameters[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
+            {"params": [(n, parameters[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
         ],
         torch.bfloat16,
         lr=0.02,
@@ -41,22 +43,26 @@ def test_matrices_are_torch_s_muon_and_the_rest_is_its_adamw():
     )
     stock = [
         torch.optim.Muon(
-            [theirs[n] for n in matrices], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=0.95
+            [torch_parameters[n] for n in matrices],
+            lr=0.02,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+            momentum=0.95,
         ),
-        torch.optim.AdamW([theirs[n] for n in rest], lr=0.02, weight_decay=0.2, **adamw),
+        torch.optim.AdamW([torch_parameters[n] for n in rest], lr=0.02, weight_decay=0.2, **adamw),
     ]
     for _ in range(4):
-        for name, parameter in ours.items():
+        for name, parameter in parameters.items():
             parameter.grad = torch.randn(shapes[name])
-            theirs[name].grad = parameter.grad.clone()
+            torch_parameters[name].grad = parameter.grad.clone()
         for one in (optimizer, *stock):
             one.step()
-    for name, parameter in ours.items():
-        assert relative_error(parameter, theirs[name]) < 1e-6, name
+    for name, parameter in parameters.items():
+        assert relative_error(parameter, torch_parameters[name]) < 1e-6, name
 
 
-def step_seen(argv: list[str], folder: str) -> dict:
-    """The collectives of one optimizer step, the matrices orthogonalized here, and the elements sent."""
+def count_step(argv: list[str], folder: str) -> dict:
+    """Count one step's collectives, the matrices that this rank orthogonalizes, and the elements it sends."""
     run = trainer(argv, folder)
     calls: Counter[str] = Counter()
     original, orthogonalize = dist.all_to_all_single, muon.orthogonalize
@@ -77,13 +83,13 @@ def step_seen(argv: list[str], folder: str) -> dict:
         run.runner.optimizer.step()
     finally:
         muon.dist.all_to_all_single, muon.orthogonalize = original, orthogonalize
-    held = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
-    assert held == optimizer_bytes(run.trained, run.job.config)
+    size = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
+    assert size == optimizer_bytes(run.trained, run.job.config)
     return {**calls, "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)}
 
 
 @pytest.mark.parametrize(
-    ("world", "words"),
+    ("world", "options"),
     [
         (2, []),
         (4, ["--parallelism.data_parallel_replicate_degree=2"]),
@@ -92,14 +98,14 @@ def step_seen(argv: list[str], folder: str) -> dict:
     ],
     ids=["fsdp", "hsdp", "fsdp x tp", "replicas"],
 )
-def test_each_matrix_is_gathered_once_and_orthogonalised_by_one_owner(pool, tmp_path, world, words):
-    """Sent are the parts of every matrix to its owner, once, and the result's to each replica."""
-    ranks = pool.run(step_seen, [*MUON, *words], str(tmp_path), world=world)
-    assert [found["all-to-all"] for found in ranks] == [2] * world
-    counts = [found.get("orthogonalized", 0) for found in ranks]
+def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(pool, tmp_path, world, options):
+    """Each matrix is sent to its owner once, and the result to every replica."""
+    ranks = pool.run(count_step, [*MUON, *options], str(tmp_path), world=world)
+    assert [result["all-to-all"] for result in ranks] == [2] * world
+    counts = [result.get("orthogonalized", 0) for result in ranks]
     assert sum(counts) == 2 * 7 and max(counts) - min(counts) <= 2
-    copies = 2 if "replicate" in str(words) else 1
-    assert sum(found["sent"] for found in ranks) == (1 + copies) * ranks[0]["elements"]
+    copies = 2 if "replicate" in str(options) else 1
+    assert sum(result["sent"] for result in ranks) == (1 + copies) * ranks[0]["elements"]
 
 
 def test_owners_have_about_equal_work():
@@ -113,15 +119,15 @@ def test_owners_have_about_equal_work():
         assert max(work) <= sum(work) / ranks + largest and owners == owners_of(shapes, ranks)
 
 
-def test_a_batch_has_work_for_every_rank_however_large_its_matrices_are():
+def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
     large = [torch.empty(4, 4)] * 10
     assert [*chunk_by_numel(large, max_numel=16)] == [slice(n, n + 1) for n in range(10)]
     assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
     assert [*chunk_by_numel(large, max_numel=96, min_count=4)] == [slice(0, 6), slice(6, 10)]
 
 
-def test_a_part_that_several_ranks_hold_is_sent_by_the_nearest():
-    """Two replicas of two shards: nothing crosses from one to the other on the way to an owner."""
+def test_the_owner_s_own_replica_sends():
+    """Two replicas of two shards: no transfer to an owner crosses replicas."""
     upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
     boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
     for rank in range(4):
@@ -136,25 +142,25 @@ def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     sample([KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"], KEPT),
 )
-def test_several_steps_equal_one_process_in_float64(pool, tmp_path, words):
-    """Beside what the table of `titanlite verify` has."""
-    world = 4 if "tensor" in words else 2
+def test_several_steps_equal_one_process_in_float64(pool, tmp_path, options):
+    """Cases that the table of `titanlite verify` does not have."""
+    world = 4 if "tensor" in options else 2
     argv = [*MUON, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
     expected = pool.run(three_steps, [*argv, "--training.local_batch_size=4"], str(tmp_path), world=1)[0]
-    argv += ["--training.local_batch_size=2", *words.split()]
-    for found in pool.run(three_steps, argv, str(tmp_path), world=world):
+    argv += ["--training.local_batch_size=2", *options.split()]
+    for result in pool.run(three_steps, argv, str(tmp_path), world=world):
         for name, weight in expected.items():
-            assert relative_error(found[name], weight) <= 1e-10, name
+            assert relative_error(result[name], weight) <= 1e-10, name
 
 
-def test_many_batches_of_matrices_are_worked_off_like_one(pool, tmp_path):
+def test_many_batches_of_matrices_equal_one_batch(pool, tmp_path):
     argv = [*MUON, "--training.local_batch_size=2"]
     expected = pool.run(three_steps, argv, str(tmp_path), world=2)[0]
-    for found in pool.run(in_small_batches, argv, str(tmp_path), world=2):
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    for result in pool.run(in_small_batches, argv, str(tmp_path), world=2):
+        assert all(torch.equal(result[name], weight) for name, weight in expected.items())
 
 
 def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
@@ -163,7 +169,7 @@ def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
         return three_steps(argv, folder)
 
 
-def test_its_state_loads_on_another_mesh(pool, tmp_path):
+def test_state_loads_on_another_mesh(pool, tmp_path):
     layouts = {"dp2": (2, []), "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"])}
     saved, sources = {}, {}
     for name, (world, layout) in layouts.items():
@@ -176,7 +182,7 @@ def test_its_state_loads_on_another_mesh(pool, tmp_path):
     assert pool.run(load_all, [*MUON, *layouts["dp2tp2"][1]], str(tmp_path / "to"), sources, world=4) == [saved] * 4
 
 
-def test_without_matrices_to_train_it_is_refused(pool, tmp_path):
+def test_a_model_without_matrices_to_train_is_refused(pool, tmp_path):
     argv = [*MUON, '--model.freeze=["layers.*"]']
     with pytest.raises(RankFailed, match="Muon finds no trained matrix"):
         pool.run(three_steps, argv, str(tmp_path), world=1)

@@ -13,7 +13,7 @@ from titanlite.layout import Batch, Layout, divisors
 from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, format_duration
 from titanlite.observe.throughput import peak_tflops
-from titanlite.optim import TrainedParam, build_optimizer, trained_parameters
+from titanlite.optim import TrainedParam, build_optimizer, check_trained, trained_parameters
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model
@@ -26,14 +26,14 @@ def rates(*argv: str, steps: int = 10) -> list[float]:
 
 
 def test_warm_up_reaches_the_rate_and_neither_end_is_zero():
-    found = rates("--lr_scheduler.warmup_steps=4")
-    assert found[:5] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5, 6 / 7])
-    assert found[-1] == pytest.approx(1 / 7)
+    values = rates("--lr_scheduler.warmup_steps=4")
+    assert values[:5] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5, 6 / 7])
+    assert values[-1] == pytest.approx(1 / 7)
 
 
 def test_decay_ratio_leaves_a_plateau():
-    found = rates("--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_ratio=0.3")
-    assert found == pytest.approx([1 / 3, 2 / 3, *[1.0] * 5, 3 / 4, 2 / 4, 1 / 4])
+    values = rates("--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_ratio=0.3")
+    assert values == pytest.approx([1 / 3, 2 / 3, *[1.0] * 5, 3 / 4, 2 / 4, 1 / 4])
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_decay_ratio_leaves_a_plateau():
 )
 def test_shapes_of_decay_and_the_minimum(shape, half):
     argv = f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} --lr_scheduler.min_lr_factor=0.2".split()
-    found = rates(*argv, steps=9)
-    assert found[4] == pytest.approx(0.2 + 0.8 * half)
-    assert min(found) > 0.2 and found == sorted(found, reverse=True)
+    values = rates(*argv, steps=9)
+    assert values[4] == pytest.approx(0.2 + 0.8 * half)
+    assert min(values) > 0.2 and values == sorted(values, reverse=True)
 
 
 def test_total_steps_beyond_or_before_the_run():
@@ -57,9 +57,11 @@ def test_total_steps_beyond_or_before_the_run():
 
 
 def groups(*argv: str) -> tuple[set[str], set[str]]:
-    found = job([*PARROT, *argv], 1)
-    model, table = build_model(found)
-    trained = trained_parameters(model.named_parameters(), table, "layers", found.config.optimizer.no_decay)
+    tested = job([*PARROT, *argv], 1)
+    model, table = build_model(tested)
+    no_decay = tested.config.optimizer.no_decay
+    check_trained(model, no_decay)
+    trained = trained_parameters([model], table, "layers", no_decay)
     decayed, exempt = ({item.name for item in trained if item.decays == decays} for decays in (True, False))
     return decayed, exempt
 

@@ -66,7 +66,7 @@ def record(argv: list[str], folder: str) -> dict:
     for number, block in run.parts[0].get_submodule("layers").named_children():
         block.register_forward_pre_hook(lambda *_, number=number: record_turn(f"forward {number}"))
         block.register_full_backward_pre_hook(lambda *_, number=number: record_turn(f"backward {number}"))
-    batches = micro_batches(*ragged_batch(), run.share)
+    batches = micro_batches(*ragged_batch(), run.rank_slice)
     valid = run.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
     wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
@@ -232,7 +232,7 @@ def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
     local = f"--training.local_batch_size={SAMPLES}"
     run = trainer([*QUIET, *GPT2, local, "--model.overrides.dropout=0.5", *argv], folder)
     run.step = 1
-    mine = micro_batches(*ragged_batch(), run.share)
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
     forward_backward(run, mine)
     gradient = run.parts[0].get_parameter("layers.0.attention.wq.weight").grad
     assert gradient is not None
@@ -370,7 +370,7 @@ def saved_bytes(folder: str, *argv: str) -> int:
     torch.compiler.reset()
     local = f"--training.local_batch_size={SAMPLES}"
     run = trainer([*FOUR_LAYERS, local, *FLOAT64, "--compile.enable", "--compile.backend=aot_eager", *argv], folder)
-    (batch,) = micro_batches(*ragged_batch(), run.share)
+    (batch,) = micro_batches(*ragged_batch(), run.rank_slice)
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

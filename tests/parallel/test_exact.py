@@ -51,7 +51,7 @@ def one_step(argv: list[str], folder: str) -> dict:
     """Return the numbers of one optimizer step, with the weights before and after it."""
     run = trainer([*argv, *FLOAT64, *SGD], folder)
     run.step = 1
-    mine = micro_batches(*ragged_batch(), run.share)
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
     before = weights(run)
     loss = forward_backward(run, mine)
     found = {

@@ -26,7 +26,7 @@ BOUND = 0.02
 def gradients_and_norm(argv: list[str], folder: str) -> dict:
     run = trainer(argv, folder)
     run.step = 1
-    mine = micro_batches(*ragged_batch(), run.share)
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
     forward_backward(run, mine)
     return {"gradients": gradients(run), "norm": clip_grad_norm(run.runner.parameters, float("inf"))}
 

@@ -36,7 +36,7 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
                 seen[func.overloadpacket.__name__] += 1
             return func(*args, **(kwargs or {}))
 
-    mine = micro_batches(*ragged_batch(), run.share)
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
     with Recorded():
         forward_backward(run, mine)
     return Counter({name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))})

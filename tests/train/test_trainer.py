@@ -1,4 +1,4 @@
-"""The loop: the same numbers on every mesh and in every run, and a stop that all ranks agree on."""
+"""The training loop: the same numbers on every mesh and in every run, and all ranks stop at the same step."""
 
 import copy
 import gc
@@ -25,22 +25,22 @@ def logged(pool, folder, world: int, *argv: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("optimizer", sample(["AdamW", "SGD"], "SGD"))
-def test_losses_and_norms_are_those_of_one_process(pool, tmp_path, optimizer):
-    """Equal losses alone would not see a wrong gradient: AdamW and clipping hide its scale. The norm does not."""
+def test_losses_and_norms_equal_those_of_one_process(pool, tmp_path, optimizer):
+    """Losses would not show a wrong scale of the gradients, which AdamW and clipping hide; norms do."""
     choice = f"--optimizer.name={optimizer}"
-    alone = logged(pool, tmp_path / "1", 1, choice, "--training.local_batch_size=8")
+    expected = logged(pool, tmp_path / "1", 1, choice, "--training.local_batch_size=8")
     for world, sizes in {2: (4, 8), 4: (1, 8), 3: (1, 6)}.items():
         local, total = sizes
         if total == 6:
-            alone = logged(pool, tmp_path / "1of6", 1, choice, "--training.local_batch_size=6")
+            expected = logged(pool, tmp_path / "1of6", 1, choice, "--training.local_batch_size=6")
         batch = f"--training.local_batch_size={local}", f"--training.global_batch_size={total}"
         assert logged(pool, tmp_path / str(world), world, choice, *batch) == [
-            (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for loss, norm in alone
+            (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for loss, norm in expected
         ]
 
 
-def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
-    """Losses and norms of the trainer, and of the same steps written by hand."""
+def run_beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
+    """Return losses and norms of the same steps written by hand, and of the trainer."""
     argv = [*TINY, "--training.steps=5", f"--optimizer.name={optimizer}", "--lr_scheduler.warmup_steps=0"]
     run = trainer(argv, folder)
     twin = copy.deepcopy(run.parts[0])
@@ -48,8 +48,8 @@ def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[
     assert isinstance(data, Windows)
     run.train()
     decayed = [p for p in twin.parameters() if p.dim() > 1]
-    others = [p for p in twin.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    exempt = [p for p in twin.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
     plain = (
         torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
         if optimizer == "AdamW"
@@ -72,24 +72,24 @@ def beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path, optimizer):
-    (found,) = pool.run(beside_a_plain_loop, str(tmp_path), optimizer, world=1)
-    by_hand, by_trainer = found
+    (numbers,) = pool.run(run_beside_a_plain_loop, str(tmp_path), optimizer, world=1)
+    by_hand, by_trainer = numbers
     assert by_trainer == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_two_runs_of_one_config_are_bit_equal_dropout_included(pool, tmp_path):
+def test_two_runs_of_one_config_are_bit_equal_even_with_dropout(pool, tmp_path):
     runs = [pool.run(run_to_end, PARROT, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     without = [*PARROT, "--model.overrides.dropout=0.0"]
-    other = pool.run(run_to_end, without, str(tmp_path / "other"), world=2)[0]["weights"]
-    assert not torch.equal(runs[0]["output.weight"], other["output.weight"]), "dropout must have been on"
+    no_dropout = pool.run(run_to_end, without, str(tmp_path / "other"), world=2)[0]["weights"]
+    assert not torch.equal(runs[0]["output.weight"], no_dropout["output.weight"]), "dropout must have been on"
 
 
 def dropout_masks(folder: str) -> dict[tuple[int, int], torch.Tensor]:
-    """What dropout leaves of ones, by step and micro-batch."""
+    """Return the dropout masks by step and micro-batch."""
     run = trainer([*PARROT, "--model.overrides.dropout=0.5"], folder)
     masks: dict[tuple[int, int], torch.Tensor] = {}
-    torch.manual_seed(torch.initial_seed() + 1)  # whatever happened before must not matter
+    torch.manual_seed(torch.initial_seed() + 1)  # the generator's earlier state must not matter
 
     def keep(module, inputs, output):
         masks[run.step, len([k for k in masks if k[0] == run.step])] = (output != 0).clone()
@@ -99,23 +99,23 @@ def dropout_masks(folder: str) -> dict[tuple[int, int], torch.Tensor]:
     return masks
 
 
-def test_dropout_differs_between_steps_and_ranks_and_needs_no_saved_state(pool, tmp_path):
+def test_dropout_differs_between_steps_and_ranks_without_saved_state(pool, tmp_path):
     first, second = pool.run(dropout_masks, str(tmp_path), world=2)
     again, _ = pool.run(dropout_masks, str(tmp_path), world=2)
-    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert all(torch.equal(first[key], again[key]) for key in first)
     masks = [*first.values(), *second.values()]
     for i, mask in enumerate(masks):
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
 
 
-def poisoned(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:
-    """Train with a loss that is not finite on one rank at one step; where and how it stopped."""
+def train_with_nan(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:
+    """Train with a loss that is NaN on one rank at one step; return the step it stopped at and the message."""
     run = trainer(argv, folder)
     original = run.runner.forward_backward
 
     def forward_backward(at_step, micro_batches, valid_tokens):
         loss = original(at_step, micro_batches, valid_tokens)
-        return loss * float("nan") if (run.place.rank, at_step) == (rank, step) else loss
+        return loss * float("nan") if (run.rank_info.rank, at_step) == (rank, step) else loss
 
     run.runner.forward_backward = forward_backward  # type: ignore[method-assign,assignment]
     try:
@@ -127,24 +127,26 @@ def poisoned(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, s
 
 def test_all_ranks_stop_at_the_same_step_and_name_the_bad_one(pool, tmp_path):
     argv = [*TINY, "--training.steps=9", "--metrics.log_freq=9"]
-    stops = pool.run(poisoned, argv, str(tmp_path), 1, 3, world=3)
+    stops = pool.run(train_with_nan, argv, str(tmp_path), 1, 3, world=3)
     assert stops == [(5, "at step 3 the loss of rank 1 was not finite; nothing was saved after it")] * 3
 
 
-def test_a_bad_last_step_is_noticed(pool, tmp_path):
+def test_a_nan_in_the_last_steps_stops_the_run(pool, tmp_path):
     for step in (2, 3):
-        stops = pool.run(poisoned, TINY, str(tmp_path), 0, step, world=2)
-        assert [says.split(";")[0] for _, says in stops] == [f"at step {step} the loss of rank 0 was not finite"] * 2
+        stops = pool.run(train_with_nan, TINY, str(tmp_path), 0, step, world=2)
+        assert [message.split(";")[0] for _, message in stops] == [
+            f"at step {step} the loss of rank 0 was not finite"
+        ] * 2
 
 
 def test_an_infinite_gradient_norm_is_named(pool, tmp_path):
     argv = [*TINY, "--optimizer.lr=1e30", "--optimizer.name=SGD", "--training.max_norm=inf", "--training.steps=30"]
-    stops = pool.run(poisoned, argv, str(tmp_path), 5, 5, world=2)
+    stops = pool.run(train_with_nan, argv, str(tmp_path), 5, 5, world=2)
     assert stops[0] == stops[1] and "not finite" in stops[0][1]
 
 
-def collected(folder: str) -> list[int]:
-    """Steps at which all garbage was collected."""
+def collection_steps(folder: str) -> list[int]:
+    """Return the steps at which garbage of all generations was collected."""
     run = trainer([*TINY, "--training.steps=10", "--training.gc_freq=4"], folder)
     steps: list[int] = []
 
@@ -161,8 +163,8 @@ def collected(folder: str) -> list[int]:
     return [step for step in steps if step]
 
 
-def test_garbage_is_collected_at_the_same_steps_everywhere(pool, tmp_path):
-    assert pool.run(collected, str(tmp_path), world=2) == [[4, 8], [4, 8]]
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(pool, tmp_path):
+    assert pool.run(collection_steps, str(tmp_path), world=2) == [[4, 8], [4, 8]]
 
 
 def other_data_on_rank_1(folder: str, texts: str) -> None:
@@ -191,9 +193,9 @@ def nondeterministic(folder: str) -> str:
     return "no error"
 
 
-def test_deterministic_refuses_what_has_no_deterministic_form(pool, tmp_path):
-    (said,) = pool.run(nondeterministic, str(tmp_path), world=1)
-    assert "does not have a deterministic implementation" in said
+def test_deterministic_refuses_nondeterministic_operations(pool, tmp_path):
+    (message,) = pool.run(nondeterministic, str(tmp_path), world=1)
+    assert "does not have a deterministic implementation" in message
 
 
 def seeds_drawn(folder: str) -> int:
@@ -234,21 +236,21 @@ def sampled(folder: str, local_batch_size: int) -> str:
     return "\n".join(lines)
 
 
-def test_a_sample_is_the_same_on_every_mesh(pool, tmp_path):
-    (alone,), pair = (pool.run(sampled, str(tmp_path), 4 // n, world=n) for n in (1, 2))
-    assert pair == [alone, alone]
-    assert "    def" in alone and not any(ord(c) < 32 and c != "\n" for c in alone)
+def test_generated_text_is_the_same_on_every_mesh(pool, tmp_path):
+    (expected,), pair = (pool.run(sampled, str(tmp_path), 4 // n, world=n) for n in (1, 2))
+    assert pair == [expected, expected]
+    assert "    def" in expected and not any(ord(c) < 32 and c != "\n" for c in expected)
 
 
-def unequal_weights_after_training(folder: str) -> dict:
+def dtypes_and_weights(folder: str) -> dict:
     run = trainer([*TINY, "--training.mixed_precision_param=bfloat16"], folder)
     run.train()
     return {"types": {str(p.dtype) for p in run.parts[0].parameters()}, "weights": weights(run)}
 
 
 def test_mixed_precision_keeps_float32_weights_and_trains_near_float32(pool, tmp_path):
-    mixed = pool.run(unequal_weights_after_training, str(tmp_path / "a"), world=2)[0]
+    mixed = pool.run(dtypes_and_weights, str(tmp_path / "a"), world=2)[0]
     exact = pool.run(run_to_end, TINY, str(tmp_path / "b"), world=2)[0]["weights"]
     assert mixed["types"] == {"torch.float32"}
     worst = max((mixed["weights"][n] - exact[n]).abs().max().item() for n in exact)
-    assert 0 < worst < 5e-3, "bf16 must be on, and near"
+    assert 0 < worst < 5e-3, "must compute in bfloat16, and stay close"

@@ -1,4 +1,4 @@
-"""A step that is not logged waits for no device."""
+"""A step that is not logged does not wait for the device."""
 
 import logging
 from collections import Counter
@@ -16,68 +16,68 @@ from titanlite.train.trainer import Trainer
 STEPS = ["--training.steps=5", "--metrics.log_freq=100"]  # logged: the first and the last
 TECHNIQUES = {
     "plain": "",
-    "narrow state": "--optimizer.state_dtype=bfloat16",
+    "bfloat16 state": "--optimizer.state_dtype=bfloat16",
     "Muon": "--optimizer.name=Muon",
-    "Muon, narrow": "--optimizer.name=Muon --optimizer.state_dtype=bfloat16",
+    "Muon, bfloat16 state": "--optimizer.name=Muon --optimizer.state_dtype=bfloat16",
     "SGD": "--optimizer.name=SGD",
     "chunks, recomputed": "--training.loss_chunks=4 --activation_checkpoint.mode=selective",
     "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 --training.global_batch_size=8",
-    "mixed precision": "--training.mixed_precision_param=bfloat16",  # on one GPU too FSDP2 casts for it
+    "mixed precision": "--training.mixed_precision_param=bfloat16",  # FSDP2 does the casts, even on one GPU
 }
 READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}
-"""Operations whose result, or its size, the host must wait for."""
+"""Operations that make the host wait for their result or its size."""
 
 
 class Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if (name := func.overloadpacket.__name__) in READS:
-            self.seen[name] += 1
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
-    """What each step read."""
+    """Count the reads of each step."""
     run = trainer([*argv, *STEPS], folder)
-    step, found = run.train_step, []
+    original, counts = run.train_step, []
 
-    def watched() -> None:
+    def counted() -> None:
         with Reads() as reads:
-            step()
-        found.append(reads.seen)
+            original()
+        counts.append(reads.counts)
 
-    run.train_step = watched  # type: ignore[method-assign]
+    run.train_step = counted  # type: ignore[method-assign]
     run.train()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_the_host_reads_nothing_but_the_flag_of_the_step_before(pool, tmp_path, technique):
-    """On a GPU that flag is in host memory, where it was copied to without waiting."""
-    for found in pool.run(reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2):
-        assert found[2] == found[3] == {"_local_scalar_dense": 1}, found
+def test_the_host_reads_only_the_flag_of_the_previous_step(pool, tmp_path, technique):
+    """On a GPU that flag was copied to host memory without waiting."""
+    for counts in pool.run(reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2):
+        assert counts[2] == counts[3] == {"_local_scalar_dense": 1}, counts
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has something to wait for")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_no_call_of_a_step_synchronises_with_a_gpu(tmp_path, technique, compiled):
+def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled):
     argv = [*TINY, *STEPS, *TECHNIQUES[technique].split(), "--job.device=cuda", f"--job.dump_folder={tmp_path}"]
-    found = job([*argv, *["--compile.enable"] * compiled], 1)
-    place, device = RankInfo(0, 1, 0, "here"), torch.device("cuda", 0)
-    with process_group(place, device, found.config.comm, Path(tmp_path), {}):
-        run = Trainer(found, place, device, logging.Logger("quiet"))
-        step = run.train_step
+    tested = job([*argv, *["--compile.enable"] * compiled], 1)
+    rank_info, device = RankInfo(0, 1, 0, "localhost"), torch.device("cuda", 0)
+    with process_group(rank_info, device, tested.config.comm, Path(tmp_path), {}):
+        run = Trainer(tested, rank_info, device, logging.Logger("quiet"))
+        original = run.train_step
 
-        def watched() -> None:
+        def checked() -> None:
             torch.cuda.set_sync_debug_mode("error" if run.step in (3, 4) else "default")
             try:
-                step()
+                original()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        run.train_step = watched  # type: ignore[method-assign]
+        run.train_step = checked  # type: ignore[method-assign]
         run.train()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,8 +85,10 @@ def _machine_checks(job: Job, device: str) -> Iterator[Check]:
 def _model_checks(job: Job, model: nn.Module, table: dict[str, Rule], device: str, processes: int) -> Iterator[Check]:
     """Yield the checks of the model that was built, on the meta device."""
     from titanlite.observe.memory import machine_bytes
+    from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor
 
+    yield partial(check_trained, model, job.config.optimizer.no_decay)
     yield partial(tensor.check, model, table, job.layout.tp)
     if job.config.quantize.linear.float8.enable:
         yield partial(float8.plan, model, job, table)
@@ -121,14 +123,14 @@ def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available:
     from titanlite.parallel.build import build_meta_model
 
     element_size = next(model.parameters()).element_size()
-    total = _state_size(job, model, table, job.config.optimizer.no_decay, element_size)
+    total = _state_size(job, model, table, element_size)
     per_rank = total // job.layout.splits
     if available is None or per_rank <= available:
         return
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if _state_size(job, smaller, smaller_table, (), element_size) // job.layout.splits <= available:
+        if _state_size(job, smaller, smaller_table, element_size) // job.layout.splits <= available:
             fitting.append(flavor)
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
@@ -139,14 +141,12 @@ def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available:
     )
 
 
-def _state_size(
-    job: Job, model: nn.Module, table: dict[str, Rule], no_decay: Sequence[str], element_size: int
-) -> int:
+def _state_size(job: Job, model: nn.Module, table: dict[str, Rule], element_size: int) -> int:
     """Return the bytes that training a model keeps on all ranks together, with parameters of `element_size` bytes."""
     from titanlite.observe.memory import state_bytes
     from titanlite.optim import optimizer_bytes, trained_parameters
 
     elements = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    groups = trained_parameters(model.named_parameters(), table, job.spec.blocks, no_decay)
+    groups = trained_parameters([model], table, job.spec.blocks, no_decay=())
     return sum(state_bytes(elements, trained, element_size, optimizer_bytes(groups, job.config)))

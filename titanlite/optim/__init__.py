@@ -8,6 +8,7 @@ from titanlite.optim.build import (
     adam,
     adam_options,
     build_optimizer,
+    check_trained,
     groups,
     implementation,
     optimizer_bytes,

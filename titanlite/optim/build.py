@@ -7,7 +7,7 @@ group; it does nothing else to an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,24 +36,20 @@ class TrainedParam:
     """A matrix inside a block that maps hidden values to hidden values: not an embedding, head or norm."""
 
 
-def trained_parameters(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    table: dict[str, Rule],
-    blocks: str,
-    no_decay: Sequence[str],
-    all_names: Collection[str] | None = None,
-) -> list[TrainedParam]:
-    """Return every parameter that is not frozen.
-
-    Each pattern of `no_decay` must match at least one trained parameter of the whole model: `all_names`, or these.
-    """
-    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    all_names = [name for name, _ in named] if all_names is None else all_names
-    if not all_names:
+def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
+    """Raise if the whole model has nothing to train, or if a pattern of `no_decay` matches nothing of that."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
         raise UserError("model.freeze leaves nothing to train")
     for pattern in set(no_decay) - {"norms", "biases"}:
-        if not any(fnmatchcase(name, pattern) for name in all_names):
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')
+
+
+def trained_parameters(
+    parts: Iterable[nn.Module], table: dict[str, Rule], blocks: str, no_decay: Sequence[str]
+) -> list[TrainedParam]:
+    """Return the parameters of this rank's model parts that are not frozen; `table` is that of the whole model."""
 
     def decays(name: str) -> bool:
         return not (
@@ -62,14 +58,13 @@ def trained_parameters(
             or any(fnmatchcase(name, pattern) for pattern in no_decay)
         )
 
-    def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-        role = table[name].tensor
-        return name.startswith(f"{blocks}.") and role in ("column", "row", "replicated") and parameter.dim() == 2
-
-    return [
-        TrainedParam(name, parameter, table[name].tensor, decays(name), is_hidden_matrix(name, parameter))
-        for name, parameter in named
-    ]
+    trained = []
+    for name, parameter in (item for part in parts for item in part.named_parameters()):
+        if parameter.requires_grad:
+            role = table[name].tensor
+            in_block = name.startswith(f"{blocks}.") and role in ("column", "row", "replicated")
+            trained.append(TrainedParam(name, parameter, role, decays(name), in_block and parameter.dim() == 2))
+    return trained
 
 
 def build_optimizer(trained: Sequence[TrainedParam], config: JobConfig, seed: int = 0) -> torch.optim.Optimizer:

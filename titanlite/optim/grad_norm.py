@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from titanlite.parallel.dtensor import local_part
+from titanlite.runtime.torch_private import foreach_mul_
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float = 2.0) -> torch.Tensor:
@@ -24,8 +25,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many seconds on finding
         # how the result is sharded.
-        parts = [local_part(gradient) for gradients in by_mesh.values() for gradient in gradients]
-        torch._foreach_mul_(parts, scale)  # one kernel, as in torch's own clipping
+        foreach_mul_([local_part(gradient) for gradients in by_mesh.values() for gradient in gradients], scale)
     return total
 
 

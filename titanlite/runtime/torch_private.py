@@ -27,6 +27,12 @@ ATTENTION_OPERATIONS = (
 REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by the factor, in one kernel."""
+    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does so too, but is slow on a list of DTensors.
+    torch._foreach_mul_(tensors, factor)
+
+
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """Return where this rank's shard begins in the full tensor."""
     # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint.manager import PendingSave
-from titanlite.config.job import Job
 from titanlite.data.stream import Stream
 from titanlite.data.windows import Windows
 from titanlite.observe.clock import StepClock
@@ -26,7 +25,7 @@ from titanlite.observe.summary import StartFacts, describe_start
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, implementation, optimizer_bytes
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.registry import Rule
+from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
 
 
@@ -34,14 +33,13 @@ from titanlite.runtime.cluster import RankInfo
 class Report:
     """The log and the metrics sinks of a run, and the clock of its steps."""
 
-    job: Job
+    context: Context
     rank_info: RankInfo
-    device: torch.device
     log: logging.Logger
-    loss_group: dist.ProcessGroup
     flops_per_token: int
 
     def __post_init__(self) -> None:
+        self.job, self.device = self.context.job, self.context.device
         self.peak, self.retries = peak_tflops(self.device), AllocatorRetries()
         self.clock = StepClock()
         self.sinks: list[Sink] = []
@@ -57,7 +55,6 @@ class Report:
         self,
         model: nn.Module,
         parts: Sequence[nn.Module],
-        table: dict[str, Rule],
         trained: Sequence[TrainedParam],
         data: Windows | Stream,
         seed: int,
@@ -77,7 +74,7 @@ class Report:
             optimizer_bytes=optimizer_bytes(trained, self.job.config),
             optimizer_implementation=implementation(self.job.config.optimizer),
         )
-        return describe_start(self.job, model, parts, table, facts)
+        return describe_start(self.job, model, parts, self.context.table, facts)
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
@@ -95,7 +92,7 @@ class Report:
         if not self.is_logged(step):
             clock.step_done()
             return
-        global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.loss_group)
+        global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.context.mesh.loss)
         clock.step_done()
         memory = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world

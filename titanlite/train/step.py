@@ -14,14 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
-from titanlite.optim import TrainedParam
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import replicated, tensor
-from titanlite.parallel.convert import Converter
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.build import Context
+from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import token_loss_sum
@@ -31,24 +29,21 @@ from titanlite.train.loss import token_loss_sum
 class StepRunner:
     """Take training steps with the parts of a model on this rank."""
 
-    job: Job
-    mesh: Mesh
+    context: Context
     parts: list[nn.Module]
     """One today; a pipeline rank holds several."""
-    replicated: list[nn.Parameter]
-    """Parameters that FSDP leaves out; `forward_backward` sums their gradients."""
-    trained: list[TrainedParam]
+    parameters: list[nn.Parameter]
+    """Those that are trained."""
     optimizer: torch.optim.Optimizer
-    converters: list[Converter]
     seed: int
     rank: int
-    device: torch.device
 
     def __post_init__(self) -> None:
-        settings = self.job.config.compile
+        self.config = self.context.job.config
+        settings = self.config.compile
         compiled = settings.enable and "loss" in settings.components
         self.token_loss = torch.compile(token_loss_sum, backend=settings.backend) if compiled else token_loss_sum
-        self.parameters = [item.parameter for item in self.trained]
+        self.replicated = [p for part in self.parts for p in replicated_parameters(part, self.context)]
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
@@ -58,10 +53,10 @@ class StepRunner:
         `valid_tokens` counts the whole global batch. This is the only place that knows how the parts are run: a
         pipeline schedule replaces it and nothing else.
         """
-        (model,), config, layout = self.parts, self.job.config, self.job.layout
+        (model,), config, layout = self.parts, self.config, self.context.job.layout
         chunks = config.training.loss_chunks
         coordinates = layout.batch_coordinate(self.rank), layout.coordinates(self.rank)["tp"]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for number, batch in enumerate(micro_batches):
             if config.parallelism.defer_gradient_sync and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(number == len(micro_batches) - 1)
@@ -73,25 +68,25 @@ class StepRunner:
             total += loss.detach()
         tensor.sum_gradients(self.parameters)
         reduction = getattr(torch, config.training.mixed_precision_reduce)
-        replicated.sum_gradients(self.replicated, self.mesh.loss, reduction)
+        replicated.sum_gradients(self.replicated, self.context.mesh.loss, reduction)
         return total
 
     @record_function("gradient norm")
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to training.max_norm; return the norm they had."""
-        norm = clip_grad_norm(self.parameters, self.job.config.training.max_norm)
-        return norm.to(self.device)  # the norm of offloaded gradients is on the CPU
+        norm = clip_grad_norm(self.parameters, self.config.training.max_norm)
+        return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @record_function("optimizer")
     def update(self, step: int) -> None:
         """Change the weights at the learning rate of this step, and free the gradients."""
         for group in self.optimizer.param_groups:
-            group["lr"], group["training_step"] = learning_rate(self.job.config, step), step
+            group["lr"], group["training_step"] = learning_rate(self.config, step), step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.notify_converters()
 
     def notify_converters(self) -> None:
         """Tell each converter that the weights are new."""
-        for converter in self.converters:
+        for converter in self.context.converters:
             converter.after_optimizer_step(self.parts)

@@ -1,4 +1,7 @@
-"""The trainer: builds everything in order, then runs the loop. One step reads top to bottom in `train_step`."""
+"""The trainer builds everything in order and runs the loop; `train_step` reads top to bottom.
+
+How a step is computed is left to step.py, and what is logged to report.py.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,12 @@ from titanlite.errors import RunFailed, UserError
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
-from titanlite.optim import build_optimizer, trained_parameters
+from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
-from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
@@ -46,18 +48,18 @@ from titanlite.train.validate import validation_loss
 
 
 class Trainer:
-    """A job on this rank. The process group must exist."""
+    """Train a job on this rank. The process group must exist."""
 
-    def __init__(self, job: Job, place: RankInfo, device: torch.device, log: logging.Logger) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger) -> None:
         config = job.config
-        self.job, self.place, self.device, self.log = job, place, device, log
+        self.job, self.rank_info, self.device, self.log = job, rank_info, device, log
         self.folder = Path(config.job.dump_folder)
         if config.debug.deterministic:
             use_deterministic_algorithms()
-        self._agree("the config", _identity(job.given))
-        self._agree("the kind of device", device.type)
+        self._require_equal("the config", _hash(job.given))
+        self._require_equal("the kind of device", device.type)
         self.mesh = build_mesh(job.layout, device.type)
-        self.checkpoints = Checkpoints(job, place, device, log)
+        self.checkpoints = Checkpoints(job, rank_info, device, log)
         self.resume = self.checkpoints.find()
         self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
         self.consumed = self.resume.consumed
@@ -73,14 +75,14 @@ class Trainer:
     def _open_data(self) -> None:
         job, config = self.job, self.job.config
         self.tokenizer = open_tokenizer(job)
-        coordinate = job.layout.batch_coordinate(self.place.rank)
-        self.share = RankSlice(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
+        coordinate = job.layout.batch_coordinate(self.rank_info.rank)
+        self.rank_slice = RankSlice(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
         self.data = training_data(job, self.tokenizer, self.seed)
-        self._agree("the data of [training]", self.data.fingerprint)
+        self._require_equal("the data of [training]", self.data.fingerprint)
         self.resume.check_data(self.seed, self.data.fingerprint)
         if config.validation.enable:
             held_out = validation_data(job, self.tokenizer)
-            self._agree("the data of [validation]", held_out.fingerprint)
+            self._require_equal("the data of [validation]", held_out.fingerprint)
             self.validation_loader = build_loader(
                 held_out,
                 RankSlice(coordinate, job.batch.data_parallel, config.validation.local_batch_size),
@@ -89,43 +91,29 @@ class Trainer:
                 settings=config.training.dataloader,
             )
 
-    def _agree(self, what: str, mine: str) -> None:
-        """Stop where ranks hold different things."""
-        everyone: list[str] = [""] * self.place.world
-        dist.all_gather_object(everyone, mine)
-        if odd := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
-            raise UserError(
-                f"{what} differs between ranks: rank 0 has {everyone[0]}, rank {odd[0]} has {everyone[odd[0]]}"
-            )
+    def _require_equal(self, what: str, local_value: str) -> None:
+        """Raise if ranks have different values."""
+        values: list[str] = [""] * self.rank_info.world
+        dist.all_gather_object(values, local_value)
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise UserError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}")
 
     def _build_model(self) -> None:
-        """Build the model's parts on this rank, their optimizer, and what runs a step of them."""
+        """Build the model's parts on this rank with their optimizer, and what takes and reports a step."""
         job, config = self.job, self.job.config
-        self.model, self.table = build_model(job)  # the whole, for names and counts; this rank trains its parts
-        flops = flops_per_token(self.model.named_parameters(), self.table, job.shape, config.training.seq_len)
-        all_names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self.report = Report(job, self.place, self.device, self.log, self.mesh.loss, flops)
-        converters = build_converters(job)
-        context = Context(job, self.mesh, self.table, self.device, converters)
+        self.model, table = build_model(job)  # the whole model, for names and counts; this rank trains its parts
+        check_trained(self.model, config.optimizer.no_decay)
+        flops = flops_per_token(self.model.named_parameters(), table, job.shape, config.training.seq_len)
+        context = Context(job, self.mesh, table, self.device, build_converters(job))
+        self.report = Report(context, self.rank_info, self.log, flops)
         self.parts, notes = build_parts(self.model, context, self.seed)
         for note in notes:
             self.log.info(note)
-        named = [item for part in self.parts for item in part.named_parameters()]
-        no_decay = config.optimizer.no_decay
-        self.trained = trained_parameters(named, self.table, job.spec.blocks, no_decay, all_names)
+        self.trained = trained_parameters(self.parts, table, job.spec.blocks, config.optimizer.no_decay)
+        parameters = [item.parameter for item in self.trained]
         optimizer = build_optimizer(self.trained, config, self.seed)
-        self.runner = StepRunner(
-            job,
-            self.mesh,
-            self.parts,
-            replicated=[p for part in self.parts for p in replicated_parameters(part, context)],
-            trained=self.trained,
-            optimizer=optimizer,
-            converters=converters,
-            seed=self.seed,
-            rank=self.place.rank,
-            device=self.device,
-        )
+        self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
 
     def _restore(self) -> None:
         """Load what the run starts from."""
@@ -137,7 +125,7 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return the lines that the start of the run prints."""
-        return self.report.describe_start(self.model, self.parts, self.table, self.trained, self.data, self.seed)
+        return self.report.describe_start(self.model, self.parts, self.trained, self.data, self.seed)
 
     # ---------------------------------------------------------------- running
 
@@ -148,12 +136,12 @@ class Trainer:
             self.log.info(f"already at step {self.step} of {config.training.steps}: raise --training.steps")
             self.report.close()
             return
-        gc.disable()  # or ranks would collect at different times, and wait for each other
+        gc.disable()  # ranks that collect garbage at different times wait for each other
         gc.collect()
-        gc.freeze()  # what was built stays: looking through it again costs 0.1 s a time
-        loader = build_loader(self.data, self.share, self.consumed, None, config.training.dataloader)
+        gc.freeze()  # what was built stays; scanning it again would take 0.1 s each time
+        loader = build_loader(self.data, self.rank_slice, self.consumed, None, config.training.dataloader)
         if isinstance(loader, StreamLoader) and self.consumed:
-            loader.load_state_dict(self.resume.stream_state(self.share.coordinate))
+            loader.load_state_dict(self.resume.stream_state(self.rank_slice.coordinate))
         self.batches = BatchPrefetcher(loader, self.device)
         self.report.clock.restart()
         try:
@@ -172,7 +160,7 @@ class Trainer:
 
     def _run_steps(self) -> None:
         config, steps, first = self.job.config, self.job.config.training.steps, self.step + 1
-        with Profiler(config.profiling, self.folder, self.place.rank, self.device, self.step) as profiler:
+        with Profiler(config.profiling, self.folder, self.rank_info.rank, self.device, self.step) as profiler:
             while self.step < steps:
                 self.step += 1
                 self.train_step()
@@ -185,11 +173,11 @@ class Trainer:
                 if self.checkpoints.due(self.step, self.report.is_logged(self.step)):
                     self.save()
                 self.report.log_saves(self.checkpoints.records)
-                with self.report.clock.paused("profiling"):  # writing a trace is no step's time
+                with self.report.clock.paused("profiling"):  # the time of writing a trace belongs to no step
                     profiler.step(self.step)
 
     def train_step(self) -> None:
-        """Take one optimizer step."""
+        """Take one step, and log it if due."""
         micro_batches = self.next_micro_batches()
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
         self.nonfinite.raise_if_set()
@@ -201,22 +189,23 @@ class Trainer:
         self.nonfinite.record(self.step, loss, norm)
         self.runner.update(self.step)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
-        self.consumed += self.share.per_step
+        self.consumed += self.rank_slice.per_step
         self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens)
 
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
-        """This rank's part of the global batch, on the device."""
+        """Return this rank's part of the global batch, on the device."""
+        count = self.rank_slice.accumulation
         with self.report.clock.waiting_for_data():
-            found = [batch.to(self.device) for batch in islice(self.batches, self.share.accumulation)]
-        if len(found) < self.share.accumulation:
+            micro_batches = [batch.to(self.device) for batch in islice(self.batches, count)]
+        if len(micro_batches) < count:
             raise self._data_ended()
-        return found
+        return micro_batches
 
     def _data_ended(self) -> RunFailed:
         size = "" if self.data.samples is None else f"it has {self.data.samples} windows, and "
-        ended = f"the data ended after step {self.step - 1} of {self.job.config.training.steps}"
-        return RunFailed(f"{ended}: {size}training.repeat is false")
+        steps = f"step {self.step - 1} of {self.job.config.training.steps}"
+        return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
     @record_function("validation")
     def validate(self) -> None:
@@ -227,7 +216,7 @@ class Trainer:
             self.report.log_validation(self.step, loss)
 
     def save(self) -> None:
-        """Save the state as it is after this step."""
+        """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
             self.nonfinite.flush()  # a step that was not finite is never saved
             epoch = self.consumed // self.data.samples if self.data.samples else 0
@@ -235,29 +224,23 @@ class Trainer:
             self.checkpoints.save(position, self.state, self.batches.state)
 
     def show_sample(self) -> None:
-        """Print what the model writes."""
-        settings = self.job.config.generate
+        """Log text that the model generates."""
+        job, settings = self.job, self.job.config.generate
         text = generate(
-            self.parts,
-            self.tokenizer,
-            settings,
-            self.job.positions,
-            self.seed,
-            self.device,
-            multiple=self.job.layout.tp,
+            self.parts, self.tokenizer, settings, job.positions, self.seed, self.device, multiple=job.layout.tp
         )
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(f"    {line}" for line in text.splitlines()) + "\n")
 
     def close(self) -> None:
-        """End the readers and the sinks."""
+        """Stop the data readers and close the sinks."""
         gc.unfreeze()
         gc.enable()
         self.batches.close()
         self.report.close()
 
 
-def _identity(config: JobConfig) -> str:
-    """A hash of the config without the places that may be called otherwise on another node."""
+def _hash(config: JobConfig) -> str:
+    """Hash the config without the paths that may differ between nodes."""
     text = re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(config), flags=re.MULTILINE)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -67,8 +67,8 @@ class InstrumentedTrainer(Trainer):
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
         super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
         global_batch = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
-        own_rows = global_batch.chunk(self.share.ranks)[self.share.coordinate]
-        self.micro_batches = [MicroBatch(rows) for rows in own_rows.chunk(self.share.accumulation)]
+        own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
+        self.micro_batches = [MicroBatch(rows) for rows in own_rows.chunk(self.rank_slice.accumulation)]
         self.measured: Measured = {}
         self.gathered: list[gather_order.Group] = []
         self.report.close()

@@ -25,7 +25,7 @@ def measure_reference(overrides: list[str], path: str) -> float:
     batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len)
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
-    trained = trained_parameters(model.named_parameters(), table, job.spec.blocks, config.optimizer.no_decay)
+    trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
     measured: Measured = {measurements.INITIAL: measurements.parameters(model)}
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():

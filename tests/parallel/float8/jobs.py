@@ -38,7 +38,7 @@ def prepared(argv: list[str], folder: str) -> tuple[Trainer, Any]:
     sizes = [f"--training.local_batch_size={SAMPLES * tp // dist.get_world_size()}"]
     run = trainer([*argv, *sizes, f"--training.global_batch_size={SAMPLES}"], folder)
     run.step = 1
-    return run, micro_batches(*ragged_batch(), run.share)
+    return run, micro_batches(*ragged_batch(), run.rank_slice)
 
 
 def stepped(run: Trainer, mine: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
 def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
     """Return the weights' sums that the converter saw, and those before the first and after each step."""
     run = trainer(argv, folder)
-    (converter,) = run.runner.converters
+    (converter,) = run.runner.context.converters
     now = lambda: sum(w.double().sum().item() for w in weights(run).values())  # noqa: E731
     expected, step = [now()], run.train_step
 
