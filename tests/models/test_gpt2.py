@@ -88,8 +88,10 @@ def test_logits_equal_transformers_gpt2(dropout):
     config = dataclasses.replace(SMALL, dropout=dropout)
     model, _ = build_random(config)
     ours = weights(model)
-    outputs = Translation(SPEC, config).outputs(torch.float32)
-    reference = transformers_model(config, {o.name: o.made_of([ours[part] for part in o.parts]) for o in outputs})
+    hf_tensors = Translation(SPEC, config).hf_tensors(torch.float32)
+    reference = transformers_model(
+        config, {t.name: t.build([ours[name] for name in t.parameters]) for t in hf_tensors}
+    )
     tokens = some_tokens(2, 64)
     logits = {}
     for training in (False, True):
