@@ -24,12 +24,6 @@ class Mesh:
     loss: dist.ProcessGroup
     """Ranks that sum the loss and the valid tokens: all but for pp and tp."""
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of these views."""
-        views = (self.world, self.fsdp, self.tp)
-        return [*(group for view in views for group in view.get_all_groups()), self.loss]
-
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.errors import UserError
+from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo, store_address
 
 
@@ -71,8 +72,8 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
 
 
-def set_collective_timeout(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Change the timeout of collectives of the group of all ranks and of these groups."""
-    assert dist.group.WORLD
-    for group in (dist.group.WORLD, *groups):
-        group.set_timeout(timedelta(seconds=seconds))
+def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = None) -> None:
+    """Change the timeout of every process group but one, also of those that FSDP2 creates itself."""
+    for group in torch_private.process_groups():
+        if group is not excluded:
+            group.set_timeout(timedelta(seconds=seconds))

@@ -41,6 +41,14 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process."""
+    # torch 2.11, 2.13 and 2.15; a DeviceMesh lists its own groups only, and FSDP2 creates others.
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let inductor split matrix products into pieces that overlap with the group's communication."""
     # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where

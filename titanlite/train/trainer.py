@@ -165,7 +165,7 @@ class Trainer:
                 self.step += 1
                 self.train_step()
                 if self.step == first:
-                    set_collective_timeout(config.comm.train_timeout_seconds, self.mesh.groups)
+                    set_collective_timeout(config.comm.train_timeout_seconds, excluded=self.checkpoints.group)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):

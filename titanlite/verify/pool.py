@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.distributed_c10d import _world  # private, as the next; tried on torch 2.11, 2.13, 2.15
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.runtime.distributed import set_collective_timeout
@@ -163,7 +162,7 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) 
                 if generation != current_generation:
                     _make_groups(generation, rank, world, port, timeout)
                     current_generation = generation
-                set_collective_timeout(timeout, _world.pg_map)  # an earlier run may have changed it
+                set_collective_timeout(timeout)  # an earlier run may have changed it
                 function, args = pickle.loads(work)
                 answer = pickle.dumps(function(*args))
             except BaseException:
