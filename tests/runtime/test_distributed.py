@@ -20,6 +20,7 @@ def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
     if mesh.fsdp.size() == 4:  # resharding to two of four ranks takes groups of its own
         fully_shard(torch.nn.Linear(4, 4), mesh=mesh.fsdp, reshard_after_forward=2)
     groups = [group for group in torch_private.process_groups() if group is not checkpoints]
+    assert isinstance(checkpoints, dist.ProcessGroup)
     set_collective_timeout(77, excluded=checkpoints)
 
     def timeout(group: Any) -> timedelta:
