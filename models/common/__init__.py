@@ -1,7 +1,4 @@
-"""Layers that several models share.
-
-This file imports no torch, since a model's flavors and table import it. Nothing in here knows of parallelism.
-"""
+"""Layers that several models share; none knows of parallelism. Models' tables import this file: no torch here."""
 
 from __future__ import annotations
 

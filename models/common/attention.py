@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
@@ -12,13 +12,10 @@ class CausalAttention(nn.Module):
     """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        """Initialize; `dropout` is the probability that training drops one token's attention to another."""
         super().__init__()
-        self.dropout = dropout
+        self.dropout = dropout  # the probability that training drops one token's attention to another
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Attend; with `documents` (batch, tokens), a token sees only tokens of the same document number."""
         grouped = q.size(1) != k.size(1)
         dropout = self.dropout if self.training else 0.0
@@ -32,16 +29,14 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
 
 
-def flex_document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
-) -> torch.Tensor:
+def flex_document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     """Attend within documents by FlexAttention, which is slow unless compiled and has no backward pass on a CPU."""
 
-    def is_visible(batch: torch.Tensor, head: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def is_visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (documents[batch, i] == documents[batch, j])
 
     tokens = q.size(2)
     mask = create_block_mask(is_visible, q.size(0), None, tokens, tokens, device=q.device)
     out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
-    assert isinstance(out, torch.Tensor)
+    assert isinstance(out, Tensor)
     return out

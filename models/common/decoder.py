@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-Head = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Decoder(nn.Module):
@@ -19,22 +18,22 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     output: nn.Module | None
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return hidden states of (batch, tokens); only called where there is an embedding."""
         assert self.tok_embeddings is not None
         return self.tok_embeddings(tokens)
 
-    def block_inputs(self, positions: torch.Tensor | None, length: int) -> tuple[torch.Tensor, ...]:
+    def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
         """Return what every block receives after the hidden states, such as rotary tables."""
         return ()
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
         head: Head | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return logits of (batch, tokens), or what `head` makes of the last hidden states and the output layer.
 
         A stage without an embedding takes hidden states for `tokens`; one without an output layer returns them.
@@ -43,8 +42,7 @@ class Decoder(nn.Module):
         inputs = self.block_inputs(positions, tokens.size(1))
         for block in self.layers.values():
             h = block(h, *inputs, documents)
-        if self.norm is not None:
-            h = self.norm(h)
+        h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
         return self.output(h) if head is None else head(h, self.output)

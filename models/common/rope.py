@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.models.common import RopeScaling
 
@@ -13,8 +13,8 @@ from titanlite.models.common import RopeScaling
 class Rope(nn.Module):
     """Tables of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Rope(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, positions: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines at positions (batch, tokens) with a head axis, or at 0 to tokens - 1."""
         if positions is None:
             return self.cos[:tokens], self.sin[:tokens]
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each adjacent pair of (batch, heads, tokens, head_dim), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.models.common import RopeScaling
@@ -54,15 +54,8 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
     into, out_of = normal(0.02), normal(0.02, by_depth=True)
     q_heads, kv_heads = (Rotary(c.n_heads),), (Rotary(c.n_kv_heads),)
     block, hf = "layers.*.", "model.layers.*."
-    embedding = Rule(
-        "tok_embeddings.weight",
-        normal(0.02 if c.tied else 1.0),  # a tied one is the output layer as well
-        "embedding",
-        "model.embed_tokens.weight",
-        tied="output.weight" if c.tied else "",
-    )
     table = (
-        embedding,
+        Rule("tok_embeddings.weight", normal(1.0), "embedding", "model.embed_tokens.weight"),
         Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
         Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", q_heads),
         Rule(block + "attention.wk.weight", into, "column", hf + "self_attn.k_proj.weight", kv_heads),
@@ -74,8 +67,9 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
         Rule(block + "feed_forward.w3.weight", into, "column", hf + "mlp.up_proj.weight"),
         Rule("norm.weight", ones, "norm", "model.norm.weight"),
     )
-    head = Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight")
-    return table if c.tied else (*table, head)
+    if c.tied:  # the embedding is the output layer as well
+        return (replace(table[0], init=normal(0.02), tied="output.weight"), *table[1:])
+    return (*table, Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight"))
 
 
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
@@ -109,7 +103,5 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-HF = HuggingFace(
-    hf_config, unchecked_config_keys=("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",)
-)
+HF = HuggingFace(hf_config, ("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",))
 SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama", hf=HF))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.models.common.attention import CausalAttention
 from titanlite.models.common.decoder import Decoder
@@ -22,10 +21,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: torch.Tensor | None
-    ) -> torch.Tensor:
-        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
+        def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
@@ -40,7 +37,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(c.hidden_dim, c.dim, bias=False)
         self.w3 = nn.Linear(c.dim, c.hidden_dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -52,9 +49,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(
-        self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         h = h + self.attention(self.attention_norm(h), cos, sin, documents)
         return h + self.feed_forward(self.ffn_norm(h))
 
@@ -70,5 +65,5 @@ class Llama(Decoder):
         if c.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def block_inputs(self, positions: torch.Tensor | None, length: int) -> tuple[torch.Tensor, ...]:
+    def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
         return self.rope(positions, length)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import BF16State
 from titanlite.parallel.dtensor import local_part
-from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer, import_object
+from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def trained_parameters(
 
 def build_optimizer(trained: Sequence[TrainedParam], config: JobConfig, seed: int = 0) -> torch.optim.Optimizer:
     """Build the optimizer that the config names, with its state in optimizer.state_dtype."""
-    optimizer: torch.optim.Optimizer = import_object(_spec(config).build)(trained, config)
+    optimizer: torch.optim.Optimizer = resolve_name(_spec(config).build)(trained, config)
     return BF16State(optimizer, seed) if config.optimizer.state_dtype == "bfloat16" else optimizer
 
 

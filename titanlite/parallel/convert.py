@@ -7,6 +7,7 @@ trainer calls it twice: once to convert, and whenever the weights changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Protocol
 
 from torch import nn
@@ -15,7 +16,7 @@ from titanlite.config.job import Job
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, shared_names
-from titanlite.registry import find_converter, import_object
+from titanlite.registry import find_converter
 
 
 class Converter(Protocol):
@@ -40,7 +41,7 @@ def build_converters(job: Job) -> list[Converter]:
         names.append("float8")
     else:
         names = [name for name in names if name != "float8"]
-    return [import_object(find_converter(name))(job) for name in dict.fromkeys(names)]
+    return [resolve_name(find_converter(name))(job) for name in dict.fromkeys(names)]
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:

@@ -41,12 +41,10 @@ class Rotary(WeightTransform):
     heads: int
 
     def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.unflatten(0, (self.heads, -1, 2))
-        return rows.transpose(1, 2).reshape(weight.shape)
+        return weight.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
     def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.unflatten(0, (self.heads, 2, -1))
-        return rows.transpose(1, 2).reshape(weight.shape)
+        return weight.unflatten(0, (self.heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
     def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
         rows = shape[0] // self.heads
@@ -62,8 +60,7 @@ class Transposed(WeightTransform):
     def to_hf(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t()
 
-    def from_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.t()
+    from_hf = to_hf
 
     def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
         return box[::-1], box, self

@@ -1,18 +1,17 @@
 """What a model tells the framework: a ModelSpec, and one table with a Rule per parameter pattern.
 
-A model is plain single-device code. Everything else about its parameters (initial value, role under tensor parallel,
-name in a Hugging Face folder) stands in its table, and every parameter matches exactly one row: nothing is silently
-replicated, left uninitialized or dropped on export.
+A model is plain single-device code; its table has the rest. Every parameter matches exactly one row, so nothing is
+silently replicated, left uninitialized or dropped on export.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titanlite.errors import UserError, nearest
@@ -65,7 +64,7 @@ class Rule:
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return what the wildcards stand for in `name`, or None."""
         match = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)
-        return None if match is None else match.groups()
+        return match.groups() if match else None
 
     def hf_name(self, name: str) -> str:
         """Return the Hugging Face name of a parameter that this row matches."""
@@ -73,29 +72,24 @@ class Rule:
         return re.sub(r"\*", lambda _: next(wildcards), self.hf)
 
 
-def assign(rules: Iterable[Rule], names: Iterable[str], *, ties: Mapping[str, str]) -> dict[str, Rule]:
+def assign(rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, str]) -> dict[str, Rule]:
     """Return the row of every parameter; an error names all parameters and rows that do not pair off exactly.
 
     `ties` maps the second name of every shared tensor to its first.
     """
-    rules = list(rules)
     table: dict[str, Rule] = {}
-    used: set[str] = set()
-    roles = get_args(Role)
-    faults = [
-        f'the row {rule.pattern} has the unknown role "{rule.tensor}"; legal: {", ".join(roles)}'
-        for rule in rules
-        if rule.tensor not in roles
-    ]
+    legal = get_args(Role)
+    unknown = [rule for rule in rules if rule.tensor not in legal]
+    faults = [f'the row {r.pattern} has the unknown role "{r.tensor}"; legal: {", ".join(legal)}' for r in unknown]
     for name in names:
         matching = [rule for rule in rules if rule.match(name) is not None]
         if len(matching) == 1:
             table[name] = matching[0]
-            used.add(matching[0].pattern)
         elif matching:
             faults.append(f"{name} matches several rows: {', '.join(rule.pattern for rule in matching)}")
         else:
             faults.append(f"{name} matches no row")
+    used = {rule.pattern for rule in table.values()}
     faults += [f"the row {rule.pattern} matches no parameter" for rule in rules if rule.pattern not in used]
     declared = {rule.tied: name for name, rule in table.items() if rule.tied}
     for second in sorted(declared.keys() | ties.keys()):
@@ -123,14 +117,14 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A registered model. Flavors are frozen dataclasses; `build` names the module's class, imported late."""
+    """A registered model."""
 
     name: str
-    flavors: Mapping[str, Any]
+    flavors: Mapping[str, Any]  # frozen dataclasses
     shape: Callable[[Any], ModelDims]
     rules: Callable[[Any], tuple[Rule, ...]]
     build: str
-    """"package.module:Class"; called with (flavor, positions), positions being the longest sequence."""
+    """"package.module:Class", imported late and called with (flavor, positions in the longest sequence)."""
     blocks: str = "layers"
     """The ModuleDict of repeated blocks, keyed by the global layer number."""
     before: tuple[str, ...] = ("tok_embeddings",)
@@ -160,10 +154,4 @@ class ModelSpec:
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
-        return import_object(self.build)(model_config, positions)
-
-
-def import_object(path: str) -> Any:
-    """Import "package.module:name"."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+        return resolve_name(self.build)(model_config, positions)

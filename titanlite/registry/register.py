@@ -23,34 +23,31 @@ class Registry(Generic[Item]):
         self.items: dict[str, Item] = {}
 
     def find(self, name: str, package: str = "") -> Item:
-        """Return an item, importing `package` first and the name's entry point if needed."""
+        """Return an item, importing only what is needed: `package`, a folder in models/, or an entry point."""
         import_package(package)
+        if name in self.items:
+            return self.items[name]
         folders = _model_folders() if self._kind == "model" else []
-        points = {} if name in self.items else {p.name: p for p in entry_points(group=f"titanlite.{self._kind}s")}
-        if name not in self.items and name in folders:
+        points = {point.name: point for point in entry_points(group=f"titanlite.{self._kind}s")}
+        if name in folders:
             importlib.import_module(f"titanlite.models.{name}")
         elif name in points:
             points[name].load()
         if name in self.items:
             return self.items[name]
         known = sorted({*folders, *points, *self.items})
-        close = nearest(name, known)
-        hint = f"; did you mean {close}?" if close else ";"
+        hint = f"; did you mean {close}?" if (close := nearest(name, known)) else ";"
         raise UserError(f'no {self._kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
 
 
 _models = Registry[ModelSpec]("model")
+get_model = _models.find
 
 
 def register_model(spec: ModelSpec) -> ModelSpec:
     """Make a model known by its name."""
     _models.items[spec.name] = spec
     return spec
-
-
-def get_model(name: str, package: str = "") -> ModelSpec:
-    """Return a model's spec, importing only what is needed: `package`, a folder in models/, or an entry point."""
-    return _models.find(name, package)
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class OptimizerSpec:
     """Keys of [optimizer] that have no effect on it."""
 
 
-_NO_MOMENTS = ("beta1", "beta2", "eps", "state_dtype")
 _optimizers = Registry[OptimizerSpec]("optimizer")
+get_optimizer = _optimizers.find
 
 
 def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
@@ -78,21 +75,14 @@ def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
     return spec
 
 
-for _spec in (
-    OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2),
-    OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2),
-    OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_NO_MOMENTS),
-    OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1),
-):
-    register_optimizer(_spec)
-
-
-def get_optimizer(name: str, package: str = "") -> OptimizerSpec:
-    """Return an optimizer's spec: a built-in one, or one from `package` or an entry point."""
-    return _optimizers.find(name, package)
-
+register_optimizer(OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2))
+register_optimizer(OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2))
+_no_moments = ("beta1", "beta2", "eps", "state_dtype")
+register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
+register_optimizer(OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1))
 
 _converters = Registry[str]("converter")
+find_converter = _converters.find
 
 
 def register_converter(name: str, build: str) -> None:
@@ -104,11 +94,6 @@ def register_converter(name: str, build: str) -> None:
 
 
 register_converter("float8", "titanlite.parallel.float8:Float8")
-
-
-def find_converter(name: str) -> str:
-    """Return the "package.module:Class" of a converter that is built in, registered, or has an entry point."""
-    return _converters.find(name)
 
 
 def import_package(package: str) -> None:
