@@ -1,7 +1,4 @@
-"""Layout: how the ranks are split, and the batch arithmetic that follows. Pure Python, no process behind it.
-
-`config/rules/parallel.py` checks a layout against a world size and a model; `parallel/mesh.py` builds its mesh.
-"""
+"""How the ranks are split, and the batch arithmetic that follows: numbers only, checked and used elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Return one degree per mesh dimension, in the order of DIMENSIONS."""
         return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     @property
@@ -60,8 +56,7 @@ class Layout:
 
     def batch_coordinate(self, rank: int) -> int:
         """Return which of the `batch` data streams a rank reads."""
-        coordinates = self.coordinates(rank)
-        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
+        return rank // (self.cp * self.tp) % self.batch
 
     def __str__(self) -> str:
         used = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
@@ -70,16 +65,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples in a step: total = local x data-parallel degree x accumulation."""
+    """Samples in a step."""
 
     local: int
     data_parallel: int
-    accumulation: int = 1
-
-    @classmethod
-    def of(cls, local: int, total: int, data_parallel: int) -> Batch:
-        """Return the batch of a global size, -1 meaning local x data-parallel; the sizes must have been checked."""
-        return cls(local, data_parallel, 1 if total == -1 else total // (local * data_parallel))
+    accumulation: int
 
     @property
     def total(self) -> int:

@@ -129,7 +129,7 @@ def test_coordinates_of_a_layout_are_outermost_first():
     assert layout.world == 12 and layout.batch == 6 and str(layout) == "dp_replicate 2 x dp_shard 3 x tp 2"
     assert layout.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
     assert [layout.batch_coordinate(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert Batch.of(2, 24, 3).accumulation == 4 and Batch.of(2, -1, 3).total == 6 and divisors(6) == [1, 2, 3, 6]
+    assert Batch(2, 3, 4).total == 24 and divisors(6) == [1, 2, 3, 6]
 
 
 def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):

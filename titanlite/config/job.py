@@ -60,7 +60,8 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool)
     if faults:
         raise ConfigError(faults)
     given, layout = loaded.config, context.layout
-    batch = Batch.of(given.training.local_batch_size, given.training.global_batch_size, layout.batch)
+    local, total = given.training.local_batch_size, given.training.global_batch_size
+    batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
     idle = parallel.keys_without_effect(given, layout, batch)
     reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
     no_effect = "no effect " + "; ".join(reasons) if idle else ""

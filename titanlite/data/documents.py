@@ -92,8 +92,7 @@ class Segment:
     """A document, or a part of a long one."""
 
     text: str
-    ends: bool
-    """Whether the document ends with this segment."""
+    ends: bool  # whether the document ends with this segment
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,8 @@ class Piece:
     name: str
     start: int
     stop: int
-    size: int
-    """Bytes, for the progress bar."""
-    last: bool
-    """Whether the file ends with this piece."""
+    size: int  # bytes, for the progress bar
+    last: bool  # whether the file ends with this piece
 
 
 def pieces(documents: Documents, limit: int) -> Iterator[Piece]:

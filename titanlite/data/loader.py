@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
@@ -26,7 +27,10 @@ Loader = StatefulDataLoader | StreamLoader
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch of windows as one tensor (batch, rows, tokens), so that one copy takes it to the device."""
+    """A batch of windows as one tensor (batch, rows, tokens), so that one copy takes it to the device.
+
+    The rows are tokens, labels (the next token or IGNORED), and under a document mask documents and positions.
+    """
 
     rows: torch.Tensor
 
@@ -39,17 +43,14 @@ class MicroBatch:
 
     @property
     def labels(self) -> torch.Tensor:
-        """The next token of each token, or IGNORED."""
         return self.rows[:, 1]
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """The number of each token's document, if there is a document mask."""
         return self.rows[:, 2] if self.rows.size(1) > 2 else None
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Each token's position in its document, if there is a document mask."""
         return self.rows[:, 3] if self.rows.size(1) > 2 else None
 
 
@@ -77,25 +78,18 @@ def build_loader(
     """
     options: dict[str, Any] = {"collate_fn": np.asarray}  # keeps a batch as it is, and stacks a stream's windows
     if settings.num_workers:
-        # A child forked after a backward pass hangs in torch.
-        context = get_context("forkserver")
+        context = get_context("forkserver")  # a child forked after a backward pass hangs in torch
         context.set_forkserver_preload(["titanlite.data.loader"])
-        options |= {
-            "num_workers": settings.num_workers,
-            "prefetch_factor": settings.prefetch_factor,
-            "persistent_workers": settings.persistent_workers,
-            "multiprocessing_context": context,
-            "worker_init_fn": _exit_with_parent,
-        }
-    # torchdata 0.11 calls what torch 2.13 deprecates
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        options |= settings.model_dump(include={"num_workers", "prefetch_factor", "persistent_workers"})
+        options |= {"multiprocessing_context": context, "worker_init_fn": _exit_with_parent}
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
     if isinstance(data, Stream):
         micro_batches = None if steps is None else steps * rank_slice.accumulation
         return StreamLoader(data, rank_slice, micro_batches, options)
-    if settings.num_workers:
-        options["snapshot_every_n_steps"] = 1 << 30  # the trainer counts the samples itself
-    left = data.steps_left(consumed, rank_slice.per_step)
-    steps = left if steps is None else steps if left is None else min(steps, left)
+    options["snapshot_every_n_steps"] = 1 << 30  # the trainer counts the samples itself
+    if not data.repeat:
+        left = max(0, math.ceil((data.samples - consumed) / rank_slice.per_step))
+        steps = left if steps is None else min(steps, left)
     return StatefulDataLoader(data, batch_sampler=IndexSampler(rank_slice, consumed, steps), **options)
 
 
@@ -118,15 +112,8 @@ class BatchPrefetcher:
         self.loader = loader
         self.state: dict[str, Any] | None = None
         """The state of a stream after the batch returned last, however far the thread has read ahead."""
-        self._pin = device.type == "cuda"
-        self._prefetcher = Prefetcher(self._read(), depth=2)
-
-    def _read(self) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
-        streamed = isinstance(self.loader, StreamLoader)
-        for batch in self.loader:
-            tensor = torch.as_tensor(batch)
-            state = self.loader.state_dict() if streamed else None
-            yield MicroBatch(tensor.pin_memory() if self._pin else tensor), state
+        self._prefetcher = Prefetcher(_read(loader, pin=device.type == "cuda"), depth=2)
+        self.close = self._prefetcher.close
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -135,6 +122,10 @@ class BatchPrefetcher:
         batch, self.state = next(self._prefetcher)
         return batch
 
-    def close(self) -> None:
-        """Stop reading; may be called more than once."""
-        self._prefetcher.close()
+
+def _read(loader: Loader, pin: bool) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
+    """Yield each batch, and with it the state of a stream."""
+    for batch in loader:
+        tensor = torch.as_tensor(batch)
+        state = loader.state_dict() if isinstance(loader, StreamLoader) else None
+        yield MicroBatch(tensor.pin_memory() if pin else tensor), state

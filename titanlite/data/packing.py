@@ -7,17 +7,14 @@ number of each token's document and its position in it.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 
 from titanlite.data.sources import Source, locked_cache
 from titanlite.errors import UserError
 
-IGNORED = -100
-"""The label of a position that does not count in the loss."""
-OPEN_WINDOWS = 1024
-"""First-fit keeps this many windows open and closes the oldest beyond that, which bounds time and memory."""
+IGNORED = -100  # the label of a position that does not count in the loss
+OPEN_WINDOWS = 1024  # first-fit closes the oldest window beyond these, which bounds time and memory
 
 
 class Concatenated:
@@ -45,7 +42,11 @@ class Packed:
         plan_hash = hashlib.sha256(f"{source.fingerprint} {seq_len} {OPEN_WINDOWS}".encode()).hexdigest()[:16]
         with locked_cache(source.folder, f"packed-{plan_hash}.npz") as path:
             if not path.exists():
-                _write_plan(path, source.document_ends(), seq_len)
+                starts, lengths = cut_documents(source.document_ends(), seq_len)
+                order, stops = first_fit(lengths, seq_len)
+                draft = path.with_suffix(".draft.npz")
+                np.savez(draft, starts=starts[order], lengths=lengths[order], stops=stops)
+                draft.rename(path)
         with np.load(path) as arrays:
             self._starts, self._lengths, self._stops = (arrays[name] for name in ("starts", "lengths", "stops"))
         self.samples = len(self._stops)
@@ -104,14 +105,6 @@ def _positions(documents: np.ndarray) -> np.ndarray:
     index = np.arange(len(documents))
     begins = np.concatenate([[True], documents[1:] != documents[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))
-
-
-def _write_plan(path: Path, ends: np.ndarray, seq_len: int) -> None:
-    starts, lengths = cut_documents(ends, seq_len)
-    order, stops = first_fit(lengths, seq_len)
-    draft = path.with_suffix(".draft.npz")
-    np.savez(draft, starts=starts[order], lengths=lengths[order], stops=stops)
-    draft.rename(path)
 
 
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

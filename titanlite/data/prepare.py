@@ -1,13 +1,12 @@
 """Turn text into token shards: on all cores, resumable, published by one rename.
 
-The documents are divided into units in a fixed order, so a unit's shard has the same bytes whichever process writes
-it. A shard gets its name only when it is complete: a killed run leaves its finished shards in a staging folder, and
-the next run with the same sources and tokenizer continues from there. This module imports no torch, so worker
-processes start in a fraction of a second.
+A shard's bytes do not depend on the process that writes it. It gets its name only when it is complete, in a staging
+folder, from which the next run with the same sources and tokenizer continues. No torch here: workers start fast.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,18 +18,19 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, Segment, pieces, segments
+from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, segments
 from titanlite.data.shards import HEADER_BYTES, MANIFEST, header, id_type, read_manifest
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
+from titanlite.runtime import store
 
+T = TypeVar("T")
 UNIT_BYTES = 16 << 20
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total)."""
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,24 @@ def prepare(
 
 def _units(sources: dict[str, Documents]) -> Iterator[Unit]:
     """Yield each source's pieces in order, grouped into units of at least UNIT_BYTES."""
-    number = 0
+    number = itertools.count()
     for name, documents in sources.items():
-        group: list[Piece] = []
-        for piece in pieces(documents, UNIT_BYTES):
-            group.append(piece)
-            if sum(p.size for p in group) >= UNIT_BYTES:
-                yield Unit(number, name, documents.root, tuple(group))
-                number, group = number + 1, []
-        if group:
-            yield Unit(number, name, documents.root, tuple(group))
-            number += 1
+        for group in _groups(pieces(documents, UNIT_BYTES), UNIT_BYTES, lambda piece: piece.size):
+            yield Unit(next(number), name, documents.root, tuple(group))
+
+
+def _groups(items: Iterable[T], limit: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items in order; a group ends when its size reaches the limit."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
@@ -157,7 +164,8 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     tokens = 0
     with draft.open("wb") as out:
         out.write(bytes(HEADER_BYTES))
-        for batch in _batches(segment for piece in unit.pieces for segment in segments(unit.root, piece)):
+        text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
+        for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
             for segment, ids in zip(batch, tokenizer.encode_batch([s.text for s in batch]), strict=True):
                 out.write(np.asarray(ids, dtype=dtype).tobytes())
                 tokens += len(ids)
@@ -167,24 +175,9 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
                     ends.append(tokens)
         out.seek(0)
         out.write(header(tokens, dtype))
-        out.flush()
-        os.fsync(out.fileno())
+    store.sync(draft)
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
     draft.rename(path)
-
-
-def _batches(all_segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Group segments into batches of about SEGMENT_BYTES for the tokenizer."""
-    batch: list[Segment] = []
-    size = 0
-    for segment in all_segments:
-        batch.append(segment)
-        size += len(segment.text)
-        if size >= SEGMENT_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _manifest(
@@ -217,13 +210,7 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
             shutil.copyfile(Path(assets) / name, staging / name)
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
-    with (staging / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
     if out.exists() and not any(out.iterdir()):
         out.rmdir()
-    staging.rename(out)
-    parent = os.open(out.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+    store.rename(staging, out)

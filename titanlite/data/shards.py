@@ -1,8 +1,7 @@
 """Read token shards: files of token ids, memory-mapped as one stream.
 
-`.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then the ids: uint16 in version 1,
-uint32 in version 2. `.npy` is OLMo's: only ids, in the smallest type that holds the vocabulary; numpy's own .npy is
-read as well. A folder made by `titanlite data prepare` also has a manifest.
+`.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in version 1,
+uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the vocabulary, or numpy's own format.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ def open_shard(path: Path, vocab_size: int) -> np.ndarray:
     dtype = np.dtype(np.uint16 if start[1] == 1 else np.uint32)
     if (expected := HEADER_BYTES + int(start[2]) * dtype.itemsize) != size:
         raise UserError(f"{path} is damaged: {start[2]} tokens make {expected} bytes, and it has {size}")
-    if not start[2]:
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES) if start[2] else np.zeros(0, dtype)
 
 
 def _open_npy(path: Path, vocab_size: int) -> np.ndarray:
@@ -71,36 +68,29 @@ class ShardSource:
     def __init__(self, key: str, path: Path, vocab_size: int, end: int) -> None:
         if not path.exists():
             raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
+        self._arguments = key, path, vocab_size, end
         self.folder = path if path.is_dir() else path.parent
         files = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy")) if path.is_dir() else [path]
         self.paths = [file for file in files if not file.name.endswith(".ends.npy")]
         self.vocab_size = vocab_size
         self.manifest = read_manifest(self.folder) if path.is_dir() else None
         self.end = self.manifest["end"] if self.manifest else end
-        self._open()
+        # Plain arrays: slicing a np.memmap takes longer than copying a window.
+        self._ids = [np.asarray(open_shard(path, vocab_size)) for path in self.paths]
+        self._stops = list(itertools.accumulate(len(ids) for ids in self._ids))
+        self.tokens = sum(len(ids) for ids in self._ids)
         if not self.tokens:
             raise UserError(f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards)")
         if m := self.manifest:
-            expected, actual = (m["tokens"], len(m["shards"])), (self.tokens, len(self.paths))
-            if actual != expected:
+            if (actual := (self.tokens, len(self.paths))) != (expected := (m["tokens"], len(m["shards"]))):
                 raise UserError(f"{path}: (tokens, shards) are {actual}, but its {MANIFEST} says {expected}")
             self.fingerprint: str = m["fingerprint"]
         else:
             listing = "\n".join(f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True))
             self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
 
-    def _open(self) -> None:
-        # Plain arrays: slicing a np.memmap takes longer than copying a window.
-        self._ids = [np.asarray(open_shard(path, self.vocab_size)) for path in self.paths]
-        self._stops = list(itertools.accumulate(len(ids) for ids in self._ids))
-        self.tokens = self._stops[-1] if self._stops else 0
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker process maps the files again
-        return {name: value for name, value in self.__dict__.items() if name not in ("_ids", "_stops")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process maps the files again
+        return ShardSource, self._arguments
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` on; a view of the file if they lie in one shard."""
@@ -140,9 +130,7 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none."""
     path = folder / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None

@@ -45,12 +45,10 @@ class Order:
     def __call__(self, index: int) -> int:
         """Return which sample of the data set is sample `index` of the job."""
         epoch, position = divmod(index, self.samples)
-        return permute(position, self.samples, _epoch_key(self.seed, epoch))
+        return permute(position, self.samples, _derive_seed_once("order", self.seed, epoch))
 
 
-@lru_cache(maxsize=64)  # a batch may span two epochs of each data set in a mixture
-def _epoch_key(seed: int, epoch: int) -> int:
-    return derive_seed("order", seed, epoch)
+_derive_seed_once = lru_cache(maxsize=64)(derive_seed)  # a batch may span two epochs of each data set in a mixture
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Open data sets by name, each as one long stream of token ids that can be read at any offset.
 
-Nothing of the size of the data is built at start: bytes are read from the files on demand, shards are memory-mapped,
-and text is tokenized by a tokenizer.json only once, into a cache beside it.
+Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once, into a cache.
 """
 
 from __future__ import annotations
@@ -65,11 +64,9 @@ class ByteSource:
         self.fingerprint = documents.fingerprint(tokenizer.fingerprint)
 
     def document_ends(self) -> np.ndarray:
-        """Return the position after each document's end token."""
         return np.asarray(self._stops, dtype=np.int64)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from position `start` on."""
         out = np.full(count, self.end, dtype=np.int64)
         filled = 0
         for document, offset, length in spans(self._stops, start, count):
@@ -94,8 +91,7 @@ Source = ShardSource | ByteSource
 def locked_cache(root: Path, name: str) -> Iterator[Path]:
     """Yield the path of a cache beside the data, or in the user's cache if that is not writable.
 
-    One process writes it while the others wait; the system releases the lock of a process that dies. On a file system
-    without locks every process continues at once, so prepare the data before the run there.
+    One process writes it while the others wait. On a file system without locks nobody waits: prepare the data there.
     """
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
     folder = root / ".titanlite" if os.access(root, os.W_OK) else user_cache

@@ -1,15 +1,12 @@
 """Stream a Hugging Face data set: the one kind of source that cannot be read at any offset.
 
 Each reader (a loader worker of a data-parallel rank) reads its own documents, so their order depends on the number of
-readers, and a resume needs the position of each. A position is a few numbers and the tokens left over:
+readers, and a resume needs the position of each: a few numbers and the tokens left over.
 
 - Every epoch has its own order of the data set's files ("shards" in `datasets`). Readers divide them as evenly as
   whole files allow; where several must read the same file, each takes every n-th document.
-- A reader shuffles its documents in blocks, each by a permutation that is a function of (seed, epoch, position). The
-  shuffle buffer of `datasets` is not used: it is not part of its state, so a resume would drop its content.
-- A resume reads the current block again and continues inside it.
-
-A read that fails or stalls is retried from the document it had reached.
+- A reader shuffles its documents in blocks, by a function of (seed, epoch, position), since the shuffle buffer of
+  `datasets` is not part of its state. A resume reads the current block again and continues inside it.
 """
 
 from __future__ import annotations
@@ -35,16 +32,12 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, first_line
 from titanlite.runtime.determinism import derive_seed
 
-BLOCK_CHARACTERS = 1 << 26
-"""A block ends when it holds this much text, even with fewer than `Stream.block` documents."""
-
-
-_STREAMS = {
+BLOCK_CHARACTERS = 1 << 26  # a block with this much text ends, even with fewer than `Stream.block` documents
+_STREAMS = {  # repository, configuration and split
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
     "c4_test": ("", "", "train"),  # TorchTitan's name for a local sample
 }
-"""Repository, configuration and split."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +45,17 @@ class Stream:
     """A streamed data set and how to cut windows from it; the same on all ranks."""
 
     name: str
-    shards: Any
-    """A `datasets.IterableDataset`."""
+    shards: Any  # a datasets.IterableDataset
     tokenizer: Tokenizer
     seq_len: int
     seed: int
     repeat: bool
     masked: bool = False
     stall_timeout: float = 10.0
-    pause: float = 1.0
-    """Seconds before the first retry; the pause doubles with each further one."""
-    block: int = 4096
-    """Documents that are shuffled together."""
-    read: int = 256
-    """Documents that are read at a time."""
-    samples: None = field(default=None, init=False)
-    """The number of windows is unknown."""
+    pause: float = 1.0  # seconds before the first retry, doubled for each further one
+    block: int = 4096  # documents that are shuffled together
+    read: int = 256  # documents that are read at a time
+    samples: None = field(default=None, init=False)  # the number of windows is unknown
 
     @property
     def fingerprint(self) -> str:
@@ -120,10 +108,9 @@ class Reader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the block's start, how many of its documents were used, and the tokens not yet in a window."""
-        epoch, file, document = self._block_start
-        position = {"epoch": epoch, "file": file, "document": document, "taken": self._documents_taken}
+        state = dict(zip(("epoch", "file", "document"), self._block_start, strict=True), taken=self._documents_taken)
         rest = self._leftover_tokens.tolist()
-        return {**position, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
+        return {**state, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that a reader with the same number returned."""

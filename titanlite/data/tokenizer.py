@@ -18,11 +18,9 @@ class ByteTokenizer:
     """Every byte of UTF-8 is a token; the zero byte, which does not occur in text, ends a document."""
 
     vocab_size = BYTE_VOCABULARY
-    end = 0
-    """The id of the end-of-text token, which follows each document."""
+    end = 0  # the id of the end-of-text token, which follows each document
     fingerprint = "bytes"
-    assets = ""
-    """The folder it was loaded from, "" if none."""
+    assets = ""  # the folder it was loaded from, if any
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -101,9 +99,7 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
         if (Path(training.dataset_path) / "tokenizer.json").is_file():
             assets = training.dataset_path
         elif vocab_size != BYTE_VOCABULARY:
-            if job.config.generate.at_end:
-                require_tokenizer(None, "generate.at_end = true")
-            return None
+            return require_tokenizer(None, "generate.at_end = true") if job.config.generate.at_end else None
     tokenizer = load_tokenizer(assets)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(

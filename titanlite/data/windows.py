@@ -46,11 +46,10 @@ class Windows(Dataset[np.ndarray]):
         self.samples = sum(source.samples for source in sources)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return tokens, labels, and under a document mask documents and positions."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
-        """Return a batch as one array; torch's data loader calls this name."""
+        """Return a batch as one array (see MicroBatch); torch's data loader calls this name."""
         batch = np.empty((len(indices), self._rows, self._seq_len), dtype=np.int64)
         for out, index in zip(batch, indices, strict=True):
             if not self.repeat and index >= self.samples:
@@ -59,10 +58,6 @@ class Windows(Dataset[np.ndarray]):
             source, number = self._mixture(index) if self._mixture else (0, index)
             self._sources[source].fill(out, self._orders[source](number))
         return batch
-
-    def steps_left(self, consumed: int, per_step: int) -> int | None:
-        """Return the number of steps that still have a sample; None if the data repeats."""
-        return None if self.repeat else max(0, -(-(self.samples - consumed) // per_step))
 
 
 def validate_dataset(key: str, name: str, path: str, vocab_size: int) -> None:
@@ -76,32 +71,29 @@ def validate_dataset(key: str, name: str, path: str, vocab_size: int) -> None:
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    single = MixturePart(dataset=training.dataset, dataset_path=training.dataset_path, weight=1.0)
-    parts = training.mixture or [single]
-    return _open(job, "training", parts, training.seq_len, tokenizer, seed, training.repeat)
+    return _open(job, "training", training.mixture, training.seq_len, tokenizer, seed, training.repeat)
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows in every run."""
-    validation = job.config.validation
-    part = MixturePart(dataset=validation.dataset, dataset_path=validation.dataset_path, weight=1.0)
-    return _open(job, "validation", [part], validation_seq_len(job.config), tokenizer, seed=0, repeat=False)
+    return _open(job, "validation", [], validation_seq_len(job.config), tokenizer, seed=0, repeat=False)
 
 
 def _open(
-    job: Job, key: str, parts: list[MixturePart], seq_len: int, tokenizer: Tokenizer | None, seed: int, repeat: bool
+    job: Job, key: str, mixture: list[MixturePart], seq_len: int, tokenizer: Tokenizer | None, seed: int, repeat: bool
 ) -> Windows | Stream:
-    training, vocab_size = job.config.training, job.shape.vocab_size
+    section, training, vocab_size = getattr(job.config, key), job.config.training, job.shape.vocab_size
+    parts = mixture or [MixturePart(dataset=section.dataset, dataset_path=section.dataset_path, weight=1.0)]
     masked, stall_timeout = training.document_mask, training.dataloader.stall_timeout_seconds
     if is_streamed(dataset := parts[0].dataset):
         name, shards = open_stream(key, dataset, parts[0].dataset_path)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, stall_timeout)
     sources = [open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts]
-    packed = training.packing == "first-fit"
-    windows: list[WindowSource] = [
-        Packed(source, seq_len, key) if packed else Concatenated(source, seq_len, masked, key) for source in sources
-    ]
+    if training.packing == "first-fit":
+        windows: list[WindowSource] = [Packed(source, seq_len, key) for source in sources]
+    else:
+        windows = [Concatenated(source, seq_len, masked, key) for source in sources]
     weights = tuple(part.weight for part in parts)
     identity = " ".join(f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True))
     fingerprint = hashlib.sha256(f"{identity} {seq_len} {training.packing}".encode()).hexdigest()[:16]
