@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 
@@ -46,10 +45,3 @@ def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), alig
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     formats = [f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)]
     return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)
-
-
-def positive_int(text: str) -> int:
-    """Return a command-line option's whole number >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, not {text!r}")
-    return int(text)

@@ -9,7 +9,6 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of a number in ascending order."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

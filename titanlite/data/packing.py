@@ -54,7 +54,6 @@ class Packed:
             raise UserError(f"{key}: no document has two tokens or more")
 
     def fill(self, out: np.ndarray, number: int) -> None:
-        """Write window `number` into `out`, of two rows, or four under a document mask."""
         blank(out)
         start = 0
         first = int(self._stops[number - 1]) if number else 0

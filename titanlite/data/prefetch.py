@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -37,11 +38,9 @@ class Prefetcher(Generic[T]):
 
     def _put(self, item: tuple[T] | BaseException | None) -> bool:
         while not self._stopped.is_set():
-            try:
+            with suppress(queue.Full):
                 self._ready.put(item, timeout=0.2)
                 return True
-            except queue.Full:
-                continue
         return False
 
     def __iter__(self) -> Iterator[T]:

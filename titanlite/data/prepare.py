@@ -211,6 +211,4 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
     store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
-    if out.exists() and not any(out.iterdir()):
-        out.rmdir()
-    store.rename(staging, out)
+    store.rename(staging, out)  # an empty folder of that name is replaced

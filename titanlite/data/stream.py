@@ -75,21 +75,20 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
 
     Return its full name, for messages, and the `datasets.IterableDataset`.
     """
+    setting = f'{key}.dataset = "{name}"'
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(
-            f"{key}.dataset = \"{name}\": streaming needs datasets: pip install 'titanlite[hf]'"
-        ) from None
+        raise UserError(f"{setting}: streaming needs datasets: pip install 'titanlite[hf]'") from None
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
     if not path and not repo:
-        raise UserError(f'{key}.dataset = "{name}" is a local sample of C4: name its folder in {key}.dataset_path')
+        raise UserError(f"{setting} is a local sample of C4: name its folder in {key}.dataset_path")
     try:
         stream = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
     except Exception as error:  # the library raises all kinds
-        setting = f'{key}.dataset = "{name}"' + (f' with dataset_path = "{path}"' if path else "")
+        setting += f' with dataset_path = "{path}"' if path else ""
         raise UserError(f"{setting} can't be streamed: {first_line(error)}") from None
     return f"{path or repo}{':' * bool(config)}{config}@{split}", stream
 
@@ -124,10 +123,7 @@ class Reader:
         return self
 
     def __next__(self) -> np.ndarray:
-        """Return tokens, labels, and under a document mask documents and positions.
-
-        The last tokens are padded to a window, and the last windows to a batch.
-        """
+        """Return a window; the last tokens are padded to a window, and the last windows to a batch."""
         stream = self._stream
         while len(self._leftover_tokens) <= stream.seq_len and not self._exhausted:
             self._take_document()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import positive_int
+
+
+def positive_int(text: str) -> int:
+    """Return a command-line option's whole number >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number >= 1, not {text!r}")
+    return int(text)
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -15,8 +15,9 @@ from titanlite.data.documents import text_files
 from titanlite.data.prepare import Progress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
-from titanlite.errors import UserError, format_table, positive_int
+from titanlite.errors import UserError, format_table
 from titanlite.runtime.cluster import cores
+from titanlite.tools.config import positive_int
 
 
 def add_arguments(parser: ArgumentParser) -> None:
