@@ -26,7 +26,7 @@ from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, tomllib
 from titanlite.errors import UserError
-from titanlite.observe.run_folder import archive_previous_files, archive_previous_logs
+from titanlite.observe.run_folder import archive_previous_files
 from titanlite.runtime import store
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def archive_previous_run(config: JobConfig) -> str:
     """
     root, load_step = checkpoint_root(config), config.checkpoint.load_step
     if config.checkpoint.enable and (steps := committed(root)):
-        archive = archive_previous_logs(Path(config.job.dump_folder))
+        archive = archive_previous_files(config, resumed=True)
         newest = f"the newest of steps {', '.join(map(str, steps))}"
         chosen = newest if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
         return f"resuming from {chosen} in {root}" + (f"; earlier logs are in {archive}" if archive else "")
-    archive = archive_previous_files(config)
+    archive = archive_previous_files(config, resumed=False)
     return f"an earlier run's files are now in {archive}" if archive else ""
 
 

@@ -143,10 +143,8 @@ def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available:
 
 def _state_size(job: Job, model: nn.Module, table: dict[str, Rule], element_size: int) -> int:
     """Return the bytes that training a model keeps on all ranks together, with parameters of `element_size` bytes."""
-    from titanlite.observe.memory import state_bytes
     from titanlite.optim import optimizer_bytes, trained_parameters
 
-    elements = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    elements = sum(p.numel() * (2 if p.requires_grad else 1) for p in model.parameters())  # gradients as well
     groups = trained_parameters([model], table, job.spec.blocks, no_decay=())
-    return sum(state_bytes(elements, trained, element_size, optimizer_bytes(groups, job.config)))
+    return elements * element_size + optimizer_bytes(groups, job.config)

@@ -1,29 +1,15 @@
-"""Memory of a rank: what the model's state needs, the peak so far, what the machine has."""
+"""Memory of a rank: the peak so far, and what the machine has."""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """Peak memory of this rank, and its percentage of what the device or machine has."""
-
-    gib: float
-    percent: float
-
-
-def state_bytes(elements: int, trained: int, element_size: int, optimizer: int) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer state, for numbers of elements and bytes of each."""
-    return elements * element_size, trained * element_size, optimizer
 
 
 def machine_bytes() -> int:
@@ -34,22 +20,20 @@ def machine_bytes() -> int:
     return min(total, int(text)) if text.isdigit() else total
 
 
-def peak_memory(device: torch.device) -> PeakMemory:
-    """Return the peak of allocated device memory; on a CPU the process's peak resident set."""
+def peak_memory(device: torch.device) -> tuple[float, float]:
+    """Return the peak of allocated memory of a GPU, or of a CPU process's resident set, in GiB and in percent."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
+        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
-    return PeakMemory(peak / GIB, 100 * peak / total)
+    return peak / GIB, 100 * peak / total
 
 
 def memory_tags(device: torch.device) -> dict[str, float]:
     """Return TensorBoard's memory tags."""
     if device.type != "cuda":
-        peak = peak_memory(device)
-        return {"memory/max_active(GiB)": peak.gib, "memory/max_active(%)": peak.percent}
+        return dict(zip(("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True))
     stats, total = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
     tags: dict[str, float] = {}
     for kind in ("active", "reserved"):

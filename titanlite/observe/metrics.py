@@ -69,8 +69,7 @@ class StepRecord:
         return tags if self.mfu is None else {**tags, "mfu(%)": self.mfu}
 
 
-Values = dict[str, Any]
-"""Numbers, or None, by the keys of metrics.jsonl."""
+Values = dict[str, Any]  # numbers, or None, by the keys of metrics.jsonl
 
 
 class Sink(Protocol):
@@ -82,9 +81,8 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(folder: Path, config: JobConfig, after: int = 0) -> list[Sink]:
-    """Return every sink that the config enables. A run that resumes after step `after` drops what an earlier attempt
-    recorded of later steps."""
+def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
+    """Return every sink that the config enables; what an earlier attempt recorded after step `after` is dropped."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", after)]
     if config.metrics.enable_tensorboard:
         sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after))
@@ -111,7 +109,7 @@ class JsonLines:
 class TensorBoard:
     """TensorBoard's event files."""
 
-    def __init__(self, folder: Path, after: int = 0) -> None:
+    def __init__(self, folder: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # costs half a second
 
         self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerAction, profile, schedule
@@ -54,9 +53,7 @@ class Profiler:
         if self._settings.enable_memory_snapshot and number % self._settings.profile_freq == 0:
             self._write_snapshot(f"step-{number}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._settings.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
                 self._write_snapshot(f"step-{self._done + 1}-out-of-memory")

@@ -20,23 +20,15 @@ from titanlite.layout import DIMENSIONS
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
-def archive_previous_files(config: JobConfig) -> Path | None:
+def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     """Move what an earlier run wrote to previous/<time>/, and return that folder; None if there was nothing.
 
-    W&B's folder stays: it has a folder per run, whose path W&B printed.
+    A resumed run appends to its metrics and traces. W&B's folder stays: it has one per run, whose path W&B printed.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     dump_folder.mkdir(parents=True, exist_ok=True)
-    folders = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
-    return _archive(dump_folder, ("metrics.jsonl", *_WRITTEN_AT_START, *folders))
-
-
-def archive_previous_logs(dump_folder: Path) -> Path | None:
-    """Move only what each start writes: a resumed run appends to its metrics and traces."""
-    return _archive(dump_folder, _WRITTEN_AT_START)
-
-
-def _archive(dump_folder: Path, names: tuple[str, ...]) -> Path | None:
+    appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, "metrics.jsonl", *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
@@ -59,9 +51,9 @@ def new_archive_folder(dump_folder: Path) -> Path:
 
 def describe_run(dump_folder: Path, job: Job, seed: int, device: str) -> None:
     """Write config.toml and environment.json."""
-    (dump_folder / "config.toml").write_text(to_toml(job.given), encoding="utf-8")
-    environment = json.dumps(describe_environment(job, seed, device), indent=2)
-    (dump_folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
+    environment = json.dumps(describe_environment(job, seed, device), indent=2) + "\n"
+    for name, text in (("config.toml", to_toml(job.given)), ("environment.json", environment)):
+        (dump_folder / name).write_text(text, encoding="utf-8")
 
 
 def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
@@ -94,15 +86,13 @@ def versions() -> dict[str, str]:
 def git_revision() -> str | None:
     """Return the revision of the checkout that runs, marked if files differ from it; None outside a checkout."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    if not git("ls-files", __file__):
-        return None  # installed inside another project's checkout
-    revision = git("rev-parse", "HEAD")
-    return f"{revision} with changes" if revision and git("status", "--porcelain") else revision
+    try:
+        if not git("ls-files", __file__):
+            return None  # installed inside another project's checkout
+        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None

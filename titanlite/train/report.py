@@ -1,4 +1,4 @@
-"""What a run logs: the description at the start, a line and a record per logged step, validation losses, saves.
+"""What a run logs: a line and a record per logged step, validation losses, saves.
 
 Every rank makes a Report, since the loss is reduced over all of them; only rank 0 has sinks.
 """
@@ -6,24 +6,18 @@ Every rank makes a Report, since the loss is reduced over all of them; only rank
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titanlite.checkpoint.manager import PendingSave
-from titanlite.data.stream import Stream
-from titanlite.data.windows import Windows
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory
 from titanlite.observe.metrics import Sink, StepRecord, Values, open_sinks
 from titanlite.observe.run_folder import describe_run
-from titanlite.observe.summary import StartFacts, describe_start
 from titanlite.observe.throughput import peak_tflops
-from titanlite.optim import TrainedParam, implementation, optimizer_bytes
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
@@ -51,31 +45,6 @@ class Report:
             describe_run(folder, self.job, seed, self.device.type)
             self.sinks = open_sinks(folder, self.job.config, after=step)
 
-    def describe_start(
-        self,
-        model: nn.Module,
-        parts: Sequence[nn.Module],
-        trained: Sequence[TrainedParam],
-        data: Windows | Stream,
-        seed: int,
-    ) -> list[str]:
-        """Return the lines that the start of the run prints; call it on all ranks."""
-        hosts: list[str] = [""] * self.rank_info.world
-        dist.all_gather_object(hosts, self.rank_info.host)
-        facts = StartFacts(
-            device=self.device,
-            hosts=hosts,
-            seed=seed,
-            samples=data.samples,
-            fingerprint=data.fingerprint,
-            flops_per_token=self.flops_per_token,
-            decayed_tensors=sum(item.decays for item in trained),
-            exempt_tensors=sum(not item.decays for item in trained),
-            optimizer_bytes=optimizer_bytes(trained, self.job.config),
-            optimizer_implementation=implementation(self.job.config.optimizer),
-        )
-        return describe_start(self.job, model, parts, self.context.table, facts)
-
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
         config = self.job.config
@@ -94,7 +63,7 @@ class Report:
             return
         global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.context.mesh.loss)
         clock.step_done()
-        memory = peak_memory(self.device)
+        memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
         record = StepRecord(
@@ -111,10 +80,10 @@ class Report:
             step_seconds_p50=clock.percentile(50),
             step_seconds_p95=clock.percentile(95),
             data_seconds=clock.data_seconds,
-            memory_gib=memory.gib,
+            memory_gib=memory,
             recompiles=clock.recompiles,
         )
-        self.log.info(record.line(job.config.training.steps, memory.percent))
+        self.log.info(record.line(job.config.training.steps, memory_percent))
         tags = memory_tags(self.device)
         if warning := self.retries.warning(tags):
             self.log.warning(warning)

@@ -44,6 +44,7 @@ from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
+from titanlite.train.summary import describe_start
 from titanlite.train.validate import validation_loss
 
 
@@ -125,7 +126,7 @@ class Trainer:
 
     def describe(self) -> list[str]:
         """Return the lines that the start of the run prints."""
-        return self.report.describe_start(self.model, self.parts, self.trained, self.data, self.seed)
+        return describe_start(self)
 
     # ---------------------------------------------------------------- running
 

@@ -1,0 +1,75 @@
+"""The lines that a run prints at its start: every number that the config implies."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from titanlite import __version__
+from titanlite.errors import format_bytes
+from titanlite.optim import implementation, optimizer_bytes
+from titanlite.parallel.dtensor import local_part
+
+if TYPE_CHECKING:
+    from titanlite.train.trainer import Trainer
+
+_ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other"}
+
+
+def describe_start(trainer: Trainer) -> list[str]:
+    """Return the lines: numbers of the whole model, memory of this rank's parts. Call it on all ranks."""
+    job, data, config = trainer.job, trainer.data, trainer.job.config
+    batch, training, optimizer = job.batch, config.training, config.optimizer
+    roles: Counter[str] = Counter()
+    for name, parameter in trainer.model.named_parameters():
+        role = trainer.report.context.table[name].tensor
+        roles[_ROLE_NAMES.get(role, role)] += parameter.numel()
+    frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    parameters = [p for part in trainer.parts for p in part.parameters()]
+    sizes = [local_part(p).numel() * p.element_size() for p in parameters]
+    gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+    state = sum(sizes), gradients, optimizer_bytes(trainer.trained, config)
+    decayed = sum(item.decays for item in trainer.trained)
+    data_sets = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture) or training.dataset
+    tokens = batch.total * training.seq_len
+    rows = {
+        "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "model": f"{config.model.name} {config.model.flavor}, {roles.total():,} parameters"
+        + (f", {frozen:,} frozen: " if frozen else ": ")
+        + ", ".join(f"{role} {count:,}" for role, count in roles.items()),
+        "device": _describe_device(trainer),
+        "mesh": str(job.layout),
+        "batch": f"{batch.total} = local {batch.local} x data-parallel {batch.data_parallel} x accumulation "
+        f"{batch.accumulation}; {tokens:,} tokens a step, {tokens * training.steps:,} in all",
+        "data": f"{data_sets}, "
+        + ("streamed, " if data.samples is None else f"{data.samples:,} ")
+        + f"windows of {training.seq_len} tokens, "
+        + ("" if data.samples is None else f"{data.samples / batch.total:,.0f} steps an epoch, ")
+        + f"fingerprint {data.fingerprint}",
+        "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
+        f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",
+        "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
+        + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
+        "optimizer": f"{optimizer.name} ({implementation(optimizer)}), weight decay {optimizer.weight_decay:g} "
+        f"on {decayed} tensors, none on {len(trainer.trained) - decayed}",
+        "seed": f"{trainer.seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),
+    }
+    if config.job.description:
+        rows = {"run": config.job.description, **rows}
+    lines = [f"{name:<10} {text}" for name, text in rows.items()]
+    return [*lines, job.no_effect] if job.no_effect else lines
+
+
+def _describe_device(trainer: Trainer) -> str:
+    world, device, threads = trainer.job.layout.world, trainer.device, torch.get_num_threads()
+    all_hosts: list[str] = [""] * world
+    dist.all_gather_object(all_hosts, trainer.rank_info.host)
+    hosts = len(set(all_hosts))
+    ranks = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {ranks}, NCCL"
+    return f"CPU, {ranks}, {threads} thread{'s' * (threads > 1)} each, gloo"
