@@ -76,7 +76,7 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--debug", "1"], "is not an option"),
         (["--lr", "1"], "did you mean --optimizer.lr"),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
-        (["--model.overrides", "4"], "is a table"),
+        (["--model.overrides", "4"], "is a table: write [model.overrides] or --model.overrides.NAME VALUE"),
         (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
         (["--training.steps=3", "stray"], "stray\n      is not an option"),
     ],

@@ -22,7 +22,7 @@ from tests.conftest import PRELOAD
 from tests.jobs import TINY, job, trainer, weights
 from titanlite.config.load import ConfigError
 from titanlite.config.rules.parallel import DEGREES, NOT_BUILT
-from titanlite.config.schema import keys, value_of
+from titanlite.config.schema import KEYS, value_of
 from titanlite.config.toml import toml_value
 from titanlite.verify.pool import Pool
 
@@ -43,7 +43,7 @@ def is_not_built(key: str) -> bool:
 def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
     code = "\n".join(p.read_text() for p in SOURCE.rglob("*.py") if p.name not in ("schema.py", "torchtitan.py"))
     unread = []
-    for key in keys():
+    for key in KEYS:
         section, name = key.split(".")[-2:]
         local = r"(?:settings|config|schedule|view|recomputing)"  # a section passed on under a shorter name
         read = re.search(rf"\b(?:{section}|{local})\.{name}\b", code) or name in DEGREES.values()
@@ -263,8 +263,8 @@ NO_EFFECT = {  # on one rank; key: (flipped value, other options of both jobs)
 
 
 def test_every_key_is_in_a_table():
-    unbuilt = {key for key in keys() if is_not_built(key)}
-    assert keys().keys() - FLIPS.keys() - REFUSED.keys() - SHOWN_BY.keys() - unbuilt == set()
+    unbuilt = {key for key in KEYS if is_not_built(key)}
+    assert KEYS.keys() - FLIPS.keys() - REFUSED.keys() - SHOWN_BY.keys() - unbuilt == set()
 
 
 def test_the_tests_that_the_table_names_exist():

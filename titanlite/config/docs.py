@@ -5,16 +5,32 @@ from __future__ import annotations
 import json
 import textwrap
 
-from titanlite.config.schema import JobConfig, Section, legal, sections
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig, legal
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
+
+_INTRODUCTION = """# Config keys
+
+Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.
+
+A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command
+line > later file > earlier file > default. All errors are named before anything starts (exit code 2).
+**+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.
+"""
+_FOREIGN_KEYS = """## Keys of TorchTitan that titanlite does not have
+
+They are accepted at a value that switches the feature off, so that a config loads as it is, and refused
+by name otherwise.
+
+| key | accepted | otherwise |
+|---|---|---|"""
 
 
 def help_text(search: str = "") -> str:
     """Return every key whose name or meaning contains `search`, with its default and meaning, for a terminal."""
     lines = []
-    for name, cls in sections():
-        rows = [row for row in _rows(name, cls) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
+    for name, cls in SECTIONS.items():
+        rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
         if not rows:
             continue
         lines.append(f"[{name}]  {_one_line(cls.__doc__)}")
@@ -32,57 +48,32 @@ def json_schema() -> str:
 
 def markdown() -> str:
     """Return the text of docs/config.md."""
-    out = [
-        "# Config keys",
-        "",
-        "Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.",
-        "",
-        "A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command",
-        "line > later file > earlier file > default. All errors are named before anything starts (exit code 2).",
-        "**+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.",
-        "",
-    ]
-    for name, cls in sections():
-        rows = _rows(name, cls)
-        if not rows:
-            continue
-        out += [
-            f"## [{name}]",
-            "",
-            _one_line(cls.__doc__),
-            "",
-            "| key | default | legal values | meaning |",
-            "|---|---|---|---|",
-        ]
-        for key, default, values, meaning in rows:
-            full = f"{name}.{key}"
-            mark = " **+**" if full in NEW else ""
-            difference = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
-            cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + difference]
-            out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        out.append("")
-    out += [
-        "## Keys of TorchTitan that titanlite does not have",
-        "",
-        "They are accepted at a value that switches the feature off, so that a config loads as it is, and refused",
-        "by name otherwise.",
-        "",
-        "| key | accepted | otherwise |",
-        "|---|---|---|",
-    ]
+    out = [_INTRODUCTION]
+    for name, cls in SECTIONS.items():
+        if rows := _rows(name):
+            out += [f"## [{name}]", "", _one_line(cls.__doc__), ""]
+            out += ["| key | default | legal values | meaning |", "|---|---|---|---|"]
+            for key, default, values, meaning in rows:
+                full = f"{name}.{key}"
+                mark = " **+**" if full in NEW else ""
+                difference = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
+                cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + difference]
+                out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            out.append("")
+    out.append(_FOREIGN_KEYS)
     for key, known in FOREIGN.items():
         accepted = "any value" if known.off is None else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
         out.append(f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |")
     return "\n".join(out) + "\n"
 
 
-def _rows(name: str, cls: type[Section]) -> list[tuple[str, str, str, str]]:
+def _rows(section: str) -> list[tuple[str, str, str, str]]:
     """Return key, default, legal values and meaning of a section's own keys."""
-    nested = {section for section, _ in sections()}
+    fields = [(key.rpartition("."), info) for key, info in KEYS.items()]
     return [
         (key, toml_value(info.default), legal(info.annotation, info.metadata), _one_line(info.description))
-        for key, info in cls.model_fields.items()
-        if f"{name}.{key}" not in nested
+        for (name, _, key), info in fields
+        if name == section
     ]
 
 

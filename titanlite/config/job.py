@@ -9,7 +9,7 @@ from typing import Any
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.rules import data, parallel, run
 from titanlite.config.rules.context import InvalidField, RuleContext
-from titanlite.config.schema import JobConfig, Section
+from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
 
@@ -32,14 +32,13 @@ class Job:
     shape: ModelDims
 
     @property
+    def validation_seq_len(self) -> int:
+        return self.config.validation.seq_len or self.config.training.seq_len
+
+    @property
     def positions(self) -> int:
         """The longest sequence that the model will see."""
-        return max(self.config.training.seq_len, validation_seq_len(self.config))
-
-
-def validation_seq_len(config: JobConfig) -> int:
-    """Return validation.seq_len, or training.seq_len where it is not set."""
-    return config.validation.seq_len or config.training.seq_len
+        return max(self.config.training.seq_len, self.validation_seq_len)
 
 
 def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool) -> Job:
@@ -65,17 +64,5 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool)
     idle = parallel.keys_without_effect(given, layout, batch)
     reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
     no_effect = "no effect " + "; ".join(reasons) if idle else ""
-    config = _with_defaults(given, "", set(idle))
+    config = config_of({key: value_of(given, key) for key in KEYS if key not in idle})
     return Job(config, given, no_effect, layout, batch, context.spec, context.model, context.shape)
-
-
-def _with_defaults(section: Any, prefix: str, keys: set[str]) -> Any:
-    """Return the section at `prefix` with these dotted keys at their defaults."""
-    changed: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            changed[name] = _with_defaults(value, f"{prefix}{name}.", keys)
-        elif prefix + name in keys:
-            changed[name] = field.default
-    return section.model_copy(update=changed)

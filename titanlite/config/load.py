@@ -6,14 +6,15 @@ Precedence: command line > later file > earlier file > default. Rules between ke
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.schema import JobConfig, Section, keys, legal, sections
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of, legal
 from titanlite.config.toml import toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign
 from titanlite.errors import UserError
@@ -21,9 +22,7 @@ from titanlite.errors import UserError
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
-_SECTIONS = dict(sections())
-_KEYS = keys()
-_TABLES = tuple(f"{key}." for key, info in _KEYS.items() if legal(info.annotation) == "a table")
+_TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,13 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A value as it was given."""
+    """A value as it was given, and where."""
 
     value: Any
     origin: str
-    text: str | None = None
-    """On the command line: the text before it was read as TOML."""
+
+    def fault(self, key: str, why: str) -> Fault:
+        return Fault(key, why, self.value, self.origin)
 
 
 @dataclass
@@ -95,7 +95,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
                 line.faults.append(Fault(argument, "needs the name of a TOML file"))
             line.files += values
         elif "." not in name:
-            matches = [f"--{key}" for key in keys() if key.rpartition(".")[2] == name]
+            matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}")]
             known = " or ".join(matches) or "--config, --help and --section.key VALUE"
             hint = "did you mean" if matches else "known are"
             line.faults.append(Fault(argument, f"is not an option; {hint} {known}"))
@@ -110,24 +110,20 @@ def _override(name: str, values: list[str]) -> tuple[str, Entry]:
     """Return the key and value of an override; without a value it is true, or false as `no_KEY`."""
     section, _, last = name.rpartition(".")
     if values:
-        return name, Entry(_read_value(values[0]), "command line", values[0])
-    if last.startswith("no_") and name not in keys():
+        return name, Entry(_read_value(name, values[0]), "command line")
+    if last.startswith("no_") and name not in KEYS:
         return f"{section}.{last[3:]}", Entry(False, "command line")
     return name, Entry(True, "command line")
 
 
-def _read_value(text: str) -> Any:
-    """Read a TOML value; anything else is a string."""
+def _read_value(key: str, text: str) -> Any:
+    """Read a TOML value; anything else is a string, and so is a number that is given to a key for text."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return parsed["value"] if parsed.keys() == {"value"} else text
-
-
-def find_config(name: str) -> Path | None:
-    """Find a config file as given, else in train_configs/."""
-    return next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
+    is_text = key in KEYS and KEYS[key].annotation is str and not isinstance(parsed["value"], str)
+    return text if is_text or len(parsed) > 1 else parsed["value"]
 
 
 def shipped_configs() -> list[str]:
@@ -150,7 +146,7 @@ def load(line: CommandLine) -> Loaded:
     faults = list(line.faults)
     tree: dict[str, Entry] = {}
     for name in line.files:
-        path = find_config(name)
+        path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
         if path is None:
             faults.append(Fault(name, f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"))
             continue
@@ -159,51 +155,49 @@ def load(line: CommandLine) -> Loaded:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             faults.append(Fault(name, f"cannot be read as TOML: {error}"))
     for key, entry in line.overrides.items():
-        _flatten({key: entry}, "", "command line", tree)
-    _remove_unknown(tree, faults)
+        _flatten({key: entry.value}, "", entry.origin, tree)
+    faults += _remove_unknown(tree)
     _apply_converters(tree)
-    invalid: set[str] = set()
-    config = _build(JobConfig, "", tree, invalid, faults)
-    assert isinstance(config, JobConfig)
-    return Loaded(config, tree, invalid, faults)
+    config, invalid = _build(tree)
+    faults += [tree[key].fault(key, why) for key, why in invalid.items()]
+    return Loaded(config, tree, set(invalid), faults)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str, Entry]) -> None:
     """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():
-        key = prefix + name
-        if isinstance(value, dict) and key not in _KEYS | RENAMED:
+        key = RENAMED.get(prefix + name, prefix + name)
+        if isinstance(value, dict) and key in _TABLES:
+            tree.update({f"{key}.{k}": Entry(v, origin) for k, v in value.items()})
+        elif isinstance(value, dict) and not _is_known(key):
             _flatten(value, key + ".", origin, tree)
-            continue
-        entry = value if isinstance(value, Entry) else Entry(value, origin)
-        key = RENAMED.get(key, key)
-        if key + "." in _TABLES and isinstance(entry.value, dict):
-            tree.update({f"{key}.{k}": Entry(v, entry.origin) for k, v in entry.value.items()})
         else:
-            tree[key] = entry
+            tree[key] = Entry(value, origin)
 
 
-def _remove_unknown(tree: dict[str, Entry], faults: list[Fault]) -> None:
+def _is_known(key: str) -> bool:
+    return key in KEYS or key.rpartition(".")[0] in _TABLES
+
+
+def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
     """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing."""
     for key, entry in list(tree.items()):
-        if key in _KEYS or key.startswith(_TABLES):
+        if _is_known(key) and key not in _TABLES:
             continue
         del tree[key]
-        known = foreign(key)
-        if known is not None:
+        if known := foreign(key):
             if known.off is not None and entry.value not in known.off:
-                faults.append(Fault(key, f"{known.instead} (a key of TorchTitan)", entry.value, entry.origin))
-        elif key in _SECTIONS:
-            faults.append(Fault(key, f"is a section: write [{key}] or --{key}.KEY", entry.value, entry.origin))
+                yield entry.fault(key, f"{known.instead} (a key of TorchTitan)")
+        elif key in SECTIONS or key in _TABLES:
+            yield entry.fault(key, f"is a table: write [{key}] or --{key}.NAME VALUE")
         else:
-            faults.append(Fault(key, _suggest(key), entry.value, entry.origin))
+            yield entry.fault(key, _suggest(key))
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:
     """Switch [quantize.linear.float8] on where model.converters names it, as TorchTitan's configs do."""
-    converters = tree.get("model.converters")
-    names = converters.value if converters and isinstance(converters.value, list) else []
-    if converters and any(name in FLOAT8_CONVERTERS for name in names):
+    converters = tree.get("model.converters", Entry([], ""))
+    if isinstance(converters.value, list) and any(name in FLOAT8_CONVERTERS for name in converters.value):
         enable = Entry(True, f"{converters.origin}, by model.converters")
         tree.setdefault("quantize.linear.float8.enable", enable)
 
@@ -211,45 +205,25 @@ def _apply_converters(tree: dict[str, Entry]) -> None:
 def _suggest(key: str) -> str:
     """Name the nearest right spelling over all dotted keys: same section first, then the same name elsewhere."""
     section, _, last = key.rpartition(".")
-    same_name = [known for known in _KEYS if known.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75) or same_name[:1]
-    close = close or difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75) or [k for k in KEYS if k.endswith(f".{last}")]
+    close = close or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
     if close:
         return f"unknown key; did you mean {close[0]}?"
-    if section in _SECTIONS:
-        return f"unknown key; [{section}] has: {', '.join(_SECTIONS[section].model_fields)}"
-    return f"unknown section [{section or key}]; known are: {', '.join(_SECTIONS)}"
+    if section in SECTIONS:
+        return f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}"
+    return f"unknown section [{section or key}]; known are: {', '.join(SECTIONS)}"
 
 
-def _build(
-    cls: type[Section], prefix: str, tree: dict[str, Entry], invalid: set[str], faults: list[Fault]
-) -> Section:
-    """Build one section from the tree; fields that don't fit are reported and have their defaults."""
-    values: dict[str, Any] = {}
-    for name, info in cls.model_fields.items():
-        key = prefix + name
-        if key in _SECTIONS:
-            values[name] = _build(_SECTIONS[key], key + ".", tree, invalid, faults)
-        elif key + "." in _TABLES:
-            entries = {k[len(key) + 1 :]: e.value for k, e in tree.items() if k.startswith(key + ".")}
-            if key in tree:
-                faults.append(Fault(key, f"is a table: set --{key}.NAME VALUE", tree[key].value, tree[key].origin))
-                invalid.add(key)
-            elif entries:
-                values[name] = entries
-        elif key in tree:
-            entry = tree[key]  # a text from the command line is taken as typed, even if it looks like a number
-            as_typed = info.annotation is str and entry.text is not None and not isinstance(entry.value, str)
-            values[name] = entry.text if as_typed else entry.value
+def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
+    """Return the config, and why values of keys are invalid: such keys have their defaults."""
     try:
-        return cls.model_validate(values)
-    except ValidationError as error:
-        bad = {str(e["loc"][0]) for e in error.errors()}
-    for name in (name for name in cls.model_fields if name in bad):
-        info, entry = cls.model_fields[name], tree[prefix + name]
-        why = f"must be {legal(info.annotation, info.metadata)}"
-        if entry.value == "float16":
-            why += "; float16 would need loss scaling, which titanlite does not do"
-        faults.append(Fault(prefix + name, why, entry.value, entry.origin))
-        invalid.add(prefix + name)
-    return cls.model_validate({name: value for name, value in values.items() if name not in bad})
+        return config_of({key: entry.value for key, entry in tree.items()}), {}
+    except ValidationError as error:  # a location goes deeper than the key where a type has parts
+        locations = [accumulate(map(str, e["loc"]), "{}.{}".format) for e in error.errors()]
+    bad = {key for location in locations for key in location if key in KEYS}
+    invalid: dict[str, str] = {}
+    for key in (key for key in KEYS if key in bad):
+        invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}"
+        if tree[key].value == "float16":
+            invalid[key] += "; float16 would need loss scaling, which titanlite does not do"
+    return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

@@ -6,7 +6,7 @@ load.py reads files and the command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -423,24 +423,30 @@ class JobConfig(Section):
     debug: Debug = Debug()
 
 
-def sections(cls: type[Section] = JobConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield every section by dotted name, outer before inner, including those without keys of their own."""
+def _fields(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every section and key by dotted name, outer before inner."""
     for name, field in cls.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield prefix + name, field.annotation
-            yield from sections(field.annotation, f"{prefix}{name}.")
+        yield prefix + name, field
+        if isinstance(field.default, Section):
+            yield from _fields(type(field.default), f"{prefix}{name}.")
 
 
-def keys() -> dict[str, FieldInfo]:
-    """Return every key by dotted name."""
-    names = dict(sections())
-    found = {f"{section}.{name}": field for section, cls in names.items() for name, field in cls.model_fields.items()}
-    return {key: field for key, field in found.items() if key not in names}
+SECTIONS = {name: type(field.default) for name, field in _fields(JobConfig) if isinstance(field.default, Section)}
+KEYS = {name: field for name, field in _fields(JobConfig) if name not in SECTIONS}
 
 
 def value_of(config: JobConfig, key: str) -> Any:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
+
+
+def config_of(values: Mapping[str, Any]) -> JobConfig:
+    """Return the config with these values of dotted keys and the defaults of all others, or raise ValidationError."""
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *names, last = key.split(".")
+        reduce(lambda table, name: table.setdefault(name, {}), names, tables)[last] = value
+    return JobConfig.model_validate(tables)
 
 
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): '"none"'}
@@ -462,8 +468,6 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     if get_args(annotation):  # a union
         return " or ".join(legal(member) for member in get_args(annotation))
     parts = [part for constraint in metadata for part in (constraint, *getattr(constraint, "metadata", []))]
-    bounds = [
-        f"{sign} {bound}" for p in parts for k, sign in _SIGNS.items() if (bound := getattr(p, k, None)) is not None
-    ]
+    bounds = [f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)]
     name = _TYPE_NAMES.get(annotation) or f"a [{annotation.__name__.lower()}] table"
-    return " ".join([name, " and ".join(bounds)]).strip()
+    return f"{name} {' and '.join(bounds)}".strip()

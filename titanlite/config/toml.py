@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from titanlite.config.schema import JobConfig, Section, keys, value_of
+from titanlite.config.schema import KEYS, JobConfig, Section, value_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,7 +19,7 @@ __all__ = ["to_toml", "toml_value", "tomllib"]
 def to_toml(config: JobConfig) -> str:
     """Write the whole config as TOML that load() reads back to the same config."""
     blocks: dict[str, list[str]] = {}
-    for key in keys():
+    for key in KEYS:
         section, _, name = key.rpartition(".")
         blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value_of(config, key))}")
     return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
-from titanlite.config.job import Job, validation_seq_len
+from titanlite.config.job import Job
 from titanlite.config.rules.data import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
@@ -76,7 +76,7 @@ def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows |
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows in every run."""
-    return _open(job, "validation", [], validation_seq_len(job.config), tokenizer, seed=0, repeat=False)
+    return _open(job, "validation", [], job.validation_seq_len, tokenizer, seed=0, repeat=False)
 
 
 def _open(

@@ -45,11 +45,11 @@ class _KeysHelp(Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         from titanlite.config.docs import help_text
-        from titanlite.config.schema import keys
+        from titanlite.config.schema import KEYS
 
         text = help_text(values)
         if not text:
-            close = nearest(values, {part for key in keys() for part in key.split(".")})
+            close = nearest(values, {part for key in KEYS for part in key.split(".")})
             raise UserError(f"no config key mentions '{values}'" + (f"; did you mean '{close}'?" if close else ""))
         if not values:
             parser.print_help()

@@ -25,11 +25,8 @@ def _batch_sizes_divide(context: RuleContext) -> Faults:
     unit = local * context.layout.batch
     if total != -1 and total % unit:
         below, above = total // unit * unit, (total // unit + 1) * unit
-        yield (
-            "training.global_batch_size",
-            f"must be a multiple of local_batch_size {local} x data-parallel degree {context.layout.batch} = {unit}; "
-            f"nearest: {f'{below} or ' if below else ''}{above}",
-        )
+        why = f"must be a multiple of local_batch_size {local} x data-parallel degree {context.layout.batch} = {unit}"
+        yield "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
 
 
 @RULES.add
@@ -50,15 +47,12 @@ def _chunks_have_tokens(context: RuleContext) -> Faults:
 
 @RULES.add
 def _byte_tokenizer_fits_the_vocabulary(context: RuleContext) -> Faults:
-    model = context.config.model
+    model, size = context.config.model, context.shape.vocab_size
     if context.config.training.dataset == "tokens":
         return  # token shards bring a tokenizer or need none
-    if not model.hf_assets_path and context.shape.vocab_size != BYTE_VOCABULARY:
-        yield (
-            "model.hf_assets_path",
-            f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit "
-            f"{model.name} {model.flavor} with its vocabulary of {context.shape.vocab_size}",
-        )
+    if not model.hf_assets_path and size != BYTE_VOCABULARY:
+        why = f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
+        yield "model.hf_assets_path", f"{why} {model.name} {model.flavor} with its vocabulary of {size}"
 
 
 @RULES.add
@@ -88,11 +82,9 @@ def _streams_have_limits(context: RuleContext) -> Faults:
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
     limit = context.config.comm.train_timeout_seconds
     if streamed and context.layout.world > 1 and longest_wait >= limit:
-        yield (
-            "training.dataloader.stall_timeout_seconds",
-            f"a dead stream is given up after {longest_wait:g} s, but other ranks only wait for "
-            f"comm.train_timeout_seconds = {limit}; raise that or lower this",
-        )
+        why = f"a dead stream is given up after {longest_wait:g} s, but other ranks only wait for"
+        remedy = f"comm.train_timeout_seconds = {limit}; raise that or lower this"
+        yield "training.dataloader.stall_timeout_seconds", f"{why} {remedy}"
 
 
 @RULES.add

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
-from titanlite.config.schema import JobConfig, keys, value_of
+from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.layout import Batch, Layout, divisors
 
 RULES = Rules()
@@ -58,19 +58,19 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
         reasons |= dict.fromkeys(_NEED_TENSOR_PARALLEL, "without tensor parallel")
     if layout.world == 1:
         reasons = dict.fromkeys(reasons, "on 1 rank")
-    return {key: reasons[key] for key in keys() if key in reasons and _is_set(config, key)}
+    return {key: reasons[key] for key in KEYS if key in reasons and _is_set(config, key)}
 
 
 def _is_set(config: JobConfig, key: str) -> bool:
     """Whether a key differs from its default, and does not tune a technique that is off."""
-    tunes_nothing = key.startswith(_FLOAT8) and not config.quantize.linear.float8.enable
-    return value_of(config, key) != keys()[key].default and not tunes_nothing
+    is_used = config.quantize.linear.float8.enable or not key.startswith(_FLOAT8)
+    return is_used and value_of(config, key) != KEYS[key].default
 
 
 def not_built(config: JobConfig) -> Faults:
     """Refuse techniques that are not built yet."""
     for key, technique in NOT_BUILT.items():
-        if value_of(config, key) != keys()[key].default:
+        if value_of(config, key) != KEYS[key].default:
             yield key, f"{technique} is not built yet; remove the key"
 
 
@@ -94,10 +94,8 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
             yield f"parallelism.{key}", _does_not_divide(product, ranks, legal or [1])
     if shard != -1 and (world % shard or world % others == 0):
         *smaller, largest = [-1, world // others] if world % others == 0 else [-1, *divisors(world)]
-        yield (
-            "parallelism.data_parallel_shard_degree",
-            f"{shard} × {others} (other degrees) ≠ {ranks}; use {', '.join(map(str, smaller))} or {largest}",
-        )
+        use = f"use {', '.join(map(str, smaller))} or {largest}"
+        yield "parallelism.data_parallel_shard_degree", f"{shard} × {others} (other degrees) ≠ {ranks}; {use}"
 
 
 def _does_not_divide(degree: int | str, what: str, legal: list[int]) -> str:
@@ -164,10 +162,8 @@ def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
 @RULES.add
 def _replicated_parameters_are_not_offloaded(context: RuleContext) -> Faults:
     if context.config.parallelism.fsdp_keep_whole and context.config.training.enable_cpu_offload:
-        yield (
-            "parallelism.fsdp_keep_whole",
-            "training.enable_cpu_offload only moves sharded parameters; use one or the other",
-        )
+        why = "training.enable_cpu_offload only moves sharded parameters; use one or the other"
+        yield "parallelism.fsdp_keep_whole", why
 
 
 @RULES.add
@@ -192,11 +188,8 @@ def _float8_can_multiply(context: RuleContext) -> Faults:
         yield _FLOAT8 + "enable", "float8 products come out in float32 or bfloat16, not in float64"
     tokens = training.local_batch_size * training.seq_len
     if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
-        yield (
-            _FLOAT8 + "enable",
-            f"a weight gradient sums over training.local_batch_size x training.seq_len = {tokens} tokens, which must "
-            "be a multiple of 16; change one of the two",
-        )
+        why = f"a weight gradient sums over training.local_batch_size x training.seq_len = {tokens} tokens"
+        yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 
 @RULES.add

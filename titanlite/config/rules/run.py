@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
-from titanlite.config.schema import keys, value_of
+from titanlite.config.schema import KEYS, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.registry import find_converter, get_model, get_optimizer
@@ -55,20 +55,18 @@ def _optimizer_has_the_keys(context: RuleContext) -> Faults:
         yield "optimizer.name", str(error)
         return
     for name in spec.unused:
-        if getattr(context.config.optimizer, name) != keys()[f"optimizer.{name}"].default:
+        if getattr(context.config.optimizer, name) != KEYS[f"optimizer.{name}"].default:
             yield f"optimizer.{name}", f"{spec.name} does not use this key; remove it, or use AdamW"
 
 
 @RULES.add
 def _schedule_fits_the_steps(context: RuleContext) -> Faults:
     schedule = context.config.lr_scheduler
-    total = schedule.total_steps or context.config.training.steps
-    if schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
-        yield (
-            "lr_scheduler.decay_ratio",
-            f"{schedule.warmup_steps} warm-up steps and {round(total * schedule.decay_ratio)} decay steps exceed "
-            f"{total}; at most {max(0, total - schedule.warmup_steps) / total:.3g}",
-        )
+    total, warmup = schedule.total_steps or context.config.training.steps, schedule.warmup_steps
+    decay = round(total * (schedule.decay_ratio or 0))
+    if schedule.decay_ratio is not None and warmup + decay > total:
+        legal = f"at most {max(0, total - warmup) / total:.3g}"
+        yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
 
 
 @RULES.add
@@ -76,10 +74,8 @@ def _precisions_agree(context: RuleContext) -> Faults:
     training = context.config.training
     for name in ("mixed_precision_param", "mixed_precision_reduce"):
         if (training.dtype == "float64") != (getattr(training, name) == "float64"):
-            yield (
-                f"training.{name}",
-                f'training.dtype is "{training.dtype}": use "float64" for all three types or for none of them',
-            )
+            why = f'training.dtype is "{training.dtype}": use "float64" for all three types or for none of them'
+            yield f"training.{name}", why
 
 
 @RULES.add
@@ -102,10 +98,8 @@ def _cpu_has_what_is_used(context: RuleContext) -> Faults:
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield "checkpoint.async_mode", 'pinned memory is for copies from a GPU, and job.device is cpu; use "async"'
     if config.profiling.enable_memory_snapshot:
-        yield (
-            "profiling.enable_memory_snapshot",
-            "records a GPU's allocator, and job.device is cpu; profiling.enable_profiling works on a CPU",
-        )
+        why = "records a GPU's allocator, and job.device is cpu; profiling.enable_profiling works on a CPU"
+        yield "profiling.enable_memory_snapshot", why
 
 
 @RULES.add
@@ -124,11 +118,8 @@ def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
     settings, spec = context.config.checkpoint, context.spec
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(settings, name) and spec.hf is None:
-            yield (
-                f"checkpoint.{name}",
-                f"{spec.name} has no Hugging Face names; `titanlite checkpoint export --format safetensors` writes "
-                "plain files of any model's checkpoint",
-            )
+            remedy = "`titanlite checkpoint export --format safetensors` writes plain files of any model's checkpoint"
+            yield f"checkpoint.{name}", f"{spec.name} has no Hugging Face names; {remedy}"
     if settings.initial_load_in_hf and not settings.initial_load_path:
         yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
@@ -138,10 +129,7 @@ def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
 @RULES.add
 def _traces_fit_between_their_steps(context: RuleContext) -> Faults:
     profiling = context.config.profiling
-    needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.enable_profiling and profiling.profile_freq < needed:
-        yield (
-            "profiling.profile_freq",
-            f"{profiling.profiler_warmup} warm-up steps and {profiling.profiler_active} traced steps do not fit into "
-            f"{profiling.profile_freq}; at least {needed}",
-        )
+    warmup, active, period = profiling.profiler_warmup, profiling.profiler_active, profiling.profile_freq
+    if profiling.enable_profiling and period < warmup + active:
+        why = f"{warmup} warm-up steps and {active} traced steps do not fit into {period}"
+        yield "profiling.profile_freq", f"{why}; at least {warmup + active}"
