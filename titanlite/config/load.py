@@ -72,7 +72,7 @@ class CommandLine:
     """The arguments of `titanlite train` or of a worker."""
 
     files: list[str] = field(default_factory=list)
-    overrides: dict[str, Entry] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -99,21 +99,14 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             known = " or ".join(matches) or "--config, --help and --section.key VALUE"
             hint = "did you mean" if matches else "known are"
             line.faults.append(Fault(argument, f"is not an option; {hint} {known}"))
-        else:
-            line.overrides.update([_override(name, values)])
+        elif values:
+            line.overrides[name] = _read_value(name, values[0])
+        else:  # --section.key switches on, --section.no_key switches off
+            on = name in KEYS or ".no_" not in name
+            line.overrides[name if on else name.replace(".no_", ".")] = on
     if not line.files:
         line.files = [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
     return line
-
-
-def _override(name: str, values: list[str]) -> tuple[str, Entry]:
-    """Return the key and value of an override; without a value it is true, or false as `no_KEY`."""
-    section, _, last = name.rpartition(".")
-    if values:
-        return name, Entry(_read_value(name, values[0]), "command line")
-    if last.startswith("no_") and name not in KEYS:
-        return f"{section}.{last[3:]}", Entry(False, "command line")
-    return name, Entry(True, "command line")
 
 
 def _read_value(key: str, text: str) -> Any:
@@ -154,8 +147,7 @@ def load(line: CommandLine) -> Loaded:
             _flatten(tomllib.loads(path.read_text(encoding="utf-8")), "", name, tree)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             faults.append(Fault(name, f"cannot be read as TOML: {error}"))
-    for key, entry in line.overrides.items():
-        _flatten({key: entry.value}, "", entry.origin, tree)
+    _flatten(line.overrides, "", "command line", tree)
     faults += _remove_unknown(tree)
     _apply_converters(tree)
     config, invalid = _build(tree)

@@ -89,18 +89,17 @@ def cores() -> int:
 def check_torch() -> None:
     """Refuse a torch older than pyproject.toml allows, before its import fails in some other way; warn of a newer."""
     try:
-        found = version("torch")
-    except PackageNotFoundError:
-        raise UserError("torch is not installed in this environment: pip install torch") from None
-    try:
-        requirement = next(line for line in requires("titanlite") or () if re.match("torch[<>]", line))
-    except PackageNotFoundError:
+        installed, requirements = version("torch"), requires("titanlite") or ()
+    except PackageNotFoundError as error:
+        if error.name == "torch":
+            raise UserError("torch is not installed in this environment: pip install torch") from None
         return  # a checkout on PYTHONPATH, not installed: nothing says the range
+    requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
-    if _major_minor(found) < low:
-        raise UserError(f"torch {found} is too old: titanlite needs {requirement}")
-    if _major_minor(found) >= high:
-        print(f"titanlite: torch {found} is newer than any that was tested ({requirement})", file=sys.stderr)
+    if _major_minor(installed) < low:
+        raise UserError(f"torch {installed} is too old: titanlite needs {requirement}")
+    if _major_minor(installed) >= high:
+        print(f"titanlite: torch {installed} is newer than any that was tested ({requirement})", file=sys.stderr)
 
 
 def _major_minor(version_text: str) -> tuple[int, ...]:

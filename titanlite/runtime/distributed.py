@@ -35,23 +35,19 @@ def process_group(
     rank: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
 ) -> Iterator[None]:
     """Create the job's process group, and destroy it on success."""
-    backend = "gloo"
+    backend, gpu = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cuda:nccl,cpu:gloo"
+        backend, gpu = "cuda:nccl,cpu:gloo", device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(traces / "rank_"))
     timeout = timedelta(seconds=comm.init_timeout_seconds)
+    store = _store(rank, environ, timeout)
     dist.init_process_group(
-        backend,
-        store=_store(rank, environ, timeout),
-        rank=rank.rank,
-        world_size=rank.world,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout, device_id=gpu
     )
     yield
     # Only on success: with peers stuck in a collective this would block and hide the error.
@@ -59,14 +55,12 @@ def process_group(
 
 
 def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """Return the store through which the ranks find each other.
-
-    An elastic agent's store outlives an attempt. Every attempt has its own prefix, or it would find stale addresses.
-    """
+    """Return the store through which the ranks find each other."""
     address = store_address(environ, rank.world)
     if address is None:
         return dist.HashStore()
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's store outlives an attempt: without a prefix of its own, the next would find stale addresses.
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
