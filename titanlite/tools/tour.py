@@ -26,7 +26,7 @@ RUN = f"--training.steps {STEPS} --training.seq_len 64 --training.global_batch_s
 RUN += f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} --job.device cpu --generate.no_at_end"
 RUN += f" --validation.freq {STEPS} --validation.steps 5 --metrics.no_enable_tensorboard"
 SECONDS_TO_START = 300
-_PROGRAM = """
+_COMPARE = """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
@@ -46,8 +46,7 @@ with torch.no_grad():
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    about = "an empty folder, where everything is kept (default: a temporary one)"
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="an empty folder (default: a temporary one)")
     parser.epilog = "example: titanlite tour --to tour"
 
 
@@ -58,50 +57,47 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--to {folder}: the folder must be empty")
     start = time.monotonic()
     dump, single, exported = folder / "run", folder / "single", folder / "exported"
-
-    _print_step(
-        "1", "Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all."
-    )
+    _print("1  Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all.")
     _train_and_kill(dump)
     killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
     recent = saved is not None and killed_at - saved <= 2 * INTERVAL
     _check(recent, f"killed at step {killed_at}, and checkpoint step-{saved} is complete")
 
-    _print_step("2", "Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
+    _print("2  Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
     out = _titanlite(f"train {RUN} --job.dump_folder {dump}", NGPU="2")
     _check(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh without any option")
     steps = [record["step"] for record in _records(dump) if "loss" in record]
     _check(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has each of the {STEPS} steps once")
 
-    _print_step("3", "Run the same training uninterrupted in one process.")
+    _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN} --job.dump_folder {single}", NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
     worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
     _check(worst < 1e-4, f"training and validation losses differ by at most {worst:.1e}")
 
-    _print_step("4", "List and verify the checkpoints, and export the last one to Hugging Face's format.")
+    _print("4  List and verify the checkpoints, and export the last one to Hugging Face's format.")
     print(_titanlite(f"checkpoint ls {dump} --full"), end="")
     _titanlite(f"checkpoint verify {dump}")
     _check(True, "every byte matches its checksum")
     _titanlite(f"checkpoint export {dump} {exported}")
-    names = ", ".join(sorted(path.name for path in exported.iterdir()))
-    _check((exported / "config.json").is_file(), f"exported {names}")
+    names = sorted(path.name for path in exported.iterdir())
+    _check("config.json" in names, f"exported {', '.join(names)}")
 
-    _print_step("5", "Load it with transformers, which shares no code with titanlite.")
+    _print("5  Load it with transformers, which shares no code with titanlite.")
     if find_spec("transformers"):
-        worst = float(_run([sys.executable, "-c", _PROGRAM, str(dump), str(exported)]))
+        worst = float(_python("-c", _COMPARE, str(dump), str(exported)))
         _check(worst < 1e-5, f"its logits are within {worst:.1e} of titanlite's")
     else:
         print("   skipped: transformers is not installed")
 
-    _print_step("6", "Generate text with the model after so few steps:")
+    _print("6  Generate text with the model after so few steps:")
     print(_titanlite(f"generate --config {dump}/config.toml --tokens 60 --prompt def").rstrip())
     print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
     return 0
 
 
-def _print_step(number: str, text: str) -> None:
-    print(f"\n{number}  {text}", flush=True)
+def _print(heading: str) -> None:
+    print(f"\n{heading}", flush=True)
 
 
 def _check(holds: bool, claim: str) -> None:
@@ -111,14 +107,14 @@ def _check(holds: bool, claim: str) -> None:
 
 
 def _titanlite(command: str, **environ: str) -> str:
-    return _run([sys.executable, "-m", "titanlite", *command.split()], **environ)
+    print("   " + " ".join([*(f"{k}={v}" for k, v in environ.items()), "titanlite", command]), flush=True)
+    return _python("-m", "titanlite", *command.split(), **environ)
 
 
-def _run(command: list[str], **environ: str) -> str:
+def _python(*arguments: str, **environ: str) -> str:
     """Return what a command printed; UserError with all of it if the command fails."""
-    shown = " ".join(["titanlite", *command[3:]]) if command[1] == "-m" else "python …"
-    print("   " + " ".join([*(f"{k}={v}" for k, v in environ.items()), shown]), flush=True)
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    command, variables = [sys.executable, *arguments], {**os.environ, **environ}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -126,19 +122,18 @@ def _run(command: list[str], **environ: str) -> str:
 
 def _records(run: Path) -> list[dict[str, Any]]:
     """Return the step and validation records of metrics.jsonl; a killed run may have cut off the last line."""
-    path, records = run / "metrics.jsonl", []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n") and {"loss", "validation_loss"} & (record := json.loads(line)).keys():
-            records.append(record)
-    return records
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if {"loss", "validation_loss"} & record.keys()]
 
 
 def _train_and_kill(run: Path) -> None:
     """Start a run on 4 ranks, and kill all its processes at once when it has reached step KILL_AFTER."""
     arguments = f"train {RUN} --parallelism.tensor_parallel_degree 2 --job.dump_folder {run}"
     print(f"   NGPU=4 titanlite {arguments}", flush=True)
+    command = [sys.executable, "-m", "titanlite", *arguments.split()]
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "titanlite", *arguments.split()]
         process = subprocess.Popen(command, env={**os.environ, "NGPU": "4"}, stdout=log, stderr=log)
         deadline = time.monotonic() + SECONDS_TO_START
         try:
@@ -154,13 +149,11 @@ def _train_and_kill(run: Path) -> None:
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
     """Send SIGKILL to a process and all its descendants, which have process groups of their own."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for pid, parent in (map(int, line.split()) for line in listing.splitlines()):
-        children.setdefault(parent, []).append(pid)
+    listing = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid="], text=True)
+    parents = [tuple(map(int, line.split())) for line in listing.splitlines()]
     family = [process.pid]
-    for pid in family:
-        family += children.get(pid, [])
+    for ancestor in family:  # which grows meanwhile
+        family += [pid for pid, parent in parents if parent == ancestor]
     for pid in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
