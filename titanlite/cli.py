@@ -57,14 +57,12 @@ def run() -> NoReturn:
 
 def main(argv: list[str]) -> int:
     """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is 130."""
-    arguments = argparse.Namespace()
+    arguments, code = argparse.Namespace(), 0
     try:
         if not argv or argv[0] in ("--help", "-h", "help"):
             print(OVERVIEW, end="")
-            code = 0
         elif argv[0] in ("--version", "version"):
             print(f"titanlite {__version__}")
-            code = 0
         else:
             command = _command(argv[0])
             arguments, overrides = parse_options(argv[0], command, argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -17,8 +16,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from titanlite.launch.rendezvous import NodeRendezvous
 from titanlite.observe.console import rank_log
 
-SECONDS_TO_STOP = 2
-
 
 class RankLogs(LogsSpecs):
     """One logs/rank-N.log in the dump folder per rank, and one file per rank for the error it raises."""
@@ -32,8 +29,8 @@ class RankLogs(LogsSpecs):
         for local_rank, env in envs.items():
             log = rank_log(self._folder, int(env["RANK"]))
             log.parent.mkdir(parents=True, exist_ok=True)
-            error = str(self._errors / f"{env['RANK']}.json")
-            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = error
+            destination.error_files[local_rank] = str(self._errors / f"{env['RANK']}.json")
+            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank]
             destination.stdouts[local_rank] = os.devnull  # the worker joins its stdout to its stderr
             destination.stderrs[local_rank] = str(log)
         return destination
@@ -47,11 +44,12 @@ def run_workers(
     argv: list[str], rendezvous: NodeRendezvous, processes: int, folder: Path, extra_environ: dict[str, str]
 ) -> None:
     """Run this node's workers until they exit; ChildFailedError if one fails, SignalException on a signal."""
-    _silence("torch.distributed.elastic")  # the launcher prints its own messages
+    for name in list(logging.root.manager.loggerDict):  # the launcher prints its own messages
+        if name.startswith("torch.distributed.elastic"):  # each logger: they ignore their parent's level
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("titanlite", lambda _: rendezvous)
     os.environ.update(extra_environ)
-    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    new_in_2_13: dict[str, Any] = {"shutdown_timeout": SECONDS_TO_STOP} if "shutdown_timeout" in fields else {}
+    stop: dict[str, Any] = {"shutdown_timeout": 2} if hasattr(LaunchConfig, "shutdown_timeout") else {}  # torch 2.13
     with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
@@ -62,13 +60,6 @@ def run_workers(
             rdzv_backend=rendezvous.get_backend(),
             max_restarts=0,
             monitor_interval=0.1,
-            **new_in_2_13,
+            **stop,
         )
         elastic_launch(config, sys.executable)("-m", "titanlite.train", *argv)
-
-
-def _silence(package: str) -> None:
-    """Silence each logger of a package by itself: torch's elastic loggers ignore their parent's level."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(package):
-            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -61,18 +61,12 @@ class _KeysHelp(Action):
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare --help; everything else is --config and config keys."""
     parser.set_defaults(takes_overrides=True)
-    parser.epilog = EPILOG
-    parser.usage = "titanlite train [--config FILE.toml …] [--section.key VALUE …]"
+    parser.epilog, parser.usage = EPILOG, "titanlite train [--config FILE.toml …] [--section.key VALUE …]"
     about = "list every config key, or those that mention WORD"
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about)
 
 
-def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Run the command."""
-    return launch(overrides)
-
-
-def launch(argv: list[str]) -> int:
+def run(arguments: Namespace, argv: list[str]) -> int:
     """Train the job of a command line and return its exit code; UserError before any worker is started."""
     environ = dict(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
@@ -89,7 +83,7 @@ def launch(argv: list[str]) -> int:
     if message := finished_message(job.config):
         print(f"titanlite: {message}")
         return OK
-    return _run(job, argv, nodes, device, processes, shown, environ)
+    return _run(job, argv, nodes, device, processes, shown)
 
 
 def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -102,9 +96,7 @@ def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str,
     return device, max(1, processes)
 
 
-def _run(
-    job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, shown: set[int], environ: Mapping[str, str]
-) -> int:
+def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, shown: set[int]) -> int:
     """Start the workers and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -113,23 +105,19 @@ def _run(
     from titanlite.launch.rendezvous import NodeRendezvous
     from titanlite.launch.terminal import Terminal
 
-    folder = Path(job.config.job.dump_folder)
+    folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
     first = nodes.rank * processes
-    shown_here = sorted(shown.intersection(range(first, first + processes))) or [first]
-    terminal = Terminal(
-        {rank: rank_log(folder, rank) for rank in shown_here},
-        folder / "metrics.jsonl",
-        job.config.training.steps,
-        color=not job.config.metrics.disable_color_printing,
-    )
+    logs = {rank: rank_log(folder, rank) for rank in range(first, first + processes) if rank in shown}
+    logs = logs or {first: rank_log(folder, first)}
+    terminal = Terminal(logs, folder / "metrics.jsonl", steps, not job.config.metrics.disable_color_printing)
     try:
-        print(f"titanlite: {_describe_start(nodes, device, processes, environ)}", flush=True)
+        print(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}", flush=True)
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
         if nodes.rank == 0 and (message := archive_previous_run(job.config)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
+        worker_environ = _worker_environment(nodes, processes, os.environ)
         with terminal:
-            worker_environ = _worker_environment(nodes, processes, environ)
             run_workers([*argv, f"--job.device={device}"], rendezvous, processes, folder, worker_environ)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
@@ -137,11 +125,8 @@ def _run(
         return _report(error.failures, folder)
     except (KeyboardInterrupt, SignalException) as error:
         number = getattr(error, "sigval", signal.SIGINT)
-        reached = terminal.last_record.get("step", 0)
-        print(
-            f"\ntitanlite: stopped at step {reached} of {job.config.training.steps}; "
-            f"metrics and logs are in {folder}, {last_saved_message(job.config)}"
-        )
+        files = f"metrics and logs are in {folder}, {last_saved_message(job.config)}"
+        print(f"\ntitanlite: stopped at step {terminal.last_record.get('step', 0)} of {steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     _print_summary(job, folder)
     return OK

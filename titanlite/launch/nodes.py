@@ -41,18 +41,14 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
     count = read_number(environ, f"{prefix}NNODES", 1)
     if count == 1:
         return Nodes(1, 0, "127.0.0.1", 0, source)
-    endpoint = environ.get("PET_RDZV_ENDPOINT", "") if prefix else ""
-    host, _, port = endpoint.partition(":")
+    host, _, port = (environ.get("PET_RDZV_ENDPOINT", "") if prefix else "").partition(":")
     addr = environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host
+    several = f"{prefix}NNODES={count} announces several nodes, but"
     if not addr:
-        raise UserError(
-            f"{prefix}NNODES={count} announces several nodes, but MASTER_ADDR is not set: "
-            "it is the host name of the node with NODE_RANK=0, the same on all nodes"
-        )
+        host_name = "it is the host name of the node with NODE_RANK=0, the same on all nodes"
+        raise UserError(f"{several} MASTER_ADDR is not set: {host_name}")
     if f"{prefix}NODE_RANK" not in environ:
-        raise UserError(
-            f"{prefix}NNODES={count} announces several nodes, but {prefix}NODE_RANK is not set: 0 to {count - 1}"
-        )
+        raise UserError(f"{several} {prefix}NODE_RANK is not set: 0 to {count - 1}")
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
         raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
@@ -64,12 +60,9 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
     count = read_number(environ, "SLURM_NNODES", 1)
     tasks = read_number(environ, "SLURM_STEP_NUM_TASKS", count)
     if tasks > count:
-        raise UserError(
-            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: use --ntasks-per-node=1, "
-            "or run `python -m titanlite.train` for one task per GPU"
-        )
-    addr, port = slurm_master(environ)
-    return Nodes(count, read_number(environ, "SLURM_NODEID", 0), addr, port, "SLURM_*")
+        remedy = "use --ntasks-per-node=1, or run `python -m titanlite.train` for one task per GPU"
+        raise UserError(f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}")
+    return Nodes(count, read_number(environ, "SLURM_NODEID", 0), *slurm_master(environ), "SLURM_*")
 
 
 def count_processes(environ: Mapping[str, str], device: str, gpus: int) -> int:
@@ -86,12 +79,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     if "CUDA_VISIBLE_DEVICES" in environ:
         listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return len([part for part in listed if part and part != "-1"])
-    if device_files := [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]:
-        return len(device_files)
-    if shutil.which("nvidia-smi"):  # WSL has no device files
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        return len([line for line in listing.stdout.splitlines() if line.startswith("GPU ")])
-    return 0
+    device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return len(device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])  # WSL has no files
 
 
 def gpu_bytes() -> int | None:

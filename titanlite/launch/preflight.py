@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
@@ -17,41 +16,43 @@ if TYPE_CHECKING:
 
     from titanlite.registry import Rule
 
-Check = Callable[[], object]
-"""Raises a UserError if it fails."""
+Check = Callable[..., Any]
+"""Calls a function with arguments and, if it raises a UserError, records the message."""
 
 
 def check_machine(job: Job, device: str, processes: int) -> None:
     """Raise a UserError that names everything this machine lacks for the job."""
+    from titanlite.observe.memory import machine_bytes
+    from titanlite.optim import check_trained
+    from titanlite.parallel import float8, tensor
     from titanlite.parallel.build import build_model
 
-    problems = _messages([partial(_check_gpus, device)])
-    if not problems:
-        problems = _messages(_machine_checks(job, device))
+    problems: list[str] = []
+
+    def check(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            model, table = build_model(job)
-            problems += _messages(_model_checks(job, model, table, device, processes))
+            return function(*arguments)
         except UserError as error:
             problems.append(str(error))
+
+    check(_check_gpus, device)
+    if not problems:
+        _check_without_model(check, job, device)
+        if built := check(build_model, job):
+            model, table = built
+            check(check_trained, model, job.config.optimizer.no_decay)
+            check(tensor.check, model, table, job.layout.tp)
+            if job.config.quantize.linear.float8.enable:
+                check(float8.plan, model, job, table)
+            available = gpu_bytes() if device == "cuda" else machine_bytes() // processes
+            check(_check_memory, job, model, table, available)
     if problems:
-        model_name = f"{job.config.model.name} {job.config.model.flavor}"
-        lines = [f"this machine can't train {model_name} with this config; nothing was started", *problems]
-        raise UserError("\n  ".join(lines))
+        name = f"{job.config.model.name} {job.config.model.flavor}"
+        title = f"this machine can't train {name} with this config; nothing was started"
+        raise UserError("\n  ".join([title, *problems]))
 
 
-def _messages(checks: Iterable[Check]) -> list[str]:
-    """Run checks and return the messages of those that fail."""
-    messages = []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
-
-def _machine_checks(job: Job, device: str) -> Iterator[Check]:
-    """Yield the checks that need no model."""
+def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.tokenizer import open_tokenizer
     from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
@@ -60,40 +61,24 @@ def _machine_checks(job: Job, device: str) -> Iterator[Check]:
     from titanlite.parallel.convert import build_converters
 
     config, training, validation = job.config, job.config.training, job.config.validation
-    yield partial(_check_dump_folder, Path(config.job.dump_folder))
-    if device == "cpu":
-        if training.dataloader.pin_memory:
-            yield partial(_refuse_without_gpu, "training.dataloader.pin_memory")
-        if config.parallelism.enable_async_tensor_parallel:
-            yield partial(_refuse_without_gpu, "parallelism.enable_async_tensor_parallel")
-    yield partial(open_tokenizer, job)
-    datasets = [("training", part.dataset, part.dataset_path) for part in training.mixture]
-    datasets = datasets or [("training", training.dataset, training.dataset_path)]
+    check(_check_dump_folder, Path(config.job.dump_folder))
+    if training.dataloader.pin_memory:
+        check(_require_gpu, "training.dataloader.pin_memory", device)
+    if config.parallelism.enable_async_tensor_parallel:
+        check(_require_gpu, "parallelism.enable_async_tensor_parallel", device)
+    check(open_tokenizer, job)
+    datasets: list[tuple[str, Any]] = [("training", dataset) for dataset in training.mixture or [training]]
     if validation.enable:
-        datasets.append(("validation", validation.dataset, validation.dataset_path))
-    for section, name, path in datasets:
-        yield partial(validate_dataset, section, name, path, job.shape.vocab_size)
-    yield partial(build_converters, job)
+        datasets.append(("validation", validation))
+    for section, dataset in datasets:
+        check(validate_dataset, section, dataset.dataset, dataset.dataset_path, job.shape.vocab_size)
+    check(build_converters, job)
     if config.quantize.linear.float8.enable:
-        yield partial(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
+        check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
     if config.metrics.enable_wandb:
-        yield require_wandb
+        check(require_wandb)
     if config.profiling.enable_memory_snapshot:
-        yield partial(require_gpu, device)
-
-
-def _model_checks(job: Job, model: nn.Module, table: dict[str, Rule], device: str, processes: int) -> Iterator[Check]:
-    """Yield the checks of the model that was built, on the meta device."""
-    from titanlite.observe.memory import machine_bytes
-    from titanlite.optim import check_trained
-    from titanlite.parallel import float8, tensor
-
-    yield partial(check_trained, model, job.config.optimizer.no_decay)
-    yield partial(tensor.check, model, table, job.layout.tp)
-    if job.config.quantize.linear.float8.enable:
-        yield partial(float8.plan, model, job, table)
-    available = gpu_bytes() if device == "cuda" else machine_bytes() // processes
-    yield partial(_check_memory, job, model, table, available)
+        check(require_gpu, device)
 
 
 def _check_gpus(device: str) -> None:
@@ -107,15 +92,14 @@ def _check_gpus(device: str) -> None:
 
 
 def _check_dump_folder(folder: Path) -> None:
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f'job.dump_folder = "{folder}": {existing} is not a folder that can be written to')
 
 
-def _refuse_without_gpu(key: str) -> None:
-    raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
+def _require_gpu(key: str, device: str) -> None:
+    if device == "cpu":
+        raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
 
 
 def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:

@@ -23,13 +23,13 @@ class NodeRendezvous(StaticTCPRendezvous):
     def __init__(self, nodes: Nodes, processes: int, timeout_seconds: int) -> None:
         """Connect to the other launchers; RunFailed if a node is missing, UserError if two nodes contradict."""
         super().__init__(nodes.master_addr, nodes.master_port, nodes.rank, nodes.count, "titanlite", timeout_seconds)
-        self._rounds = 0
-        deadline = time.monotonic() + timeout_seconds
-        self._launchers = self._open_store(deadline, timeout_seconds)
+        self._rounds, self._deadline = 0, time.monotonic() + timeout_seconds
+        self._within = f"within {timeout_seconds} s (comm.init_timeout_seconds)"
+        self._launchers = self._open_store()
         if nodes.count > 1:
-            self._wait_for_all_nodes(processes, deadline, timeout_seconds)
+            self._wait_for_all_nodes(processes)
 
-    def _open_store(self, deadline: float, timeout_seconds: int) -> dist.TCPStore:
+    def _open_store(self) -> dist.TCPStore:
         """Listen on node 0; on other nodes retry in short attempts, so that Ctrl-C is noticed between them."""
         host, port, is_node_0 = self.master_addr, self.master_port, self.rank == 0
         attempt = self.timeout if is_node_0 else timedelta(seconds=2)
@@ -40,29 +40,23 @@ class NodeRendezvous(StaticTCPRendezvous):
                 return store
             except (dist.DistError, RuntimeError) as error:
                 if is_node_0:
-                    raise RunFailed(
-                        f"node 0 cannot listen at {host}:{port}, its MASTER_ADDR and MASTER_PORT: {error}"
-                    ) from None
-                if time.monotonic() > deadline:
-                    raise RunFailed(
-                        f"node 0 did not answer at {host}:{port} within {timeout_seconds} s "
-                        "(comm.init_timeout_seconds): check that it is started, that MASTER_ADDR is its address, "
-                        "and that the port is open"
-                    ) from None
+                    listening = f"listen at {host}:{port}, its MASTER_ADDR and MASTER_PORT"
+                    raise RunFailed(f"node 0 cannot {listening}: {error}") from None
+                if time.monotonic() > self._deadline:
+                    remedy = "that it is started, that MASTER_ADDR is its address, and that the port is open"
+                    message = f"node 0 did not answer at {host}:{port} {self._within}: check {remedy}"
+                    raise RunFailed(message) from None
 
-    def _wait_for_all_nodes(self, processes: int, deadline: float, timeout_seconds: int) -> None:
+    def _wait_for_all_nodes(self, processes: int) -> None:
         rank = self.rank
         if self._launchers.add(f"claims/{rank}", 1) > 1:
             raise UserError(f"two launchers use NODE_RANK={rank}; every node needs its own")
         self._launchers.set(f"node/{rank}", f"{processes} {socket.gethostname()}")
         keys = {node: f"node/{node}" for node in range(self.world_size)}
         while missing := [node for node, key in keys.items() if not self._has(key)]:
-            if time.monotonic() > deadline:
-                connected = self.world_size - len(missing)
-                raise RunFailed(
-                    f"only {connected} of {self.world_size} nodes connected within {timeout_seconds} s "
-                    f"(comm.init_timeout_seconds); missing: NODE_RANK {', '.join(map(str, missing))}"
-                )
+            if time.monotonic() > self._deadline:
+                connected = f"{self.world_size - len(missing)} of {self.world_size} nodes connected {self._within}"
+                raise RunFailed(f"only {connected}; missing: NODE_RANK {', '.join(map(str, missing))}")
             time.sleep(0.2)
         counts = {node: int(self._launchers.get(key).split()[0]) for node, key in keys.items()}
         if set(counts.values()) != {processes}:
@@ -88,9 +82,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Give the elastic agent the store under a new prefix, as for every later attempt."""
         self._rounds += 1
         store = dist.PrefixStore(f"round-{self._rounds}", self._launchers)
-        return RendezvousInfo(
-            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self._launchers.port)
-        )
+        address = RendezvousStoreInfo(self.master_addr, self._launchers.port)
+        return RendezvousInfo(store, self.rank, self.world_size, address)
 
     def get_backend(self) -> str:
         return "titanlite"

@@ -58,9 +58,7 @@ class Terminal:
     def _run(self) -> None:
         try:
             self._show_until_stopped()
-        except (
-            BrokenPipeError
-        ):  # as in `titanlite train | head`: training continues, and the log files have everything
+        except BrokenPipeError:  # as in `titanlite train | head`: training continues, the log files have everything
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show_until_stopped(self) -> None:

@@ -71,16 +71,14 @@ def _show(arguments: Namespace) -> int:
     if manifest is None:
         raise UserError(f"{folder} was not made by `titanlite data prepare`: it has no manifest.json")
     tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
-    source = ShardSource("data show", folder, manifest["vocab_size"], manifest["end"])
-    total = manifest["tokens"]
+    total, vocab_size = manifest["tokens"], manifest["vocab_size"]
+    source = ShardSource("data show", folder, vocab_size, manifest["end"])
     print(f"{total:,} tokens, {manifest['documents']:,} documents, {len(manifest['shards'])} shards")
-    print(
-        f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}"
-    )
-    rows = []
-    for name, counts in manifest["sources"].items():
-        tokens, documents = counts["tokens"], counts["documents"]
-        rows.append((f"{tokens / total:.1%}", f"{tokens:,} tokens", f"{documents:,} documents", name))
+    print(f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}")
+    rows = [
+        (f"{part['tokens'] / total:.1%}", f"{part['tokens']:,} tokens", f"{part['documents']:,} documents", name)
+        for name, part in manifest["sources"].items()
+    ]
     print(format_table(rows, align=">>>", indent=2))
     for tenth in (1, 5, 9):
         start = source.tokens * tenth // 10

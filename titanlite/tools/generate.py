@@ -18,9 +18,6 @@ from titanlite.tools.checkpoint import find_checkpoint
 if TYPE_CHECKING:
     import torch
 
-ALIASES = ("prompt", "tokens", "temperature")
-"""Options that are keys of the section [generate]."""
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
@@ -39,20 +36,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.runtime.distributed import pick_device
     from titanlite.train.generate import generate
 
-    given = [(name, getattr(arguments, name)) for name in ALIASES]
-    overrides += [f"--generate.{name}={value}" for name, value in given if value is not None]
+    options = {name: getattr(arguments, name) for name in ("prompt", "tokens", "temperature")}
+    overrides += [f"--generate.{name}={value}" for name, value in options.items() if value is not None]
     job = job_from(parse_command_line(overrides, os.environ), world=None, training=False)
     folder = find_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
     device = pick_device(job.config.job.device, 0)
-    text = generate(
-        [load_model(job, folder, device)],
-        open_tokenizer(job),
-        job.config.generate,
-        job.positions,
-        read_state(folder)["position"]["seed"],
-        device,
-    )
-    print(f"titanlite: {folder}, temperature {job.config.generate.temperature:g}", file=sys.stderr)
+    settings, seed = job.config.generate, read_state(folder)["position"]["seed"]
+    model, tokenizer = load_model(job, folder, device), open_tokenizer(job)
+    text = generate([model], tokenizer, settings, job.positions, seed, device)
+    print(f"titanlite: {folder}, temperature {settings.temperature:g}", file=sys.stderr)
     print(text)
     return 0
 

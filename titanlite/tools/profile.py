@@ -10,7 +10,7 @@ from statistics import mean
 
 from titanlite.config.load import load, parse_command_line
 from titanlite.errors import format_table
-from titanlite.launch.launcher import launch
+from titanlite.launch import launcher
 from titanlite.launch.nodes import find_nodes
 from titanlite.tools.breakdown import COMMUNICATION, KINDS, Breakdown, read
 
@@ -41,7 +41,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         "--generate.no_at_end",
     ]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
-    if code := launch([*overrides, *profiled]):
+    if code := launcher.run(arguments, [*overrides, *profiled]):
         return code
     if find_nodes(os.environ).rank > 0:
         return 0

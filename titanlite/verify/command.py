@@ -32,9 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description = DESCRIPTION
     parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
-    parser.add_argument(
-        "--model", metavar="NAME", help="same as --model.name (default flavor: the one to debug with)"
-    )
+    about = "same as --model.name (default flavor: the one to debug with)"
+    parser.add_argument("--model", metavar="NAME", help=about)
     product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
     parser.add_argument("--full", action="store_true", help=product)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
@@ -55,15 +54,11 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     arguments.resumable = arguments.full
     name = [f"--model.name={arguments.model}"] if arguments.model else []
     model = read_model([*overrides, *name], os.environ)
-    return _run_rows(model, _rows(model, arguments), arguments)
-
-
-def _rows(model: ModelUnderTest, arguments: Namespace) -> list[Row]:
     if arguments.fault:
-        return fault_rows(model, arguments.fault)
+        return _run_rows(model, fault_rows(model, arguments.fault), arguments)
     columns = choices(model.layouts, list(model.variants))
     compiled = [row for row in INDUCTOR if row.layout in model.layouts]
-    return [*(full(columns) if arguments.full else pairwise(columns)), *compiled]
+    return _run_rows(model, [*(full(columns) if arguments.full else pairwise(columns)), *compiled], arguments)
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
@@ -100,12 +95,11 @@ def _run_rows(model: ModelUnderTest, rows: Sequence[Row], arguments: Namespace) 
             results.append(result)
             if row not in cached:
                 printer.row(number, result)
-                if cache:
-                    cache.add(result)
+            if cache and row not in cached:
+                cache.add(result)
     printer.foot(results, time.monotonic() - start)
     if cache:
-        command = shlex.join(["titanlite", *arguments.argv])
-        out.write_text(page(model.name, command, results), encoding="utf-8")
+        out.write_text(page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8")
         print(f"wrote {out}")
     return 0 if all(result.passed for result in results) else 1
 
@@ -126,19 +120,16 @@ class ResultCache:
     """Rows that passed, one a line, so that a stopped run continues; another model, torch or code starts over."""
 
     def __init__(self, path: Path, model: ModelUnderTest) -> None:
-        self._path, self._identity = path, _identity(model)
+        from titanlite.verify.runner import Result
+
+        self._path, identity = path, _identity(model)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if lines and json.loads(lines[0]) == self._identity:
-            self._read(lines[1:])
-        else:
-            path.write_text(json.dumps(self._identity) + "\n", encoding="utf-8")
-
-    def _read(self, lines: Sequence[str]) -> None:
-        from titanlite.verify.runner import Result
-
-        for line in lines:
+        if not lines or json.loads(lines[0]) != identity:
+            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+            lines = []
+        for line in lines[1:]:
             values = json.loads(line)
             row = Row(**values.pop("row"))
             self.passed[row] = Result(row=row, **values)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,9 +35,8 @@ def gathers_recorded(into: list[Group]) -> Iterator[None]:
         trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
     # The public trace.events() makes an object for each of many thousand events: longer than the row's steps.
-    gathers = [
-        event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::all_gather")
-    ]
+    events = trace.profiler.kineto_results.events()
+    gathers = [event for event in events if event.name().startswith("FSDP::all_gather")]
     for event in sorted(gathers, key=lambda event: event.start_ns()):
         if match := re.fullmatch(r"FSDP::all_gather(?: \((.+)\))?", event.name()):
             into.append(frozenset(match[1].split(", ")) if match[1] else ROOT)
@@ -45,24 +45,20 @@ def gathers_recorded(into: list[Group]) -> Iterator[None]:
 def declared(job: Job, tied: bool) -> list[Group]:
     """Return the groups in the order in which a step's first micro-batch gathers them."""
     plan = schedule(job, tied)
-    count = len(plan.groups)
-    policy = job.config.parallelism.fsdp_reshard_after_forward
-    kept = {"default": {plan.last}, "always": set(), "never": set(range(count))}[str(policy)]
-    turns = plan.backward_order
-    one_ahead: dict[int, tuple[int, ...]] = dict(
-        zip(turns, zip(turns[1:], strict=False), strict=False)
-    )  # FSDP2's own
-    order: list[int] = []
+    policy = str(job.config.parallelism.fsdp_reshard_after_forward)
+    forward_order, order = range(len(plan.groups)), list[int]()
+    not_resharded = {"default": {plan.last}, "always": set(), "never": set(forward_order)}[policy]
+    one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's own
 
-    def gather(turns: Sequence[int], gathered: set[int], prefetched: dict[int, tuple[int, ...]]) -> None:
+    def gather(turns: Sequence[int], gathered: set[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
         for turn in turns:
             for group in (turn, *prefetched.get(turn, ())):
                 if group not in gathered:
                     gathered.add(group)
                     order.append(group)
 
-    gather(range(count), set(), dict(enumerate(plan.forward or ())))
-    gather(turns, set(kept), dict(enumerate(plan.backward)) if plan.backward else one_ahead)
+    gather(forward_order, set(), dict(enumerate(plan.forward or ())))
+    gather(plan.backward_order, not_resharded, dict(enumerate(plan.backward)) if plan.backward else one_ahead)
     groups = [frozenset(group) for group in plan.groups]
     if plan.last_is_root:
         groups[plan.last] = ROOT

@@ -106,9 +106,8 @@ class InstrumentedTrainer(Trainer):
         """Return the first group that was not gathered when the schedule says, or an empty string."""
         if self.job.layout.fsdp == 1:
             return ""
-        return gather_order.first_difference(
-            self.gathered, gather_order.declared(self.job, bool(shared_names(self.parts[0])))
-        )
+        declared = gather_order.declared(self.job, tied=bool(shared_names(self.parts[0])))
+        return gather_order.first_difference(self.gathered, declared)
 
 
 class CapturingSink:

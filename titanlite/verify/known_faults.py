@@ -44,8 +44,7 @@ def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Patch]], None]:
     """Register the decorated patch under its own name."""
 
     def register(put_in: Callable[[], Patch]) -> None:
-        name = put_in.__name__.strip("_").replace("_", "-")
-        FAULTS[name] = Fault(summary, rows, put_in)
+        FAULTS[put_in.__name__.strip("_").replace("_", "-")] = Fault(summary, rows, put_in)
 
     return register
 
@@ -62,21 +61,15 @@ def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Patch:
     return patch.object(owner, name, both)
 
 
-def _technique_replaced(technique: parallelize.Technique, replacement: parallelize.Technique) -> Patch:
-    """Apply another technique in the place of one of the fixed order."""
-    order = tuple(replacement if each is technique else each for each in parallelize.ORDER)
-    return patch.multiple(parallelize, ORDER=order)
-
-
-def _after_fsdp(change: Callable[[torch.nn.Module, Context], Any]) -> Patch:
-    """After FSDP is applied to a model part, change it."""
+def _after(technique: parallelize.Technique, change: Callable[[torch.nn.Module, Context], Any]) -> Patch:
+    """Change a model part after a technique of the fixed order is applied to it."""
 
     def both(model: torch.nn.Module, context: Context) -> list[str]:
-        notes = fsdp.apply(model, context)
+        notes = technique(model, context)
         change(model, context)
         return notes
 
-    return _technique_replaced(fsdp.apply, both)
+    return patch.multiple(parallelize, ORDER=[both if each is technique else each for each in parallelize.ORDER])
 
 
 @_fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
@@ -86,7 +79,7 @@ def _reduction_dropped() -> Patch:
         assert isinstance(block, FSDPModule)
         block.set_requires_all_reduce(False)
 
-    return _after_fsdp(drop)
+    return _after(fsdp.apply, drop)
 
 
 @_fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
@@ -96,7 +89,7 @@ def _divided_twice() -> Patch:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(context.job.layout.batch))
 
-    return _after_fsdp(average)
+    return _after(fsdp.apply, average)
 
 
 @_fault("every rank draws initial values with another seed", Row("dp2"), Row("replicate4"))
@@ -216,7 +209,6 @@ def _labels_per_rank() -> Patch:
 @_fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
 def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
-
     return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
@@ -230,10 +222,9 @@ def _names_wrapped() -> Patch:
         def forward(self, *args: Any) -> Any:
             return self.wrapped(*args)
 
-    def wrap(model: torch.nn.Module, context: Context) -> list[str]:
+    def wrap(model: torch.nn.Module, context: Context) -> None:
         blocks = model.get_submodule(context.job.spec.blocks)
         for name, block in list(blocks.named_children()):
             setattr(blocks, name, Wrapper(block))
-        return []
 
-    return _technique_replaced(recompute.apply, wrap)
+    return _after(recompute.apply, wrap)

@@ -58,14 +58,9 @@ class ModelUnderTest:
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard."""
+        model = [*self.overrides, *self.variants[row.variant]]
         paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
-        return [
-            *self.overrides,
-            *self.variants[row.variant],
-            *row.overrides(),
-            f"--training.max_norm={max_norm}",
-            *paths,
-        ]
+        return [*model, *row.overrides(), f"--training.max_norm={max_norm}", *paths]
 
 
 def build_job(overrides: list[str], world: int) -> Job:
@@ -80,10 +75,8 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     line = parse_command_line(argv, environ)
     if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
         line.files = []  # not the debug config: without --config the defaults of [model] count
-    not_model = [key for key in line.overrides if not key.startswith("model.")]
-    line.faults += [
-        Fault(f"--{key}", "is set by the table; only keys of [model] can be set here") for key in not_model
-    ]
+    reason = "is set by the table; only keys of [model] can be set here"
+    line.faults += [Fault(f"--{key}", reason) for key in line.overrides if not key.startswith("model.")]
     loaded = load(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)
@@ -98,14 +91,12 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if not flavor_given and "vocab_size" in fields:
         overrides = {"vocab_size": ODD_VOCABULARY} | overrides
     model = model.model_copy(update={"overrides": overrides, "hf_assets_path": ""})
-    section = tuple(
-        f"--model.{key}={toml_value(value)}" for key, value in model if value != Model.model_fields[key].default
-    )
+    changed = [(key, value) for key, value in model if value != Model.model_fields[key].default]
+    section = tuple(f"--model.{key}={toml_value(value)}" for key, value in changed)
     variants = {"plain": (), "frozen": (_freezing(model, spec),)}
     if "tied" in fields:
-        variants["untied" if fields["tied"] else "tied"] = (
-            f"--model.overrides.tied={toml_value(not fields['tied'])}",
-        )
+        other = toml_value(not fields["tied"])
+        variants["untied" if fields["tied"] else "tied"] = (f"--model.overrides.tied={other}",)
     tied = any(rule.tied for rule in spec.rules(spec.configure(model.flavor, model.overrides)))
     refused = _refused_layouts(section)
     layouts = tuple(layout for layout in LAYOUTS if layout not in refused)

@@ -56,9 +56,7 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float = 60
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60) -> list[Any]:
         """Return the results by rank of `function(*args)` on `world` ranks (default: all), in a gloo group of these.
 
         The function must be importable by name, its results picklable, and done within `timeout` seconds.
@@ -84,21 +82,16 @@ class Pool:
 
     def _collect(self, world: int, timeout: float) -> tuple[dict[int, bytes], str]:
         """Return the answers by rank, and a description of the first failure, or an empty string."""
-        rank_of = {id(connection): rank for rank, connection in enumerate(self._connections[:world])}
         answers: dict[int, bytes] = {}
-        failure = ""
-        deadline = time.monotonic() + timeout
+        failure, deadline = "", time.monotonic() + timeout
         while len(answers) < world:
-            pending = [c for c in self._connections[:world] if rank_of[id(c)] not in answers]
-            ready = wait(pending, max(0.0, deadline - time.monotonic()))
+            pending = [rank for rank in range(world) if rank not in answers]
+            ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = [rank_of[id(c)] for c in pending]
-                return answers, failure or self._describe_late(late, timeout)
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = rank_of[id(connection)]
+                return answers, failure or self._describe_late(pending, timeout)
+            for rank in [rank for rank in pending if self._connections[rank] in ready]:
                 try:
-                    error, answers[rank] = connection.recv()
+                    error, answers[rank] = self._connections[rank].recv()
                 except EOFError:
                     self._processes[rank].join()
                     return answers, failure or f"rank {rank} died (exit code {self._processes[rank].exitcode})"

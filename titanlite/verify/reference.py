@@ -14,7 +14,7 @@ from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model
 from titanlite.parallel.init import materialize
 from titanlite.verify import measurements
-from titanlite.verify.measurements import Measured, with_optimizer
+from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measured, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
@@ -26,7 +26,7 @@ def measure_reference(overrides: list[str], path: str) -> float:
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
-    measured: Measured = {measurements.INITIAL: measurements.parameters(model)}
+    measured: Measured = {INITIAL: measurements.parameters(model)}
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
@@ -36,8 +36,10 @@ def measure_reference(overrides: list[str], path: str) -> float:
             loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             if step == 1:
-                measured |= _measure_gradients(model, loss)
-                max_norm = measured[measurements.NORM]["(p = 2)"].item() / 2
+                grads = measurements.gradients(model)
+                norms = {f"(p = {p:g})": get_total_norm(grads.values(), p) for p in (2.0, math.inf)}
+                measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}}
+                max_norm = norms["(p = 2)"].item() / 2
             clip_grad_norm_([item.parameter for item in trained], max_norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
@@ -45,9 +47,3 @@ def measure_reference(overrides: list[str], path: str) -> float:
         measured[measurements.after_steps(name)] = measurements.parameters(model)
     torch.save(measured, path)
     return max_norm
-
-
-def _measure_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Measured:
-    grads = measurements.gradients(model)
-    norms = {name: get_total_norm(grads.values(), p) for name, p in (("(p = 2)", 2.0), ("(p = inf)", math.inf))}
-    return {measurements.GRADIENT: grads, measurements.NORM: norms, measurements.LOSS: {"": loss.detach()}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 
 from rich.console import Console
@@ -15,7 +16,6 @@ from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
 _WIDTHS = {"layout": 14, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "variant": 7}
-_TITLES = {"accumulation": "accum"}
 
 
 class TablePrinter:
@@ -25,17 +25,15 @@ class TablePrinter:
         self._console = Console(highlight=False, soft_wrap=True)
 
     def head(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._console.print(Text(line))
-        self._console.print(Text(f"\n{'':>4}  {_cells({c: _TITLES.get(c, c) for c in COLUMNS})}   error  bound"))
+        titles = {column: "accum" if column == "accumulation" else column for column in COLUMNS}
+        self._console.print(Text("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"])))
 
     def row(self, number: int, result: Result) -> None:
-        cells = _cells({column: getattr(result.row, column) for column in COLUMNS})
+        cells = _cells(asdict(result.row))
         verdict = Text("pass", "green") if result.passed else Text("FAIL", "bold red")
         numbers = f"{_error(result.error):>7}  {result.bound:.0e}"
         rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
-        line = Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {result.what}{rank}")
-        self._console.print(line)
+        self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {result.what}{rank}"))
 
     def foot(self, results: Sequence[Result], seconds: float) -> None:
         failed = [result for result in results if not result.passed]
@@ -92,6 +90,4 @@ def _worst(results: Sequence[Result], precision: str) -> str:
 
 
 def _short(row: Row) -> str:
-    return ", ".join(
-        getattr(row, column) if column == "layout" else f"{column} {getattr(row, column)}" for column in COLUMNS
-    )
+    return str(row).removeprefix("layout ")

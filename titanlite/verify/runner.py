@@ -46,43 +46,35 @@ class Result:
 
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool | None = None) -> Iterator[Callable[..., Result]]:
-    """Give a function that runs a row, with the name of a known fault or without, on `pool` or one of its own.
-
-    A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
-    """
+    """Give a function that runs a row, with the name of a known fault or without, on `pool` or one of its own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
     largest = max(LAYOUTS[layout].world for layout in model.layouts)
     open_pool = nullcontext(pool) if pool else closing(Pool(largest, PRELOAD))
-    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, open_pool as ranks:
-        runner = RowRunner(model, Path(folder))
-
-        def run(row: Row, fault: str = "") -> Result:
-            if row.compile == "inductor":
-                with closing(Pool(row.mesh.world, PRELOAD)) as new_ranks:
-                    return runner.run(new_ranks, row, fault)
-            return runner.run(ranks, row, fault)
-
-        yield run
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, open_pool as open_ranks:
+        yield RowRunner(model, Path(folder), open_ranks).run
 
 
 class RowRunner:
     """Compares rows of one model with their references, which are kept in `folder`."""
 
-    def __init__(self, model: ModelUnderTest, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool) -> None:
+        self._model, self._folder, self._pool = model, folder, pool
         self._references: dict[tuple[str, str], tuple[str, float]] = {}
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
-    def run(self, pool: Pool, row: Row, fault: str = "") -> Result:
+    def run(self, row: Row, fault: str = "") -> Result:
         """Compare one row with its reference."""
         start = time.monotonic()
+        # A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
+        new_ranks = closing(Pool(row.mesh.world, PRELOAD)) if row.compile == "inductor" else nullcontext(self._pool)
         try:
-            reference, max_norm = self._reference(pool, row)
-            overrides = self._model.command_line(row, self._folder, max_norm)
-            arguments = (overrides, reference, BOUNDS[row.precision], fault)
-            worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
+            with new_ranks as pool:
+                reference, max_norm = self._reference(pool, row)
+                overrides = self._model.command_line(row, self._folder, max_norm)
+                arguments = (overrides, reference, BOUNDS[row.precision], fault)
+                worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
             worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
         rank = max(range(len(worst)), key=lambda rank: worst[rank].error)

@@ -80,11 +80,10 @@ class Row:
 
     def overrides(self) -> list[str]:
         """Return the command line's overrides for this row, without those for its variant of the model."""
-        mesh = self.mesh
         return [
-            f"--parallelism.data_parallel_replicate_degree={mesh.dp_replicate}",
-            f"--parallelism.tensor_parallel_degree={mesh.tp}",
-            f"--training.local_batch_size={SAMPLES // mesh.batch // int(self.accumulation)}",
+            f"--parallelism.data_parallel_replicate_degree={self.mesh.dp_replicate}",
+            f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
+            f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
             *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
         ]
 
@@ -126,8 +125,7 @@ def pairs(of: Choices) -> set[_Pair]:
 
 
 def pairs_in(row: Row) -> set[_Pair]:
-    items = zip(COLUMNS, astuple(row), strict=True)
-    return {frozenset(pair) for pair in combinations(items, 2)}
+    return {frozenset(pair) for pair in combinations(zip(COLUMNS, astuple(row), strict=True), 2)}
 
 
 def pairwise(of: Choices) -> list[Row]:
@@ -140,10 +138,8 @@ def full(of: Choices) -> list[Row]:
     """Return the product of the columns that change the mathematics most, and every valid pair of the others."""
     uncovered, rng = pairs(of), random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
-    rows = []
-    for values in product(*(of[column] for column in varied)):
-        rows.append(_complete(dict(zip(varied, values, strict=True)), of, uncovered, rng))
-        uncovered -= pairs_in(rows[-1])
+    values = product(*(of[column] for column in varied))
+    rows = [_complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values]
     return rows + _cover(of, uncovered, rng)
 
 
@@ -152,7 +148,6 @@ def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_che
     rows = []
     while uncovered:
         rows.append(_complete(dict(min(uncovered, key=sorted)), of, uncovered, rng, prefer_cheap=prefer_cheap))
-        uncovered -= pairs_in(rows[-1])
     return rows
 
 
@@ -161,7 +156,8 @@ def _complete(
 ) -> Row:
     """Give each missing column the choice that covers most pairs without making the excluded one.
 
-    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest.
+    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest. Remove the row's pairs
+    from `uncovered`.
     """
     for column in sorted(COLUMNS, key=lambda _: rng.random()):
         if column in row:
@@ -171,4 +167,5 @@ def _complete(
         most = max(len(made[c] & uncovered) for c in valid)
         best = [c for c in valid if len(made[c] & uncovered) == most]
         row[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
+    uncovered -= pairs_in(Row(**row))
     return Row(**row)
