@@ -1,7 +1,6 @@
 """The config's sections, one class each: types, ranges, choices, defaults, and what every key means.
 
-`--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between keys are in rules/;
-load.py reads files and the command line.
+`--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between keys are in rules/.
 """
 
 from __future__ import annotations
@@ -455,18 +454,18 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "matching"}
 
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """Describe the values that a type allows."""
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return legal(inner, [*more, *metadata])
-    if get_origin(annotation) is Literal:
-        choices = [f'"{c}"' if isinstance(c, str) else str(c) for c in get_args(annotation)]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return legal(arguments[0], [*arguments[1:], *metadata])
+    if origin is Literal:
+        choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
-    if get_origin(annotation) is list:
-        return f"a list, each {legal(*get_args(annotation))}"
-    if get_origin(annotation) is dict:
+    if origin is list:
+        return f"a list, each {legal(*arguments)}"
+    if origin is dict:
         return "a table"
-    if get_args(annotation):  # a union
-        return " or ".join(legal(member) for member in get_args(annotation))
+    if arguments:  # a union
+        return " or ".join(map(legal, arguments))
     parts = [part for constraint in metadata for part in (constraint, *getattr(constraint, "metadata", []))]
     bounds = [f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)]
     name = _TYPE_NAMES.get(annotation) or f"a [{annotation.__name__.lower()}] table"

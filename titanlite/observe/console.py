@@ -26,16 +26,12 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
     torchrun or srun (not `launched`) it writes the log file itself, and to the console on `shown` ranks.
     """
     log = logging.Logger(f"titanlite.rank{rank}", logging.INFO)
-    handlers: list[logging.Handler] = []
     if launched or shown:
-        handlers.append(logging.StreamHandler(sys.stdout))
+        log.addHandler(logging.StreamHandler(sys.stdout))
     if not launched:
         path = rank_log(dump_folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
+        log.addHandler(logging.FileHandler(path, encoding="utf-8"))
     return log
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,12 +153,9 @@ class WeightsAndBiases:
 def _drop_later(path: Path, after: int) -> None:
     """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left incomplete."""
     end = 0
-    with path.open("rb") as file:
+    with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
         for line in file:
-            try:
-                if json.loads(line)["step"] > after or not line.endswith(b"\n"):
-                    break
-            except (ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] > after or not line.endswith(b"\n"):
                 break
             end += len(line)
     os.truncate(path, end)
