@@ -77,6 +77,8 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--lr", "1"], "did you mean --optimizer.lr"),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
         (["--model.overrides", "4"], "is a table: write [model.overrides] or --model.overrides.NAME VALUE"),
+        (["--model.overrides=4", "--model.overrides.n_layers=2"], "model.overrides = 4   (command line)"),
+        (["--model.overrides.n_layers.x=2"], "model.overrides.n_layers.x = 2   (command line)\n      unknown key"),
         (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
         (["--training.steps=3", "stray"], "stray\n      is not an option"),
     ],
@@ -116,6 +118,7 @@ def test_later_files_and_the_command_line_win(tmp_path):
         (["--debug.seed", "none"], "debug.seed", None),
         (["--training.max_norm", "inf"], "training.max_norm", float("inf")),
         (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
+        (["--training.dataloader", "{num_workers = 3}"], "training.dataloader.num_workers", 3),
     ],
 )
 def test_every_way_to_write_an_override(argv, key, value):
