@@ -97,9 +97,8 @@ def _exit_with_parent(_: int) -> None:
     """End this worker when its rank dies in any way; torch's own watchdog watches the fork server instead."""
 
     def watch() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
+        if parent := parent_process():
+            parent.join()
         os._exit(0)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -12,8 +12,7 @@ from math import lcm
 class Mixture:
     """Map a sample index to (source, sample number of that source).
 
-    The pattern repeats with a period of the weights' common denominator. Within it, each sample goes to the source
-    whose deadline comes first (Tijdeman's algorithm for the chairman assignment problem).
+    The pattern, by Tijdeman's algorithm for the chairman assignment problem, repeats with the weights' denominator.
     """
 
     def __init__(self, weights: tuple[float, ...]) -> None:

@@ -48,8 +48,7 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, voc
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
-    cache_name = f"{documents.fingerprint(tokenizer.fingerprint)}-{documents.state()}"
-    with locked_cache(documents.root, cache_name) as cache:
+    with locked_cache(documents.root, f"{documents.fingerprint(tokenizer.fingerprint)}-{documents.state()}") as cache:
         prepare({name: documents}, tokenizer.assets, cache, workers=cores())
     return ShardSource(key, cache, vocab_size, tokenizer.end)
 
