@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
 from tests.jobs import TINY, full, trainer
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
-    SEEN_BY_ALL,
     File,
     Manifest,
     faults,
@@ -184,7 +184,7 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert steps_to_delete(tmp_path, 2, 0) == [10, 20]
     assert steps_to_delete(tmp_path, 2, 20) == [10]
     assert steps_to_delete(tmp_path, 0, 0) == []
-    commit.delete(tmp_path, 10)
+    commit.delete(tmp_path / "step-10")
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
 
 
@@ -212,7 +212,7 @@ def uneven(folder: str) -> bool:
     live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     live["model.plain"] = whole["model.plain"] = torch.ones(4)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
-    commit.commit(Path(folder), 1, live, held, None, lambda _: {}, True, everyone())
+    commit.commit(Path(folder), 1, live, held.__getitem__, None, lambda _: {}, True, everyone())
     found = load_tensors(Path(folder) / "step-1")
     return all(torch.equal(found[name], whole[name]) for name in whole)
 
@@ -225,16 +225,8 @@ def commit_twice(folder: str) -> str:
     tensors = {"model.a": torch.ones(2)}
     for value in (1, 2):
         try:
-            commit.commit(
-                Path(folder),
-                1,
-                tensors,
-                {"model.a": torch.full((2,), value)},
-                0,
-                lambda _: {},
-                True,
-                everyone(),
-            )
+            copies = {"model.a": torch.full((2,), value)}
+            commit.commit(Path(folder), 1, tensors, copies.__getitem__, 0, lambda _: {}, True, everyone())
         except RunFailed as error:
             return str(error)
     return "no error"

@@ -90,7 +90,7 @@ def train_and_die(plan: Plan, folder: str) -> None:
     def die(point: str) -> None:
         pending = runs[0].checkpoints._pending if runs else None
         step = pending.step if pending else max(saves, default=-1)
-        death = Death(point, step, bool(pending and (pending.in_progress or pending.ident is None)))
+        death = Death(point, step, bool(pending and (pending.is_alive() or pending.ident is None)))
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 

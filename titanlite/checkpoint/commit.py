@@ -12,6 +12,7 @@ continue, or all raise the same error.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,13 +31,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, leftovers, step_folder
+from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, step_folder
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.runtime import store
 
 T = TypeVar("T")
 _DCP_INDEX = ".metadata"
 """For other tools that read DCP; titanlite never opens it, since it is a pickle."""
+SEEN_BY_ALL = ".seen-by-all-"
+"""Prefix of the file that shows whether all ranks share the folder."""
 FAILPOINTS = (
     *("staging begun", "file begun", "half a file", "file written", "tensors stored"),
     *("before the manifest", "half a manifest", "after the manifest", "before the rename", "after the rename"),
@@ -92,8 +95,7 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def staging_folder(folder: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Make an empty folder for all ranks to write into, and delete it if anything fails: a full disk needs the
-    space."""
+    """Make an empty folder for all ranks to write into; delete it if anything fails, since a full disk needs space."""
 
     def begin() -> None:
         store.delete(folder)
@@ -114,7 +116,7 @@ def commit(
     root: Path,
     step: int,
     tensors: Mapping[str, torch.Tensor],
-    host_copies: Mapping[str, torch.Tensor],
+    lookup: Callable[[str], torch.Tensor],
     rank_payload: Any,
     make_documents: Callable[[list[Any]], dict[str, bytes]],
     weights_only: bool,
@@ -122,8 +124,8 @@ def commit(
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
 
-    `tensors` say how each is sharded, `host_copies` hold the values of this rank's part. From every rank's
-    `rank_payload`, rank 0 makes the documents (contents by file name) that are stored beside the tensors.
+    `tensors` say how each is sharded, `lookup` returns the values of this rank's part in host memory. From every
+    rank's `rank_payload`, rank 0 makes the documents (contents by file name) that are stored beside the tensors.
     """
     rank, staging = rank_in(group), root / f".step-{step}.staging"
     writer, saving = _Writer(staging), f"the save of step {step}"
@@ -142,7 +144,7 @@ def commit(
 
     run_on_all_ranks(group, saving, lambda: refuse_existing() if rank == 0 else None)
     with staging_folder(staging, group, saving):
-        rank_files = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, host_copies, group))
+        rank_files = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, lookup, group))
         payloads = gather_objects((rank_files, rank_payload), group)
         run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(payloads) if rank == 0 else None)
 
@@ -150,30 +152,27 @@ def commit(
 def _write_tensors(
     writer: _Writer,
     tensors: Mapping[str, torch.Tensor],
-    host_copies: Mapping[str, torch.Tensor],
+    lookup: Callable[[str], torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> dict[str, File]:
     """Write this rank's part of the tensors; return the files that it wrote."""
-    planner, rank = _Planner(host_copies), rank_in(group)
+    planner, rank = _Planner(lookup), rank_in(group)
     dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    written = {
-        name: path
-        for name, path in store.list_folder(writer.staging).items()
-        if name.startswith(f"__{rank}_") or (rank == 0 and name == _DCP_INDEX)
-    }
-    # Summed after the write: the checksum is of what the file holds, and the disk works meanwhile.
-    files = {name: File(*store.sync_and_sum(path)) for name, path in written.items()}
+    files = {}
+    for name, path in store.list_folder(writer.staging).items():
+        if name.startswith(f"__{rank}_") or (rank == 0 and name == _DCP_INDEX):
+            # Summed after the write: the checksum is of what the file holds, and the disk works meanwhile.
+            files[name] = File(*store.sync_and_sum(path))
     failpoint("tensors stored")
     return files
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by how the live tensors are sharded, and takes the values from their host copies."""
+    """Plans by how the live tensors are sharded, and takes the values from `lookup`."""
 
-    def __init__(self, host_copies: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, lookup: Callable[[str], torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._host_copies = host_copies
-        self._looked_up = 0
+        self._lookup, self._looked_up = lookup, 0
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         # The writer asks for a tensor when it has written the one before.
@@ -182,7 +181,7 @@ class _Planner(DefaultSavePlanner):
         if self._looked_up == len(self.plan.items) // 2:
             failpoint("half a file")
         self._looked_up += 1
-        return self._host_copies[index.fqn]
+        return self._lookup(index.fqn)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -221,8 +220,9 @@ def _tensor_entries(
             info = stored.storage_data.get(MetadataIndex(name, chunk.offsets))
             if info is None or info.offset + info.length > files[info.relative_path].size:
                 raise OSError(f"{name} at {list(chunk.offsets)} was planned, but is not stored")
-            location = (info.relative_path, info.offset, info.length)
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *location))
+            chunks.append(
+                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
+            )
         dtype = str(planned.properties.dtype).removeprefix("torch.")
         entries[name] = Tensor(tuple(planned.size), dtype, _placement(tensors[name]), tuple(chunks))
     return entries
@@ -259,11 +259,11 @@ def point_latest(root: Path, step: int) -> None:
     failpoint("after latest")
 
 
-def delete(root: Path, step: int) -> None:
+def delete(folder: Path) -> None:
     """Delete a checkpoint: first its name, so that half of one is never taken for a complete one."""
     failpoint("before a deletion")
-    deleted = root / f".step-{step}.deleted"
-    store.rename(step_folder(root, step), deleted)
+    deleted = folder.with_name(f".{folder.name}.deleted")
+    store.rename(folder, deleted)
     store.delete(deleted / MANIFEST)
     failpoint("half a deletion")
     store.delete(deleted)
@@ -272,10 +272,11 @@ def delete(root: Path, step: int) -> None:
 
 def clear_leftovers(root: Path) -> list[str]:
     """Delete what a killed save, deletion or start left; return the names."""
-    paths = leftovers(root)
-    for path in paths:
+    pattern = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
+    leftovers = {name: path for name, path in sorted(store.list_folder(root).items()) if pattern.fullmatch(name)}
+    for path in leftovers.values():
         store.delete(path)
-    return [path.name for path in paths]
+    return list(leftovers)
 
 
 def to_json(value: Any) -> bytes:

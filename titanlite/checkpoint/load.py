@@ -1,7 +1,6 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any tensor is changed.
 
-Nothing is unpickled except tensors, by torch.load(weights_only=True); where they are is in the manifest. (DCP's own
-.metadata is a pickle, which is written for other tools and never opened.)
+Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own .metadata, a pickle, is never opened.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,11 +52,10 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
     """
     steps = gather_objects(committed(root), group)[0]
     for step in reversed(steps):
-        folder = step_folder(root, step)
-        manifest, problems = _verify(folder, full, group)
-        if manifest and not problems and not manifest.weights_only:
-            return _resume(folder, manifest)
-        for problem in problems or [f"{folder}: contains weights only and cannot be resumed"]:
+        resume, problems = _verify(step_folder(root, step), full, group)
+        if resume:
+            return resume
+        for problem in problems:
             log.warning(f"skipping checkpoint: {problem}")
     if steps:
         raise UserError(
@@ -84,39 +82,32 @@ def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
 
 
 def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
-    manifest, problems = _verify(folder, full, group)
-    if problems or manifest is None:
+    resume, problems = _verify(folder, full, group, weights_only)
+    if resume is None:
         raise UserError(f"{key}: {'; '.join(problems[:8])}")
-    if manifest.weights_only and not weights_only:
-        raise UserError(f"{key}: {folder} contains weights only and cannot be resumed")
-    return _resume(folder, manifest, weights_only)
+    return resume
 
 
-def _resume(folder: Path, manifest: Manifest, weights_only: bool = False) -> Resume:
-    if weights_only:
-        return Resume(folder, manifest)
-    state = read_state(folder)
-    return Resume(
-        folder,
-        manifest,
-        continues=True,
-        position=Position(**state["position"]),
-        streams=state["streams"],
-        numbers=state["numbers"],
-    )
-
-
-def _verify(folder: Path, full: bool, group: dist.ProcessGroup) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and what is wrong on any rank; with `full` each rank reads an equal share of the bytes."""
-    manifest: Manifest | None = None
+def _verify(
+    folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool = False
+) -> tuple[Resume | None, list[str]]:
+    """Return a checkpoint, or what is wrong on any rank; with `full` each rank reads an equal share of the bytes."""
+    manifest = None
     try:
         manifest = read_manifest(folder)
         shares = split_files_by_size(manifest, dist.get_world_size(group))
-        contents = shares[dist.get_rank(group)] if full else [STATE, CONFIG, ENVIRONMENT]
-        problems = faults(folder, manifest, contents)
+        problems = faults(folder, manifest, shares[dist.get_rank(group)] if full else [STATE, CONFIG, ENVIRONMENT])
+        if manifest.weights_only and not weights_only:
+            problems.append(f"{folder}: contains weights only and cannot be resumed")
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
-    return manifest, list(dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part))
+    problems = list(dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part))
+    if problems or weights_only:
+        return (None if problems else Resume(folder, manifest)), problems
+    state = read_state(folder)
+    position, streams, numbers = Position(**state["position"]), state["streams"], state["numbers"]
+    resume = Resume(folder, manifest, continues=True, position=position, streams=streams, numbers=numbers)
+    return resume, problems
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
@@ -173,7 +164,7 @@ def _comparable(name: str, description: str) -> str:
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights into a model that is whole in this process, all of them or nothing."""
-    restore(_resume(folder, read_manifest(folder), weights_only=True), TrainingState([model], optimizer=None), None)
+    restore(Resume(folder, read_manifest(folder)), TrainingState([model], optimizer=None), None)
 
 
 def load_tensors(
@@ -197,17 +188,6 @@ def _read(
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
-@dataclass(frozen=True)
-class _StorageInfo:
-    """Where a chunk's bytes are, with the fields that torch's reader uses: its own class of this name is private.
-    Tried on torch 2.11, 2.13 and 2.15."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
 class _Reader(dcp.FileSystemReader):
     """Finds tensors by titanlite's manifest instead of DCP's pickle."""
 
@@ -217,7 +197,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
-        storage = {}
+        storage: dict[MetadataIndex, SimpleNamespace] = {}
         for name, entry in self._manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
             properties = TensorProperties(dtype=dtype_of(entry.dtype))
@@ -227,7 +207,10 @@ class _Reader(dcp.FileSystemReader):
                     raise CorruptCheckpoint(
                         f"{self.path}: {name} is in {chunk.file}, which is not part of the checkpoint"
                     )
-                storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+                # The fields that torch 2.11 to 2.15 read; its own class for them is private.
+                storage[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(
+                    relative_path=chunk.file, offset=chunk.offset, length=chunk.length, transform_descriptors=None
+                )
         return Metadata(tensors, storage_data=storage)
 
 

@@ -1,9 +1,8 @@
-"""When a run saves and what, and where it starts; commit.py knows how to write, load.py checks and reads.
+"""When a run saves and what, and where it starts; commit.py writes, load.py checks and reads.
 
 A save copies this rank's part of the state; then training continues while a thread writes and commits. One save is
-pending at a time: the next waits for it and logs that. All collectives of saving use a gloo group of their own with
-comm.checkpoint_timeout_seconds, so slow storage never runs into the training's timeout. A failure on any rank is
-known to all at the next logged step.
+pending at a time, in a gloo group of its own with comm.checkpoint_timeout_seconds: slow storage never runs into the
+training's timeout. A failure on any rank is known to all at the next logged step.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, load
 from titanlite.checkpoint.hf.export import export_live
@@ -31,7 +30,6 @@ from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
-    SEEN_BY_ALL,
     STATE,
     Position,
     committed,
@@ -47,6 +45,7 @@ from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import store
 from titanlite.runtime.cluster import RankInfo
 
@@ -55,25 +54,22 @@ _SHOW_SECONDS = 5
 
 
 class PendingSave(threading.Thread):
-    """A save that is written in a thread."""
+    """The thread of a save, which runs `write(this thread, *args)`; `error` is what ended it."""
 
-    def __init__(self, step: int, write: Callable[[PendingSave], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self.step, self._write = step, write
+    error: BaseException | None = None
+    warning = ""
+
+    def __init__(self, step: int, write: Callable[..., None], *args: Any) -> None:
+        super().__init__(name="checkpoint", daemon=True, target=write, args=(self, *args))
+        self.step = step
         self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
         """Seconds that training waited, that the copy took, and that the write took."""
-        self.error: BaseException | None = None
-        self.warning = ""
 
     def run(self) -> None:
         try:
-            self._write(self)
+            super().run()
         except BaseException as error:
             self.error = error
-
-    @property
-    def in_progress(self) -> bool:
-        return self.is_alive()
 
 
 class Checkpoints:
@@ -96,17 +92,15 @@ class Checkpoints:
             self._open_folder()
 
     def _new_group(self) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self._job.config.comm.checkpoint_timeout_seconds)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        seconds = self._job.config.comm.checkpoint_timeout_seconds
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def _open_folder(self) -> None:
         """Make the folder, refuse one that the ranks do not share, and clear what a killed run left."""
         on_rank_0 = self._rank_info.rank == 0
-        names = [f"{SEEN_BY_ALL}{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(names, src=0, group=self.group)
-        probe = self.root / names[0]
+        probe = self.root / commit.gather_objects(f"{commit.SEEN_BY_ALL}{uuid.uuid4().hex}", self.group)[0]
         if on_rank_0:
             store.make_folder(self.root)
             store.write(probe, b"")
@@ -136,29 +130,22 @@ class Checkpoints:
 
     def find(self) -> Resume:
         """Choose and verify what the run starts from."""
-        if self.group is None:
+        settings, job, group = self.settings, self._job, self.group
+        if group is None:
             return Resume()
-        return replace(self._find(self.group), exclude=self.settings.exclude_from_loading)
-
-    def _find(self, group: dist.ProcessGroup) -> Resume:
-        settings, job = self.settings, self._job
-        full = settings.verify_on_load == "full"
+        full, exclude = settings.verify_on_load == "full", settings.exclude_from_loading
+        resume, path = None, Path(settings.initial_load_path)
         if self.enabled and settings.load_step != -1:
-            return load.at_step(self.root, settings.load_step, full, group)
-        if self.enabled and (newest := load.latest_verified(self.root, full, group, self._log)):
-            return newest
-        if not settings.initial_load_path:
-            return Resume()
-        path = Path(settings.initial_load_path)
-        if not settings.initial_load_in_hf:
-            return load.at_path(path, full, group, settings.initial_load_model_only)
-        hf = commit.run_on_all_ranks(
-            group,
-            "checkpoint.initial_load_path",
-            lambda: HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading),
-            UserError,
-        )
-        return Resume(path, hf=hf)
+            resume = load.at_step(self.root, settings.load_step, full, group)
+        elif self.enabled:
+            resume = load.latest_verified(self.root, full, group, self._log)
+        if resume is None and settings.initial_load_in_hf:
+            read = partial(HuggingFaceFolder, path, job.spec, job.model, exclude)
+            hf = commit.run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
+            resume = Resume(path, hf=hf)
+        elif resume is None and settings.initial_load_path:
+            resume = load.at_path(path, full, group, settings.initial_load_model_only)
+        return replace(resume or Resume(), exclude=exclude)
 
     def restore(self, resume: Resume, state: TrainingState) -> None:
         """Load it, and log what the run starts from and what it does differently."""
@@ -203,7 +190,7 @@ class Checkpoints:
         if not self.enabled:
             return False
         settings, last_step = self.settings, self._job.config.training.steps
-        by_time = self._agree() if logged else False
+        by_time = logged and self._agree()
         first = settings.enable_first_step_checkpoint and step == 1
         return by_time or first or step % settings.interval == 0 or step == last_step
 
@@ -212,33 +199,30 @@ class Checkpoints:
         pending, seconds = self._pending, self.settings.interval_minutes * 60
         flags = [
             pending is not None and pending.error is not None,
-            pending is not None and pending.in_progress,
+            pending is not None and pending.is_alive(),
             self._rank_info.rank == 0 and 0 < seconds <= time.monotonic() - self._last_save,
         ]
         anywhere = torch.tensor(flags, dtype=torch.int64, device=self._device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         failed, in_progress, due = anywhere.tolist()
         if failed or not in_progress:
-            self._wait_for_pending()
+            self.finish_save()
         return bool(due)
 
     def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
         """Save the state as it is now. Return when it is copied, or without async_mode when it is committed."""
-        began = time.monotonic()
-        if self._pending and self._pending.in_progress:
+        self._last_save = began = time.monotonic()
+        if self._pending and self._pending.is_alive():
             self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
-        self._wait_for_pending()
-        self._last_save = began
+        self.finish_save()
         weights_only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
         tensors = state.weights() if weights_only else state.tensors()
         document = {"position": asdict(position), "numbers": {} if weights_only else state.numbers()}
-        host_copies = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        host_copies = {name: local_part(tensor) for name, tensor in tensors.items()}
         asynchronous, copying = self.settings.async_mode != "disabled", time.monotonic()
         if asynchronous:
             host_copies = self._copy(host_copies)
-        pending = PendingSave(
-            position.step, lambda pending: self._write(pending, tensors, host_copies, document, stream, weights_only)
-        )
+        pending = PendingSave(position.step, self._write, tensors, host_copies, document, stream, weights_only)
         self._pending = pending
         pending.start()
         if asynchronous:
@@ -247,7 +231,7 @@ class Checkpoints:
             pending.join()
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
-            self._wait_for_pending()
+            self.finish_save()
 
     def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return copies in host memory, in buffers that the next save uses again."""
@@ -271,7 +255,7 @@ class Checkpoints:
         stream: dict[str, Any] | None,
         weights_only: bool,
     ) -> None:
-        """In the thread: commit, then delete old checkpoints."""
+        """In the thread: commit, then delete old checkpoints; a failure to delete costs no checkpoint."""
         rank_payload = str(self._job.layout.batch_coordinate(self._rank_info.rank)), stream
 
         def make_documents(payloads: list[Any]) -> dict[str, bytes]:
@@ -284,22 +268,18 @@ class Checkpoints:
             }
 
         began, step, group = time.monotonic(), pending.step, self.group
-        commit.commit(self.root, step, tensors, host_copies, rank_payload, make_documents, weights_only, group)
+        lookup = host_copies.__getitem__
+        commit.commit(self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group)
         pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
-            pending.warning = self._delete_old()
+            try:
+                for old_step in steps_to_delete(self.root, self.settings.keep_latest_k, self.settings.keep_every):
+                    commit.delete(step_folder(self.root, old_step))
+            except OSError as error:
+                pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
 
-    def _delete_old(self) -> str:
-        """Delete what need not be kept; return what went wrong, which costs no checkpoint."""
-        try:
-            for step in steps_to_delete(self.root, self.settings.keep_latest_k, self.settings.keep_every):
-                commit.delete(self.root, step)
-        except OSError as error:
-            return f"an old checkpoint could not be deleted: {error}"
-        return ""
-
-    def _wait_for_pending(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the pending save, if any; all ranks record its success, or all handle its failure."""
         pending = self._pending
         if pending is None:
@@ -334,10 +314,6 @@ class Checkpoints:
             f"{pending.costs['blocked']:.3f} s"
         )
 
-    def finish(self) -> None:
-        """Wait for the pending save: a run that reached its target has its last checkpoint."""
-        self._wait_for_pending()
-
     def wait_ignoring_errors(self) -> None:
         """Wait for the pending save when an error ends the run, which is then reported instead of the save's."""
         if self._pending:
@@ -349,7 +325,6 @@ class Checkpoints:
         """Write the weights as they are now in Hugging Face's format, beside the checkpoints."""
         target, group = export_folder(self.root, step), self.group
         assert group is not None
-        dtype = getattr(torch, self.settings.export_dtype)
-        translation = Translation(self._job.spec, self._job.model)
+        translation, dtype = Translation(self._job.spec, self._job.model), getattr(torch, self.settings.export_dtype)
         export_live(target, translation, state.weights(), dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")

@@ -1,7 +1,7 @@
 """A committed checkpoint folder: what it holds, whether it is complete, and which ones may be deleted.
 
-No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing here, or in the modules
-that build on this one, unpickles: where tensors are is in the manifest, which is JSON with a checksum of its own.
+No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing is unpickled: where tensors
+are is in the manifest, which is JSON with a checksum of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
 MANIFEST, STATE, CONFIG, ENVIRONMENT = "manifest.json", "state.json", "config.toml", "environment.json"
 FORMAT = 1
-SEEN_BY_ALL = ".seen-by-all-"
-"""Prefix of the file that shows whether all ranks share the folder."""
 
 
 class CorruptCheckpoint(UserError):
@@ -106,12 +106,6 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Return what a killed save, deletion or start left behind."""
-    pattern = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
-    return [path for name, path in sorted(store.list_folder(root).items()) if pattern.fullmatch(name)]
-
-
 def committed(root: Path) -> list[int]:
     """Return the steps that were published here, in order; `read_manifest` and `faults` check what they hold."""
     steps = {step_of(name): path for name, path in store.list_folder(root).items()}
@@ -129,28 +123,18 @@ def read_manifest(folder: Path) -> Manifest:
         body = document["manifest"]
         if zlib.crc32(_canonical(body)) != document["crc32"]:
             raise ValueError
-        if body.pop("format") != FORMAT:
+        if body["format"] != FORMAT:
             raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
-        files = {name: File(**file) for name, file in body.pop("files").items()}
-        tensors = {name: _tensor(entry) for name, entry in body.pop("tensors").items()}
-        manifest = Manifest(files=files, tensors=tensors, **body)
+        manifest = TypeAdapter(Manifest).validate_python(body)
         if manifest.render() != raw:
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged, not as it was written") from None
     return manifest
 
 
 def _canonical(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _tensor(entry: dict[str, Any]) -> Tensor:
-    chunks = (
-        Chunk(offsets=tuple(chunk.pop("offsets")), sizes=tuple(chunk.pop("sizes")), **chunk)
-        for chunk in entry.pop("chunks")
-    )
-    return Tensor(shape=tuple(entry.pop("shape")), chunks=tuple(chunks), **entry)
 
 
 def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = ()) -> list[str]:
@@ -171,11 +155,12 @@ def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = ()) -> li
 
 def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:
     """Split the files among ranks, about as many bytes for each."""
-    shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
+    sizes, shares = [0] * ranks, [[] for _ in range(ranks)]
     for name, file in sorted(manifest.files.items(), key=lambda item: -item[1].size):
-        smallest = min(range(ranks), key=lambda rank: shares[rank][0])
-        shares[smallest] = (shares[smallest][0] + file.size, [*shares[smallest][1], name])
-    return [names for _, names in shares]
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += file.size
+        shares[smallest].append(name)
+    return shares
 
 
 def read_state(folder: Path) -> dict[str, Any]:

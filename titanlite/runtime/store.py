@@ -1,8 +1,7 @@
-"""Every file-system call that checkpoints make. Today the store is a folder that all ranks share; a bucket would be
-another implementation of these functions.
+"""Every file-system call that checkpoints make, for a folder that all ranks share; a bucket could replace it.
 
-`checkpoint/commit.py` rests on three promises: what `write` and `sync` were given is on the disk when they return,
-the same holds for the new name that `rename` gives, and `rename` is atomic.
+`checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they return, the same
+holds for the new name that `rename` gives, and `rename` is atomic.
 """
 
 from __future__ import annotations
@@ -14,34 +13,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_BLOCK_BYTES = 1 << 20
-
-
-def exists(path: Path) -> bool:
-    return path.exists()
+exists = Path.exists
+read = Path.read_bytes
+size = os.path.getsize
+modified = os.path.getmtime
 
 
 def list_folder(folder: Path) -> dict[str, Path]:
-    """Return what a folder holds, by name; nothing where there is no folder."""
+    """Return what a folder holds, by name; nothing if it does not exist."""
     return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size
-
-
-def modified(path: Path) -> float:
-    """Return when a path last changed, in seconds since the epoch."""
-    return path.stat().st_mtime
-
-
-def read(path: Path) -> bytes:
-    return path.read_bytes()
 
 
 def crc32(path: Path) -> int:
     """Return the checksum of a file, read in blocks."""
-    checksum, block = 0, memoryview(bytearray(_BLOCK_BYTES))
+    checksum, block = 0, memoryview(bytearray(1 << 20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             checksum = zlib.crc32(block[:count], checksum)
@@ -53,20 +38,18 @@ def is_writable(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, unless it exists."""
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def write(path: Path, content: bytes, halfway: Callable[[], None] = lambda: None) -> None:
     """Write a file; tests interrupt it in `halfway`, when half of the bytes are in the file."""
+    half = len(content) // 2
     with path.open("wb") as file:
-        half = len(content) // 2
         file.write(content[:half])
         file.flush()
         halfway()
         file.write(content[half:])
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -79,7 +62,7 @@ def sync(path: Path) -> None:
 
 
 def sync_and_sum(path: Path) -> tuple[int, int]:
-    """Bring a file's bytes to the disk, and compute its checksum meanwhile; return its size and checksum."""
+    """Return a file's size and checksum, which is computed while the bytes go to the disk."""
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(sync, path)
         checksum = crc32(path)

@@ -21,7 +21,6 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
-    Tensor,
     committed,
     faults,
     is_complete,
@@ -44,55 +43,55 @@ if TYPE_CHECKING:
 
     from titanlite.checkpoint.hf.names import HFTensor
 
+Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the sub-commands."""
-    commands = parser.add_subparsers(metavar="|".join(_COMMANDS), required=True)
+    commands = parser.add_subparsers(metavar="ls|verify|show|diff|export|import|rm", required=True)
 
-    def command(name: str, about: str, example: str) -> ArgumentParser:
-        sub = commands.add_parser(
-            name, help=about, description=about, epilog=f"example: titanlite checkpoint {example}"
-        )
-        sub.set_defaults(command=name)
+    def command(name: str, run: Command, about: str, example: str, *folders: str) -> ArgumentParser:
+        epilog = f"example: titanlite checkpoint {example}"
+        sub = commands.add_parser(name, help=about, description=about, epilog=epilog)
+        sub.set_defaults(run=run)
+        for folder in folders:
+            sub.add_argument(folder, type=Path, metavar=folder.upper(), help=_FOLDER)
         return sub
 
-    ls = command("ls", "list steps, size, mesh, age and state", "ls outputs --full")
+    ls = command("ls", _ls, "list steps, size, mesh, age and state", "ls outputs --full")
     ls.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_FOLDER)
     ls.add_argument("--full", action="store_true", help="read every byte")
-    verify = command("verify", "read every byte; exit code 1 if a checksum differs", "verify outputs")
+    about = "read every byte; exit code 1 if a checksum differs"
+    verify = command("verify", _verify, about, "verify outputs")
     verify.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=_FOLDER)
-    show = command("show", "print the step, the position in the data, tensors and config", "show outputs")
-    show.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER)
-    diff = command("diff", "print the first tensors that differ; exit code 1 if any does", "diff outputs/a outputs/b")
-    diff.add_argument("a", type=Path, metavar="A", help=_FOLDER)
-    diff.add_argument("b", type=Path, metavar="B", help=_FOLDER)
+    about = "print the step, the position in the data, tensors and config"
+    command("show", _show, about, "show outputs", "folder")
+    about = "print the first tensors that differ; exit code 1 if any does"
+    command("diff", _diff, about, "diff outputs/a outputs/b", "a", "b")
 
-    out = command(
-        "export", "write the weights in Hugging Face's format, or as plain safetensors", "export outputs hf"
-    )
-    out.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER)
+    about = "write the weights in Hugging Face's format, or as plain safetensors"
+    out = command("export", _export, about, "export outputs hf", "folder")
     out.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist")
     out.add_argument("--format", choices=("hf", "safetensors"), default="hf", help="default: hf")
     dtypes = ("float32", "bfloat16", "float16")
     out.add_argument("--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype")
     out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the config's model.hf_assets_path")
-    out.add_argument(
-        "--verify", choices=("full", "sizes"), default="full", help="what to check first (default: full)"
-    )
+    checks = ("full", "sizes")
+    out.add_argument("--verify", choices=checks, default="full", help="what to check first (default: full)")
     about = "the package the model is in; needed if the checkpoint's config names one"
     out.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
 
     about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
-    into = command("import", about, "import Llama-3.2-1B start --model.flavor 1B")
+    into = command("import", _import, about, "import Llama-3.2-1B start --model.flavor 1B")
     into.epilog = f"{into.epilog}\n\nThe model is named by config keys: [--config FILE.toml …] [--model.KEY VALUE …]"
     into.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors")
     into.add_argument("out", type=Path, metavar="OUT", help="where step-0 is written")
     into.set_defaults(takes_overrides=True)
 
-    rm = command("rm", "remove checkpoints, but never the last complete one", "rm outputs/checkpoint/step-500")
+    about = "remove checkpoints, but never the last complete one"
+    rm = command("rm", _rm, about, "rm outputs/checkpoint/step-500")
     rm.add_argument("folders", nargs="+", type=Path, metavar="STEP_FOLDER", help="named step-N")
     rm.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     rm.add_argument("--force", action="store_true", help="even the last complete one")
@@ -100,10 +99,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run a sub-command."""
-    return _COMMANDS[arguments.command](arguments, overrides)
-
-
-# ---------------------------------------------------------------- finding
+    return arguments.run(arguments, overrides)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -122,17 +118,12 @@ def find_checkpoint(path: Path) -> Path:
     return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
 
 
-# ---------------------------------------------------------------- inspecting
-
-
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
-        size, mesh = "?", "?"
-        if manifest:
-            size = format_bytes(manifest.size) + (", weights" if manifest.weights_only else "")
-            mesh = _mesh(folder)
+        weights = ", weights" if manifest and manifest.weights_only else ""
+        size, mesh = (format_bytes(manifest.size) + weights, _mesh(folder)) if manifest else ("?", "?")
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         age = format_duration(time.time() - store.modified(folder))
         rows.append((folder.name, size, mesh, f"{age} ago", state))
@@ -160,21 +151,20 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
     folder = find_checkpoint(arguments.folder)
-    manifest, state, environment = read_manifest(folder), read_state(folder), _environment(folder)
-    optimizer = {name: t for name, t in manifest.tensors.items() if name.startswith("optimizer.")}
-    kinds = sorted({name.rpartition(".")[2] for name in optimizer})
+    manifest, versions = read_manifest(folder), _environment(folder).get("versions", {})
+    model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
+    optimizer = manifest.tensors.keys() - model.keys()
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
     print(f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files")
-    print(f"data       {', '.join(f'{key} {value}' for key, value in state['position'].items())}")
-    print(f"mesh       {_mesh(folder)}")
-    print(f"versions   {', '.join(f'{key} {value}' for key, value in environment.get('versions', {}).items())}")
-    print(
-        f"optimizer  {', '.join(kinds)} in {len(optimizer)} tensors\n" if optimizer else "optimizer  weights only\n"
-    )
     rows = [
-        (name, tensor.dtype, str(list(tensor.shape)), tensor.placement)
-        for name, tensor in manifest.tensors.items()
-        if name.startswith("model.")
+        ("data", ", ".join(f"{key} {value}" for key, value in read_state(folder)["position"].items())),
+        ("mesh", _mesh(folder)),
+        ("versions", ", ".join(f"{key} {value}" for key, value in versions.items())),
+        ("optimizer", f"{kinds} in {len(optimizer)} tensors" if optimizer else "weights only"),
     ]
+    _print_table((), rows)
+    print()
+    rows = [(name, tensor.dtype, str(list(tensor.shape)), tensor.placement) for name, tensor in model.items()]
     _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
     return 0
@@ -186,10 +176,14 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
     sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
     a, b = manifests = [read_manifest(side) for side in sides]
     rows: list[tuple[str, str]] = []
-    for name in sorted(a.tensors.keys() | b.tensors.keys()):
+    names = sorted(a.tensors.keys() | b.tensors.keys())
+    for name in names:
         if name not in a.tensors or name not in b.tensors:
             rows.append((name, f"only in {sides[name in b.tensors]}"))
-        elif (kind_a := _kind(a.tensors[name])) != (kind_b := _kind(b.tensors[name])):
+            continue
+        tensors = a.tensors[name], b.tensors[name]
+        kind_a, kind_b = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+        if kind_a != kind_b:
             rows.append((name, f"{kind_a}, {kind_b}"))
         else:
             pairs = zip(sides, manifests, strict=True)
@@ -199,23 +193,14 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
                 count = f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers"
                 rows.append((name, f"{count}, by {distance.max():.3g} at most"))
     numbers_a, numbers_b = (read_state(side)["numbers"] for side in sides)
-    names = numbers_a.keys() | numbers_b.keys()
-    different_numbers = sum(numbers_a.get(name) != numbers_b.get(name) for name in names)
+    different_numbers = sum(numbers_a.get(key) != numbers_b.get(key) for key in numbers_a.keys() | numbers_b.keys())
     if not rows and not different_numbers:
-        print(f"the same {len(a.tensors)} tensors")
+        print(f"the same {len(names)} tensors")
         return 0
     if rows:
         _print_table(("tensor", "differs"), rows[:_SHOWN_DIFFERENCES])
-    total = len(a.tensors.keys() | b.tensors.keys())
-    print(f"{len(rows)} of {total} tensors differ, and {different_numbers} of the optimizer's scalars")
+    print(f"{len(rows)} of {len(names)} tensors differ, and {different_numbers} of the optimizer's scalars")
     return 1
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-# ---------------------------------------------------------------- export and import
 
 
 def _export(arguments: Namespace, overrides: list[str]) -> int:
@@ -227,7 +212,11 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
         raise CorruptCheckpoint(f"{folder} is damaged; nothing was exported:{some_of(problems)}")
     import torch
 
-    from titanlite.checkpoint.hf.export import export, fetch_from, plain_tensors
+    from titanlite.checkpoint.hf.export import export, plain_tensors
+    from titanlite.checkpoint.load import load_tensors
+
+    def fetch(name: str) -> torch.Tensor:
+        return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
 
     config = _load_config(["--config", str(folder / CONFIG)], {})
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
@@ -235,7 +224,7 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
         tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
     else:
         tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
-    export(target, tensors, documents, fetch_from(folder, manifest))
+    export(target, tensors, documents, fetch)
     print(f"exported step {manifest.step}: {target}")
     return 0
 
@@ -261,14 +250,15 @@ def _hf_folder(
     if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
         raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
     assets = arguments.tokenizer or config.model.hf_assets_path
-    if assets and not (Path(assets) / "tokenizer.json").is_file():
-        if arguments.tokenizer:
-            raise UserError(f"--tokenizer {assets}: it has no tokenizer.json")
-        message = f"no tokenizer is exported: {assets} has no tokenizer.json; name its folder with --tokenizer"
-        print(f"titanlite: {message}", file=sys.stderr)
-        tokenizer = None
+    if not assets:
+        tokenizer = ByteTokenizer()
+    elif (Path(assets) / "tokenizer.json").is_file():
+        tokenizer = JsonTokenizer(Path(assets))
+    elif arguments.tokenizer:
+        raise UserError(f"--tokenizer {assets}: it has no tokenizer.json")
     else:
-        tokenizer = JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
+        tokenizer, what = None, f"{assets} has no tokenizer.json; name its folder with --tokenizer"
+        print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
     return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
 
 
@@ -293,10 +283,9 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- removing
-
-
 def _rm(arguments: Namespace, overrides: list[str]) -> int:
+    from titanlite.checkpoint.commit import delete, point_latest
+
     folders = [path.resolve() for path in arguments.folders]
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
@@ -306,25 +295,16 @@ def _rm(arguments: Namespace, overrides: list[str]) -> int:
         if complete & set(folders) and complete <= set(folders) and not arguments.force:
             raise UserError(f"{root} would have no complete checkpoint left; --force removes them anyway")
     for folder in folders:
-        if not arguments.dry_run:
-            _remove(folder)
-        print(f"{'would remove' if arguments.dry_run else 'removed'} {folder}")
+        if arguments.dry_run:
+            print(f"would remove {folder}")
+            continue
+        delete(folder)
+        if (newest := latest_complete(folder.parent)) is not None:
+            point_latest(folder.parent, newest)
+        else:
+            store.delete(folder.with_name("latest"))
+        print(f"removed {folder}")
     return 0
-
-
-def _remove(folder: Path) -> None:
-    from titanlite.checkpoint.commit import delete, point_latest
-
-    step, root = step_of(folder.name), folder.parent
-    assert step is not None
-    delete(root, step)
-    if (newest := latest_complete(root)) is not None:
-        point_latest(root, newest)
-    else:
-        store.delete(root / "latest")
-
-
-# ---------------------------------------------------------------- reading and printing
 
 
 def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
@@ -350,14 +330,3 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, on a terminal with damaged checkpoints in red."""
     for line in format_table([[printable(cell) for cell in row] for row in rows], header).splitlines():
         print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)
-
-
-_COMMANDS: dict[str, Callable[[Namespace, list[str]], int]] = {
-    "ls": _ls,
-    "verify": _verify,
-    "show": _show,
-    "diff": _diff,
-    "export": _export,
-    "import": _import,
-    "rm": _rm,
-}

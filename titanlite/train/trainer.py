@@ -151,7 +151,7 @@ class Trainer:
             self.checkpoints.wait_ignoring_errors()
             raise
         self.nonfinite.flush()
-        self.checkpoints.finish()
+        self.checkpoints.finish_save()
         self.report.log_saves(self.checkpoints.records)
         if config.checkpoint.last_save_in_hf:
             self.checkpoints.export(self.step, self.state, self.tokenizer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.commit import rank_in, run_on_all_ranks, staging_folder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
-from titanlite.checkpoint.load import dtype_of, load_tensors
+from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import store
@@ -73,11 +74,8 @@ def _write_files(
                     own_file, own_tensors[tensor.name] = file, tensor.build(weights).cpu()
                 del weights
 
-        def write_own(file: str = own_file, tensors: dict[str, torch.Tensor] = own_tensors) -> None:
-            if file:
-                write(staging / file, tensors)
-
         # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the training.
+        write_own = partial(write, staging / own_file, own_tensors) if own_file else lambda: None
         run_on_all_ranks(group, what, write_own)
 
 
@@ -99,15 +97,6 @@ def export_live(
 
     files = documents(translation.config, dtype, tokenizer)
     export(target, translation.hf_tensors(dtype), files, fetch, group, file_bytes)
-
-
-def fetch_from(folder: Path, manifest: Manifest) -> Fetch:
-    """Return a function that reads a checkpoint's parameters one at a time, in this process."""
-
-    def fetch(name: str) -> torch.Tensor:
-        return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
-
-    return fetch
 
 
 def plain_tensors(manifest: Manifest, dtype: torch.dtype) -> list[HFTensor]:

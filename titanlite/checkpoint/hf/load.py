@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,24 +88,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class _LazyTensors(dict[str, torch.Tensor]):
-    """Tensors that are read when they are looked up, and not kept."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._read = read
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self._read(name)
-
-
 def to_checkpoint(
     source: HuggingFaceFolder, root: Path, dtype: torch.dtype, config: str, environment: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process."""
     shapes = source.translation.shapes
     tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
-    weights = _LazyTensors(lambda name: source.read(name.removeprefix("model.")).to(dtype).contiguous())
+
+    def lookup(name: str) -> torch.Tensor:
+        return source.read(name.removeprefix("model.")).to(dtype).contiguous()
+
     documents = {
         STATE: to_json({"position": asdict(Position()), "numbers": {}, "streams": {}}),
         CONFIG: config.encode(),
@@ -113,5 +105,5 @@ def to_checkpoint(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        commit(root, 0, tensors, weights, None, lambda _: documents, weights_only=True, group=None)
+        commit(root, 0, tensors, lookup, None, lambda _: documents, weights_only=True, group=None)
     return step_folder(root, 0)

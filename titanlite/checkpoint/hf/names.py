@@ -17,7 +17,7 @@ import torch
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_meta_model
-from titanlite.registry import Box, HuggingFace, ModelSpec, WeightTransform
+from titanlite.registry import Box, ModelSpec, WeightTransform
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -49,22 +49,16 @@ def _transform(weights: Sequence[torch.Tensor], transforms: Sequence[WeightTrans
     return torch.cat(list(weights), dim) if len(weights) > 1 else weights[0]
 
 
-def require_hf_spec(spec: ModelSpec) -> HuggingFace:
-    """Return how a model is written for Hugging Face; raise if its spec does not say."""
-    if spec.hf is None:
-        raise UserError(
-            f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain safetensors by its own "
-            "names: titanlite checkpoint export --format safetensors"
-        )
-    return spec.hf
-
-
 class Translation:
     """Names, shapes and transforms between a model and its Hugging Face folder; raises if the model has no names."""
 
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
-        self.hf = require_hf_spec(spec)
-        self.config = self.hf.config(flavor)
+        if spec.hf is None:
+            raise UserError(
+                f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain safetensors by its "
+                "own names: titanlite checkpoint export --format safetensors"
+            )
+        self.hf, self.config = spec.hf, spec.hf.config(flavor)
         model, self.table = build_meta_model(spec, flavor)
         persistent = model.state_dict().keys()
         faults = [f"{name}: the table has no Hugging Face name" for name, rule in self.table.items() if not rule.hf]
