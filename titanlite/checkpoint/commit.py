@@ -95,7 +95,7 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def staging_folder(folder: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Make an empty folder for all ranks to write into; delete it if anything fails, since a full disk needs space."""
+    """Make an empty folder for all ranks to write into; delete it if anything fails, since the disk may be full."""
 
     def begin() -> None:
         store.delete(folder)

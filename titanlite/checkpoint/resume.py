@@ -122,9 +122,6 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
-# ---------------------------------------------------------------- the folder of an earlier run
-
-
 def checkpoint_root(config: JobConfig) -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
 

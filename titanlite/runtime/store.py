@@ -11,12 +11,15 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 exists = Path.exists
 read = Path.read_bytes
 size = os.path.getsize
 modified = os.path.getmtime
+is_writable = partial(os.access, mode=os.W_OK)
+make_folder = partial(os.makedirs, exist_ok=True)
 
 
 def list_folder(folder: Path) -> dict[str, Path]:
@@ -31,14 +34,6 @@ def crc32(path: Path) -> int:
         while count := file.readinto(block):
             checksum = zlib.crc32(block[:count], checksum)
     return checksum
-
-
-def is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK)
-
-
-def make_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def write(path: Path, content: bytes, halfway: Callable[[], None] = lambda: None) -> None:

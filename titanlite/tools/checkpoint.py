@@ -13,7 +13,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -123,7 +123,7 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
         weights = ", weights" if manifest and manifest.weights_only else ""
-        size, mesh = (format_bytes(manifest.size) + weights, _mesh(folder)) if manifest else ("?", "?")
+        size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         age = format_duration(time.time() - store.modified(folder))
         rows.append((folder.name, size, mesh, f"{age} ago", state))
@@ -151,15 +151,15 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
     folder = find_checkpoint(arguments.folder)
-    manifest, versions = read_manifest(folder), _environment(folder).get("versions", {})
+    manifest, (mesh, versions) = read_manifest(folder), _environment(folder)
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     optimizer = manifest.tensors.keys() - model.keys()
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
     print(f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files")
     rows = [
         ("data", ", ".join(f"{key} {value}" for key, value in read_state(folder)["position"].items())),
-        ("mesh", _mesh(folder)),
-        ("versions", ", ".join(f"{key} {value}" for key, value in versions.items())),
+        ("mesh", mesh),
+        ("versions", versions),
         ("optimizer", f"{kinds} in {len(optimizer)} tensors" if optimizer else "weights only"),
     ]
     _print_table((), rows)
@@ -314,16 +314,16 @@ def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
     return loaded.config
 
 
-def _environment(folder: Path) -> dict[str, Any]:
+def _environment(folder: Path) -> tuple[str, str]:
+    """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
-        return json.loads(store.read(folder / ENVIRONMENT))
+        environment = json.loads(store.read(folder / ENVIRONMENT))
     except (OSError, ValueError):
-        return {}
-
-
-def _mesh(folder: Path) -> str:
-    degrees = _environment(folder).get("mesh", {})
-    return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+        environment = {}
+    mesh = ", ".join(f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1)
+    return mesh or "1 rank", ", ".join(
+        f"{name} {version}" for name, version in environment.get("versions", {}).items()
+    )
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, 
 from titanlite.checkpoint.resume import excluded
 from titanlite.errors import UserError, first_line, some_of
 from titanlite.parallel.dtensor import box_of, local_part
-from titanlite.registry import ModelSpec
+from titanlite.registry import Box, ModelSpec
 from titanlite.runtime import store
 
 
@@ -60,12 +60,10 @@ class HuggingFaceFolder:
             if not (excluded(name, hf.ignored_tensors) or (tied and name == "lm_head.weight")):
                 yield f"{name}: unexpected"
 
-    def read(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a parameter: the region of it that the tensor `like` holds on this rank, or all of it."""
-        region = None if like is None else box_of(like)
-        return self.translation.read(
-            name, region, lambda hf_name, part: self._reader.read(self._name_in_folder[hf_name], part)
-        )
+    def read(self, name: str, region: Box | None = None) -> torch.Tensor:
+        """Read a region of a parameter, or all of it."""
+        names, read = self._name_in_folder, self._reader.read
+        return self.translation.read(name, region, lambda hf_name, part: read(names[hf_name], part))
 
     @torch.no_grad()
     def fill(self, live: Mapping[str, torch.Tensor]) -> None:
@@ -74,7 +72,7 @@ class HuggingFaceFolder:
             tensor = live[f"model.{name}"]
             local = local_part(tensor)
             if local.numel():
-                local.copy_(self.read(name, tensor))
+                local.copy_(self.read(name, box_of(tensor)))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
