@@ -1,9 +1,8 @@
 """Optimizer state in bfloat16, with stochastic rounding, for any torch optimizer.
 
-In a step the state of a few parameters at a time is converted to float32, the optimizer computes as usual, and the
-new state is rounded up or down at random, so that the mean is right. (Rounded to nearest, a running mean would stop
-moving once its changes fall below 1/256 of it.) The random bits are a hash of the seed, the step, the parameter's
-name and the element's index in the full tensor: the same on every mesh and after a resume.
+A step converts the state of a few parameters at a time to float32, and rounds the new state up or down at random so
+that the mean is right. (Rounded to nearest, a running mean stops moving once it changes by less than 1/256.) The bits
+are a hash of seed, step, parameter name and index in the full tensor: the same on every mesh and after a resume.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ MAX_NUMEL = 1 << 26
 def chunk_by_numel(
     parameters: Sequence[torch.Tensor], max_numel: int = MAX_NUMEL, min_count: int = 1
 ) -> Iterator[slice]:
-    """Split parameters into runs of at most `max_numel` elements on a rank, but of at least `min_count` parameters;
-    the runs are the same on every rank."""
+    """Split parameters into runs, the same on all ranks: at most `max_numel` elements, but at least `min_count` long."""
     start, run_numel = 0, 0
     for number, parameter in enumerate(parameters):
         numel = parameter.numel()
@@ -76,19 +74,16 @@ class BF16State(torch.optim.Optimizer):
     def _store_rounded(self, parameter: nn.Parameter, state: dict[str, Any], name: str, step: int) -> None:
         """Keep a parameter's new state, its tensors rounded to bfloat16."""
         stored, bits = self.state[parameter], torch.empty(0)
+        stored.update({key: value for key, value in state.items() if not _is_state_tensor(value)})
         box = self._boxes.get(parameter) or box_of(parameter)
-        tensor_keys = [key for key, value in state.items() if _is_state_tensor(value)]
-        for key, value in state.items():
-            if key not in tensor_keys:
-                stored[key] = value
-                continue
-            number, is_second = divmod(tensor_keys.index(key), 2)
-            if not is_second:  # two tensors share the 32 bits of a hash
-                seed = derive_seed("rounding", self._seed, step, name, number) % 2**31
+        tensors = [(key, value) for key, value in state.items() if _is_state_tensor(value)]
+        for number, (key, value) in enumerate(tensors):
+            if number % 2 == 0:  # two tensors share the 32 bits of a hash
+                seed = derive_seed("rounding", self._seed, step, name, number // 2) % 2**31
                 bits = random_bits(box, seed, local_part(value).device)
             if key not in stored:
                 stored[key] = torch.empty_like(value, dtype=torch.bfloat16)
-            local_part(stored[key]).copy_(round_at_random(local_part(value), bits >> 16 if is_second else bits))
+            local_part(stored[key]).copy_(round_at_random(local_part(value), bits >> 16 if number % 2 else bits))
 
 
 def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:
@@ -101,7 +96,7 @@ def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _is_state_tensor(value: Any) -> bool:
-    """Whether a value of the state has a parameter's shape; scalars are kept as they are."""
+    """Return whether a value of the state has a parameter's shape; scalars are kept as they are."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 

@@ -1,8 +1,7 @@
 """Build the optimizer: which parameters it trains, which of them decay, and by which algorithm.
 
-An algorithm is a registered function from the trained parameters and the config to a torch optimizer; `groups` makes
-the parameter groups that most of them need. Before every step the trainer sets `lr` and `training_step` in each
-group; it does nothing else to an optimizer.
+An algorithm is a registered function from the trained parameters and the config to a torch optimizer. Before every
+step the trainer sets `lr` and `training_step` in each parameter group; it does nothing else to an optimizer.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pkgutil import resolve_name
 from typing import Any
 
@@ -51,20 +51,15 @@ def trained_parameters(
     parts: Iterable[nn.Module], table: dict[str, Rule], blocks: str, no_decay: Sequence[str]
 ) -> list[TrainedParam]:
     """Return the parameters of this rank's model parts that are not frozen; `table` is that of the whole model."""
-
-    def decays(name: str) -> bool:
-        return not (
-            ("norms" in no_decay and table[name].tensor == "norm" and name.endswith(".weight"))
-            or ("biases" in no_decay and name.endswith(".bias"))
-            or any(fnmatchcase(name, pattern) for pattern in no_decay)
-        )
-
     trained = []
     for name, parameter in (item for part in parts for item in part.named_parameters()):
         if parameter.requires_grad:
             role = table[name].tensor
+            exempt = any(fnmatchcase(name, pattern) for pattern in no_decay)
+            exempt |= "norms" in no_decay and role == "norm" and name.endswith(".weight")
+            exempt |= "biases" in no_decay and name.endswith(".bias")
             in_block = name.startswith(f"{blocks}.") and role in ("column", "row", "replicated")
-            trained.append(TrainedParam(name, parameter, role, decays(name), in_block and parameter.dim() == 2))
+            trained.append(TrainedParam(name, parameter, role, not exempt, in_block and parameter.dim() == 2))
     return trained
 
 
@@ -76,17 +71,14 @@ def build_optimizer(trained: Sequence[TrainedParam], config: JobConfig, seed: in
 
 def groups(trained: Sequence[TrainedParam], settings: schema.Optimizer, **more: Any) -> list[dict[str, Any]]:
     """Return parameter groups, with parameter names, for what decays and what does not; `more` goes into each."""
-    found = []
-    for decays in (True, False):
-        for sharded in (True, False):  # one fused kernel cannot take sharded and plain tensors together
-            params = [
-                (item.name, item.parameter)
-                for item in trained
-                if item.decays == decays and isinstance(item.parameter, DTensor) == sharded
-            ]
-            if params:
-                found.append({"params": params, "weight_decay": settings.weight_decay if decays else 0.0, **more})
-    return found
+    param_groups = []
+    for kind in product((True, False), repeat=2):  # one fused kernel cannot take sharded and plain tensors together
+        members = [item for item in trained if (item.decays, isinstance(item.parameter, DTensor)) == kind]
+        if members:
+            weight_decay = settings.weight_decay if members[0].decays else 0.0
+            params = [(item.name, item.parameter) for item in members]
+            param_groups.append({"params": params, "weight_decay": weight_decay, **more})
+    return param_groups
 
 
 def adam(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:
@@ -100,8 +92,7 @@ def sgd(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optim
 
 def adam_options(settings: schema.Optimizer) -> dict[str, Any]:
     """Return the keyword arguments of torch's Adam and AdamW."""
-    betas = (settings.beta1, settings.beta2)
-    return {"lr": settings.lr, "betas": betas, "eps": settings.eps, **_flags(settings)}
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps, **_flags(settings)}
 
 
 def _flags(settings: schema.Optimizer) -> dict[str, bool]:

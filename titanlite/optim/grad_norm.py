@@ -39,8 +39,7 @@ def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _max_abs(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest absolute value. torch cannot take it of a shard without elements, and all of a rank's shards
-    may be such."""
+    """Return the largest absolute value; torch cannot take that of an empty shard, and all may be empty."""
     first, parts = gradients[0], [local_part(gradient) for gradient in gradients]
     maxima = [part.abs().max() for part in parts if part.numel()]
     largest = torch.stack(maxima).max() if maxima else parts[0].new_zeros(())

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from titanlite.config.schema import JobConfig
+
+_DECAYS: dict[str, Callable[[float], float]] = {  # the factor after a fraction of the decay
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
 
 
 def learning_rate(config: JobConfig, step: int) -> float:
@@ -21,16 +28,6 @@ def learning_rate(config: JobConfig, step: int) -> float:
     elif step <= total - decay:
         factor = 1.0
     else:
-        progress = min(1.0, (step - (total - decay)) / (decay + 1)) if step <= total else 1.0
-        factor = _decay(schedule.decay_type, progress)
-        factor = schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
+        progress = min(1.0, (step - (total - decay)) / (decay + 1))
+        factor = schedule.min_lr_factor + (1 - schedule.min_lr_factor) * _DECAYS[schedule.decay_type](progress)
     return config.optimizer.lr * factor
-
-
-def _decay(decay_type: str, progress: float) -> float:
-    """Return the factor after this fraction of the decay."""
-    if decay_type == "linear":
-        return 1 - progress
-    if decay_type == "sqrt":
-        return 1 - math.sqrt(progress)
-    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -2,8 +2,7 @@
 
 The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates. Here one rank
 owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of the result. That is two
-all-to-alls for a batch of matrices, whatever the mesh. A batch has at least one matrix for every rank if there are
-that many, and its owners have about equal work.
+all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for every rank, if there are that many.
 """
 
 from __future__ import annotations
@@ -91,22 +90,23 @@ class Muon(torch.optim.AdamW):
     def __init__(self, parameters: list[dict[str, Any]], dtype: torch.dtype, **adamw: Any) -> None:
         super().__init__(parameters, **adamw)
         self._dtype = dtype
-        distributed = dist.is_initialized() and dist.get_world_size() > 1
-        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        local_boxes = {
-            name: box_of(matrix)
-            for group in self.param_groups
-            if group["matrices"]
-            for name, matrix in zip(group["param_names"], group["params"], strict=True)
-        }
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        local_boxes = {name: box_of(matrix) for name, matrix, _ in self._matrices()}
         all_boxes = [local_boxes] * self._ranks
-        if distributed:
+        if self._ranks > 1:
             dist.all_gather_object(all_boxes, local_boxes)
         self._boxes = {name: tuple(boxes[name] for boxes in all_boxes) for name in local_boxes}
         self._plans: dict[tuple[str, ...], Plan] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects a `step` in every parameter's state
+
+    def _matrices(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Yield each matrix with its name and its group; the probe of checkpoint/state.py has no name."""
+        for group in self.param_groups:
+            if group["matrices"]:
+                for name, matrix in zip(group.get("param_names", [""]), group["params"], strict=True):
+                    yield name, matrix, group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -117,14 +117,7 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = all_groups
-        matrices = [
-            (name, matrix, group)
-            for group in all_groups
-            if group["matrices"]
-            # Unnamed: the probe from checkpoint/state.py.
-            for name, matrix in zip(group.get("param_names", [""]), group["params"], strict=True)
-            if matrix.grad is not None
-        ]
+        matrices = [item for item in self._matrices() if item[1].grad is not None]
         for run in chunk_by_numel([matrix for _, matrix, _ in matrices], min_count=self._ranks):
             self._step_together(matrices[run])
 
@@ -152,7 +145,7 @@ class Muon(torch.optim.AdamW):
 
     def _orthogonalize(
         self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    ) -> list[torch.Tensor]:
         """Return this rank's parts of the orthogonalized matrices, given its parts of the matrices."""
         if self._ranks == 1 or names == [""]:
             return [orthogonalize(part) for part in parts]
@@ -172,7 +165,7 @@ class Muon(torch.optim.AdamW):
 def _exchange(
     route: Route, content: Callable[[Transfer], torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
-    """Run the all-to-all of a route; return what arrived, flat, with its transfer."""
+    """Run the all-to-all of a route; return each transfer with what arrived, flat."""
     sent = torch.cat([like.new_empty(0), *(content(transfer).flatten() for transfer in route.send)])
     received = like.new_empty(sum(route.recv_sizes))
     dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes)
@@ -180,8 +173,7 @@ def _exchange(
 
 
 def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> Plan:
-    """Choose the owners for a batch of matrices, the same on all ranks, and the routes of `rank`; `boxes` holds the
-    region of each matrix on each rank."""
+    """Return what `rank` does for a batch; `boxes` has each matrix's region on each rank, and all agree on owners."""
     ranks = len(boxes[0])
     owners = owners_of(shapes, ranks)
     gather, scatter = [], []

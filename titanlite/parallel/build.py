@@ -76,12 +76,9 @@ def layer_pattern(name: str, blocks: str) -> str:
 
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Map the second name of every parameter that two modules share to its first."""
-    first_names: dict[int, str] = {}
-    ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first_names.setdefault(id(parameter), name) != name:
-            ties[name] = first_names[id(parameter)]
-    return ties
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: first_names[parameter] for name, parameter in all_names if name != first_names[parameter]}
 
 
 def tie(model: nn.Module, ties: Mapping[str, str]) -> None:

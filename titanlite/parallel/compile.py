@@ -20,8 +20,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     has_budget = recomputing.mode == "memory_budget"
     set_activation_memory_budget(recomputing.memory_budget if has_budget else 1.0)
     for block in context.blocks(model).values():
-        block.forward = torch.compile(  # type: ignore[method-assign]
-            block.forward, fullgraph=True, backend=settings.backend
-        )
+        compiled = torch.compile(block.forward, fullgraph=True, backend=settings.backend)
+        block.forward = compiled  # type: ignore[method-assign]
     kept = f", keeping at most {recomputing.memory_budget:g} of the activations" if has_budget else ""
     return [f"Applied torch.compile to every block, backend {settings.backend}{kept}"]

@@ -1,7 +1,6 @@
 """Converters: what swaps a model's layers before anything else looks at them, such as float8.
 
-A converter leaves every parameter in place under its name: checkpoints and the model's table know it by that. The
-trainer calls it twice: once to convert, and whenever the weights changed.
+A converter leaves every parameter in place under its name: checkpoints and the model's table know it by that.
 """
 
 from __future__ import annotations
@@ -20,18 +19,13 @@ from titanlite.registry import find_converter
 
 
 class Converter(Protocol):
-    """Built with the Job, identically on every rank.
-
-    One that needs the mesh or the model's table has `apply(model, context)`, a technique's signature, for `convert`.
-    """
+    """Built with the Job on every rank; `apply(model, context)`, if it has that, is called instead of `convert`."""
 
     def convert(self, model: nn.Module) -> list[str]:
         """Swap layers of a model part on the meta device; return lines for the log."""
-        ...
 
     def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
         """React to new weights: before the first step and after each one."""
-        ...
 
 
 def build_converters(job: Job) -> list[Converter]:

@@ -1,9 +1,8 @@
 """Float8: linear layers multiply in float8, through torchao; the first converter.
 
-A linear layer's input, weight and output gradient are scaled into float8's range and rounded right before each
-product; parameters, gradients and optimizer state stay as they are. With one scale per tensor, weights can be
-gathered in float8, and tensor parallel gathers activations in float8. Which layers are converted, and why the others
-are not, is decided here without torchao and logged at the start.
+A layer's input, weight and output gradient are scaled into float8's range and rounded right before each product;
+parameters, gradients and optimizer state stay as they are. With one scale per tensor, weights and tensor parallel's
+activations are gathered in float8. Which layers are converted is decided without torchao.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_table, nearest, some_of
 from titanlite.parallel.build import Context, layer_pattern
 from titanlite.registry import Rule
-from titanlite.runtime.torch_private import gather_float8_as_bytes
+from titanlite.runtime.torch_private import default_all_gather, gather_float8_as_bytes
 
 MULTIPLE = 16
 """GPUs multiply float8 matrices whose widths this number divides."""
 KEY = "quantize.linear.float8"
+ROWWISE_SCALES_ON_CPU = TorchVersion(torch.__version__) >= "2.13"
 Cast = Callable[[DTensor], DTensor]
 
 
@@ -56,10 +56,9 @@ class Float8:
         config = replace(config, emulate=self._settings.emulate)
         for gathered in {layer.gathered for layer in layers if not layer.skip_reason}:
             names = {layer.name for layer in layers if not layer.skip_reason and layer.gathered == gathered}
+            recipe = replace(config, enable_fsdp_float8_all_gather=gathered)
             convert_to_float8_training(
-                model,
-                module_filter_fn=lambda module, name, names=names: name in names,
-                config=replace(config, enable_fsdp_float8_all_gather=gathered),
+                model, module_filter_fn=lambda module, name, names=names: name in names, config=recipe
             )
             for name in names:
                 setattr(model.get_submodule(name), _WHOLE_TENSOR_SCALE, self._settings.recipe_name == "tensorwise")
@@ -86,13 +85,9 @@ def check_device(job: Job, device: str, capability: tuple[int, int] | None) -> N
     if capability and capability < (8, 9):
         reason = "this GPU has compute capability {}.{}, and float8 needs 8.9".format(*capability)
         raise UserError(f"{KEY}.enable = true: {reason} or newer; {instead}")
-    if device == "cpu" and settings.recipe_name != "tensorwise" and not has_rowwise_scales_on_cpu():
+    if device == "cpu" and settings.recipe_name != "tensorwise" and not ROWWISE_SCALES_ON_CPU:
         reason = f"torch {torch.__version__} can't scale rows on a CPU (2.13 can); use tensorwise"
         raise UserError(f'{KEY}.recipe_name = "{settings.recipe_name}": {reason}, or {instead}')
-
-
-def has_rowwise_scales_on_cpu() -> bool:
-    return TorchVersion(torch.__version__) >= "2.13"
 
 
 # ---------------------------------------------------------------- which layers
@@ -127,15 +122,12 @@ def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
     layers = [_decide(name, module, table.get(f"{name}.weight"), job) for name, module in linear.items()]
     converted = [layer for layer in layers if not layer.skip_reason]
     if not converted:
-        raise UserError(f"{KEY}.enable: no layer can be converted:{_reasons(layers, 'skip_reason')}")
+        reasons = some_of([f"{layer.name}: {layer.skip_reason}" for layer in layers])
+        raise UserError(f"{KEY}.enable: no layer can be converted:{reasons}")
     if settings.enable_fsdp_float8_all_gather and not any(layer.gathered for layer in converted):
-        reasons = _reasons(converted, "gather_reason")
+        reasons = some_of([f"{layer.name}: {layer.gather_reason}" for layer in converted])
         raise UserError(f"{KEY}.enable_fsdp_float8_all_gather: no weight can be gathered in float8:{reasons}")
     return layers
-
-
-def _reasons(layers: Sequence[Layer], field: str) -> str:
-    return some_of([f"{layer.name}: {getattr(layer, field)}" for layer in layers])
 
 
 def _decide(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
@@ -192,7 +184,7 @@ def _table(layers: Sequence[Layer], job: Job) -> list[str]:
     return lines + format_table(cells, indent=2).splitlines()
 
 
-# ---------------------------------------------------------------- tensor parallel
+# ---------------------------------------------------------------- collectives in float8
 
 _WHOLE_TENSOR_SCALE = "titanlite_whole_tensor_scale"
 """The attribute that the converter sets on converted layers, since their class costs seconds to import."""
@@ -204,10 +196,7 @@ def scales_whole_tensors(module: nn.Module) -> bool:
 
 
 def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
-    """Return what casts an input shared by these layers to float8, scaled by its largest value on any rank.
-
-    None if one of the layers needs the input in high precision.
-    """
+    """Return the cast to float8 of an input that all these layers take in float8, by one scale on all ranks, or None."""
     if not all(map(scales_whole_tensors, layers)):
         return None
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -217,19 +206,30 @@ def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
     return lambda sequence: hp_tensor_to_float8_dynamic(sequence, dtype, products)  # type: ignore[return-value]
 
 
-def row_style(**layouts: Any) -> ParallelStyle:
-    """Return the split of a row layer with one scale per tensor: its output's gradient is gathered in float8."""
+def row_style(module: nn.Module) -> type[RowwiseParallel]:
+    """Return the split of a row layer; with one scale per tensor its output's gradient is gathered in float8."""
+    if not scales_whole_tensors(module):
+        return RowwiseParallel
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
-    return Float8RowwiseParallel(**layouts)
+    return Float8RowwiseParallel
+
+
+def bytes_all_gather() -> Any:
+    """Return FSDP2's all-gather, but of bytes: it gathers a group of float8 weights as float8, which gloo lacks."""
+
+    class BytesAllGather(default_all_gather()):  # type: ignore[misc]
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any
+        ) -> Any:
+            return super().__call__(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), *args, **options)
+
+    return BytesAllGather()
 
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Silence what importing torchao warns of: kernels that float8 training does not use, and its own use of torch.
-
-    The variable that torchao offers against the former warns as well.
-    """
+    """Silence what importing torchao warns of, such as unused kernels; its own variable for that warns as well."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

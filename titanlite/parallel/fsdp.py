@@ -12,11 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titanlite.config.job import Job
-from titanlite.config.schema import Training
-from titanlite.layout import Layout
 from titanlite.parallel import fsdp_schedule
 from titanlite.parallel.build import Context, shared_names
-from titanlite.parallel.gloo_float8 import bytes_all_gather
+from titanlite.parallel.float8 import bytes_all_gather
 from titanlite.parallel.replicated import replicated_parameters
 
 
@@ -24,22 +22,19 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """Apply FSDP2 to each group of modules that the part has, then to its root, and set the prefetch schedule."""
     job, on_cpu = context.job, context.device.type == "cpu"
     training, policy = job.config.training, job.config.parallelism.fsdp_reshard_after_forward
-    if not does_something(job.layout, training):
+    casts = training.mixed_precision_param != training.dtype
+    if job.layout.fsdp * job.layout.dp_replicate == 1 and not casts and not training.enable_cpu_offload:
         return []
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # it would cast the rotary tables too; hidden states have the type already
     )
-    offload = OffloadPolicy()
-    if training.enable_cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=not on_cpu)  # page-locked memory needs an accelerator
+    # Page-locked memory needs an accelerator.
+    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if training.enable_cpu_offload else OffloadPolicy()
+    ignored = set(replicated_parameters(model, context))
     shard = partial(
-        fully_shard,
-        mesh=context.mesh.fsdp,
-        mp_policy=precision,
-        offload_policy=offload,
-        ignored_params=set(replicated_parameters(model, context)),
+        fully_shard, mesh=context.mesh.fsdp, mp_policy=precision, offload_policy=offload, ignored_params=ignored
     )
     names = {name for name, _ in model.named_modules()}
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=names)
@@ -48,8 +43,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         groups[plan.last] = [model]
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The backward pass needs the last group again at once, so the default keeps it gathered.
-        reshard = number != plan.last if policy == "default" else policy
-        shard(modules, reshard_after_forward=reshard == "always" if isinstance(reshard, str) else reshard)
+        reshard = number != plan.last if policy == "default" else policy == "always"
+        shard(modules, reshard_after_forward=reshard)
     if not plan.last_is_root:
         shard(model, reshard_after_forward=False)
     as_bytes = on_cpu and job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
@@ -63,12 +58,6 @@ def apply(model: nn.Module, context: Context) -> list[str]:
                 module.set_custom_all_gather(bytes_all_gather())
     fsdp_schedule.set_prefetch([modules[0] for modules in groups], plan)
     return [_note(job)]
-
-
-def does_something(layout: Layout, training: Training) -> bool:
-    """Return whether FSDP2 has anything to do: on one rank only to cast parameters or to fetch them from the host."""
-    casts = training.mixed_precision_param != training.dtype
-    return layout.fsdp * layout.dp_replicate > 1 or casts or training.enable_cpu_offload
 
 
 def _note(job: Job) -> str:

@@ -84,8 +84,7 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
 
 def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:
     """Hand the schedule to FSDP2; `groups` are the first modules of each group, sharded already."""
-    for i, module in enumerate(groups):
-        if plan.forward is not None:
-            module.set_modules_to_forward_prefetch([groups[other] for other in plan.forward[i]])
-        if plan.backward is not None:
-            module.set_modules_to_backward_prefetch([groups[other] for other in plan.backward[i]])
+    for module, gathered in zip(groups, plan.forward or (), strict=False):
+        module.set_modules_to_forward_prefetch([groups[other] for other in gathered])
+    for module, gathered in zip(groups, plan.backward or (), strict=False):
+        module.set_modules_to_backward_prefetch([groups[other] for other in gathered])

@@ -1,8 +1,8 @@
 """Initial values that are a function of (seed, parameter name) and of no mesh.
 
-A parameter's values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator
-seeded by (seed, name, block). A rank draws only the blocks that its shard touches, so time and memory are those of
-the shard. torch's own answer, a random state on the mesh, gives every shard the same values on a CPU mesh.
+Values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator seeded by (seed,
+name, block). A rank draws only the blocks that its shard touches, so time and memory are those of the shard. torch's
+own way, a random state on the mesh, gives every shard the same values on a CPU mesh.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ _CHUNK_ELEMENTS = 64 * BLOCK
 def materialize(
     part: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
 ) -> None:
-    """Move a model part from the meta device to `device` with its initial values; ties stay ties.
-
-    With `in_host_memory` its parameters live on the CPU; buffers are always on `device`, where they are used.
-    """
+    """Allocate and fill a part on the meta device; `in_host_memory` puts its parameters, not buffers, on the CPU."""
     allocate(part, device, in_host_memory)
     first_names = {rule.tied: name for name, rule in table.items()}  # a part may hold only the second of a tie
     with torch.no_grad():
         for name, parameter in part.named_parameters():
-            name = first_names.get(name, name)
-            fill(parameter, name, table[name].init, seed)
+            first = first_names.get(name, name)
+            fill(parameter, first, table[first].init, seed)
 
 
 def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
-    """Allocate memory for a model part on the meta device; fill its buffers, but not its parameters."""
+    """Allocate memory for a model part on the meta device, keeping ties; fill its buffers, but not its parameters."""
     ties = shared_names(part)
     part.to_empty(device="cpu" if in_host_memory else device)
     for module in part.modules() if in_host_memory else ():
@@ -58,29 +55,22 @@ def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False
 
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     """Write a parameter's initial values, or those of its shard."""
-    if init.std == 0.0:
-        local_part(parameter).fill_(init.constant)
+    local, shape, offset = local_part(parameter), tuple(parameter.shape), shard_offset(parameter)
+    if init.std == 0.0 or local.numel() == 0:
+        local.fill_(init.constant)
         return
     std = init.std
     if init.by_depth:
         layer = int(next(component for component in name.split(".") if component.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
-    _fill_shard(local_part(parameter), tuple(parameter.shape), shard_offset(parameter), name, std, seed)
-
-
-def _fill_shard(
-    local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], name: str, std: float, seed: int
-) -> None:
-    """Fill some rows at a time, so that a shard cut along columns never costs the memory of the full rows."""
-    if local.numel() == 0:
-        return
-    per_row, numel = prod(shape[1:]), prod(shape)
+    per_row = prod(shape[1:])
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    # Some rows at a time, so that a shard cut along columns never costs the memory of all full rows.
     chunk_rows = max(1, _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
         start = (offset[0] + row) * per_row
-        values = _draw(name, seed, start, start + rows * per_row, numel).view(rows, *shape[1:])
+        values = _draw(name, seed, start, start + rows * per_row, prod(shape)).view(rows, *shape[1:])
         local[row : row + rows] = values[(slice(None), *columns)].mul_(std)
 
 

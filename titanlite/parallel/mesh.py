@@ -35,17 +35,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         degrees, shard = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp), "dp_shard_cp"
         sharding = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "dp_replicate", shard, "tp"))
     fsdp = sharding["dp_replicate", shard] if layout.dp_replicate > 1 else sharding[shard]
-    return Mesh(world, fsdp, sharding["tp"], _loss_group(layout))
+    return Mesh(world, fsdp, sharding["tp"], _loss_group(world))
 
 
-def _loss_group(layout: Layout) -> dist.ProcessGroup:
-    members: dict[tuple[int, int], list[int]] = {}
-    for rank in range(layout.world):
-        coordinates = layout.coordinates(rank)
-        members.setdefault((coordinates["pp"], coordinates["tp"]), []).append(rank)
-    if len(members) == 1:  # no second group, and on NCCL no second communicator, for all ranks
+def _loss_group(world: DeviceMesh) -> dist.ProcessGroup:
+    # The dimensions are pp, three that read or split data, and tp: a list of ranks for each (pp, tp).
+    by_pp_and_tp = world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1).tolist()
+    if len(by_pp_and_tp) == 1:  # no second group, and on NCCL no second communicator, for all ranks
         assert dist.group.WORLD
         return dist.group.WORLD
-    group, _ = dist.new_subgroups_by_enumeration(list(members.values()), group_desc="loss")
+    group, _ = dist.new_subgroups_by_enumeration(by_pp_and_tp, group_desc="loss")
     assert isinstance(group, dist.ProcessGroup)
     return group

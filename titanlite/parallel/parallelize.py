@@ -40,8 +40,7 @@ def build_parts(model: nn.Module, context: Context, seed: int) -> tuple[list[nn.
     """Return this rank's parts of the whole model, with their initial values on the device, and notes for the log."""
     parts = split(model, context)
     notes = dict.fromkeys(note for part in parts for note in parallelize(part, context))
-    in_host_memory = context.job.config.training.enable_cpu_offload
     for part in parts:  # nothing has memory until every rank knows its shard
-        materialize(part, context.table, seed, context.device, in_host_memory=in_host_memory)
+        materialize(part, context.table, seed, context.device, context.job.config.training.enable_cpu_offload)
     check_replicas(parts, "after initialization", context.device)
     return parts, list(notes)

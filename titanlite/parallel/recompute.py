@@ -6,7 +6,6 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,16 +36,12 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
     if around_graphs != (context.job.layout.tp > 1 and not by_operation):
         return []
     every = int(settings.selective_ac_option) if settings.mode == "selective" and not by_operation else 1
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "preserve_rng_state": settings.preserve_rng_state,
-        "early_stop": settings.early_stop,
-    }
+    options: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state, "early_stop": settings.early_stop}
     if by_operation:
         options["context_fn"] = _keep_expensive
     for number, block in context.blocks(model).items():
         if number % every == 0:
-            block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore
     blocks = "every block" if every == 1 else f"one block in {every}"
     saved = ", keeping attention, communication and every other matrix product" * by_operation
     return [f"Applied activation checkpointing: recompute {blocks}{saved}"]
@@ -54,10 +49,6 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
 
 def _keep_expensive() -> Any:
     """Return the contexts of one forward pass: keep expensive results and every other matrix product."""
-    return create_selective_checkpoint_contexts(_policy())
-
-
-def _policy() -> Callable[..., CheckpointPolicy]:
     matmuls = {False: 0, True: 0}  # counted apart in the forward pass and its recomputation
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -68,4 +59,4 @@ def _policy() -> Callable[..., CheckpointPolicy]:
             keep = operation in _EXPENSIVE
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return decide
+    return create_selective_checkpoint_contexts(decide)

@@ -43,10 +43,9 @@ def _tensors(part: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
     """Yield a part's parameters, its buffers and the optimizer's state of it, with names for messages."""
     yield from part.named_parameters()
     yield from part.named_buffers()
-    for name, parameter in part.named_parameters() if optimizer else ():
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer else ():
-            if isinstance(value, torch.Tensor):
-                yield f"{key} of {name}", value
+    for name, parameter in part.named_parameters():
+        state = optimizer.state.get(parameter, {}) if optimizer else {}
+        yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, torch.Tensor))
 
 
 def _hash_shard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and row layers sees
 the whole sequence, gathered once, and a slice of the heads or hidden units. So everything outside of such modules
-must treat each token by itself. Parameters become DTensors on the `tp` mesh under their plain names; replicated ones
-have their gradients summed over the slices.
+must treat each token by itself. Parameters become DTensors on the `tp` mesh under their plain names.
 """
 
 from __future__ import annotations
@@ -64,16 +63,13 @@ def _split_module(module: nn.Module, name: str, role: Role, mesh: DeviceMesh, sp
     styles: dict[Role, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
         "column": ColwiseParallel(),
-        "row": RowwiseParallel(output_layouts=SEQUENCE),
+        "row": float8.row_style(module)(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
         "head": ColwiseParallel(output_layouts=Shard(-1) if splits_logits else Replicate(), use_local_output=False),
         "replicated": ReplicatedModule(),
     }
-    style = styles[role]
-    if role == "row" and float8.scales_whole_tensors(module):
-        style = float8.row_style(output_layouts=SEQUENCE)
     try:
-        parallelize_module(module, mesh, style)
+        parallelize_module(module, mesh, styles[role])
     except NotImplementedError:
         raise UserError(
             f'tensor parallel: {name}.weight has the role "{role}", and {type(module).__name__} cannot be split'
@@ -167,10 +163,11 @@ class ReplicatedModule(ParallelStyle):
     """Give every rank all of a module's own parameters; each rank sees some of the tokens or heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
             replicated = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
             module.register_parameter(name, nn.Parameter(replicated))
-        forward_with_converted_params(_local, module, [name for name, _ in module.named_parameters(recurse=False)])
+        forward_with_converted_params(_local, module, own)
         return module
 
 
