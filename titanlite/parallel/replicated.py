@@ -22,12 +22,11 @@ KEY = "parallelism.fsdp_keep_whole"
 
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Let modules compute with their replicated parameters in mixed_precision_param; the masters keep their type."""
-    config = context.job.config
-    patterns = config.parallelism.fsdp_keep_whole
+    patterns = context.job.config.parallelism.fsdp_keep_whole
     names = match_parameters(context.table, KEY, patterns)
     if len(names) == len(context.table):
         raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
-    dtype = getattr(torch, config.training.mixed_precision_param)
+    dtype = getattr(torch, context.job.config.training.mixed_precision_param)
     to_cast = {id(p) for p in replicated_parameters(model, context) if p.dtype != dtype}
     for module in model.modules():
         own = [name for name, parameter in module.named_parameters(recurse=False) if id(parameter) in to_cast]
