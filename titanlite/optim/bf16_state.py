@@ -26,7 +26,7 @@ MAX_NUMEL = 1 << 26
 def chunk_by_numel(
     parameters: Sequence[torch.Tensor], max_numel: int = MAX_NUMEL, min_count: int = 1
 ) -> Iterator[slice]:
-    """Split parameters into runs, equal on all ranks, of at most `max_numel` elements but at least `min_count` long."""
+    """Split parameters into runs, equal on all ranks, of at most `max_numel` elements or of `min_count`."""
     start, run_numel = 0, 0
     for number, parameter in enumerate(parameters):
         numel = parameter.numel()

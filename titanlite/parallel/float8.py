@@ -196,7 +196,7 @@ def scales_whole_tensors(module: nn.Module) -> bool:
 
 
 def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
-    """Return the cast to float8, by one scale on all ranks, of the input of these layers; None unless all take it so."""
+    """Return the cast to float8, by one scale on all ranks, of an input of these layers; None unless all take it."""
     if not all(map(scales_whole_tensors, layers)):
         return None
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
