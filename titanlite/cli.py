@@ -5,8 +5,6 @@ command is typed, and imports torch no earlier than in `run`. A parser with `tak
 `--section.key VALUE` to config/load.py, which names all faults at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Errors that a user can cause, which need no traceback, and the formatting that messages share."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """How the ranks are split, and the batch arithmetic that follows: numbers only, checked and used elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -1,7 +1,5 @@
 """Layers that several models share; none knows of parallelism. Models' tables import this file: no torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The core of causal attention, in one module that context parallel or another kernel can replace."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The skeleton of a decoder: embed, blocks, norm, head. A model adds its layers; there is no parallelism in here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

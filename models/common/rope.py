@@ -1,7 +1,5 @@
 """Rotary position embedding over adjacent pairs."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """GPT-2: flavors, and the table that says what the framework needs to know about each parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-2 as a plain single-device module."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Llama 3: flavors, and the table that says what the framework needs to know about each parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Llama 3 as a plain single-device module."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -9,8 +9,6 @@ Nothing is ever written into a committed folder. Each rank's work runs under `ru
 continue, or all raise the same error.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib
@@ -150,7 +148,7 @@ def commit(
 
 
 def _write_tensors(
-    writer: _Writer,
+    writer: "_Writer",
     tensors: Mapping[str, torch.Tensor],
     lookup: Callable[[str], torch.Tensor],
     group: dist.ProcessGroup | None,

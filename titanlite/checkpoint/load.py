@@ -3,8 +3,6 @@
 Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own .metadata, a pickle, is never opened.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ pending at a time, in a gloo group of its own with comm.checkpoint_timeout_secon
 training's timeout. A failure on any rank is known to all at the next logged step.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

@@ -4,8 +4,6 @@ No torch and no process group: the launcher and a laptop read what any mesh wrot
 are is in the manifest, which is JSON with a checksum of its own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -3,8 +3,6 @@
 No torch: the launcher asks whether a run is finished before there is a worker. `load.py` finds and reads checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class Resume:
     """The checkpoint or Hugging Face folder to load."""
     manifest: Manifest | None = None
     """Of a checkpoint."""
-    hf: HuggingFaceFolder | None = None
+    hf: "HuggingFaceFolder | None" = None
     continues: bool = False
     """Load the whole state and continue at `position`; otherwise load only weights, for step 0."""
     position: Position = Position()

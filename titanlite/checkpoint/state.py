@@ -5,8 +5,6 @@ what the optimizer keeps for a parameter. Scalars (AdamW's step) are not tensors
 get_state_dict would run an optimizer step to create the state, and store 11 scalars per parameter.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Documentation from the schema: --help, docs/config.md and the JSON schema for editors."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 

@@ -1,7 +1,5 @@
 """The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Precedence: command line > later file > earlier file > default. Rules between keys are in rules/.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 `--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between keys are in rules/.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Annotated, Any, Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """TOML: the reader of every supported Python, and a writer of configs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

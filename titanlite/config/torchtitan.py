@@ -3,8 +3,6 @@
 A key that titanlite lacks is accepted at a value that asks for nothing, and otherwise refused by name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A `.txt` (or `.py`) file is one document; a `.jsonl` file has one per line, in "
 in the column "text". This module imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Load the micro-batches of one rank in the job's order, ahead of the step that needs them."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -34,7 +32,7 @@ class MicroBatch:
 
     rows: torch.Tensor
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(self.rows.to(device, non_blocking=True))
 
     @property

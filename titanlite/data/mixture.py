@@ -3,8 +3,6 @@
 Among the first n samples, each source has its weight times n, to within one sample, for every n.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from math import lcm
 

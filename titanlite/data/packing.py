@@ -4,8 +4,6 @@ A window has rows of seq_len numbers: tokens, labels (the next tokens, or IGNORE
 number of each token's document and its position in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefetch items in a background thread."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterable, Iterator

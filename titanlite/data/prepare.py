@@ -4,8 +4,6 @@ A shard's bytes do not depend on the process that writes it. It gets its name on
 folder, from which the next run with the same sources and tokenizer continues. No torch here: workers start fast.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

@@ -4,8 +4,6 @@
 uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the vocabulary, or numpy's own format.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

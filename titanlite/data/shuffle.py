@@ -4,8 +4,6 @@ The order of samples therefore does not depend on the data-parallel degree, the 
 accumulation, and a resume needs only the number of samples consumed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

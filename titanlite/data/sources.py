@@ -3,8 +3,6 @@
 Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once, into a cache.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os
@@ -40,7 +38,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     )
 
 
-def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int) -> Source:
+def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path)
     if documents is None:

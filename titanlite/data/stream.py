@@ -9,8 +9,6 @@ readers, and a resume needs the position of each: a few numbers and the tokens l
   `datasets` is not part of its state. A resume reads the current block again and continues inside it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

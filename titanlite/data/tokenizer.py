@@ -1,7 +1,5 @@
 """Convert text to token ids and back: with a Hugging Face tokenizer.json, or as bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The data set of a job: windows by sample number, in the job's order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Every rank keeps the step of its first bad value on the device. The flag travels
 tokens (no collective of its own), is copied to the host while the step runs, and is read one step later.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

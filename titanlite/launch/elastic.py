@@ -1,7 +1,5 @@
 """Workers under torch's elastic agent: one process per rank, each with its own log file."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -3,8 +3,6 @@
 Reads three families of variables: plain ones (NNODES NODE_RANK MASTER_ADDR MASTER_PORT), Kubeflow's PET_*, SLURM_*.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is always on node 0.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from datetime import timedelta

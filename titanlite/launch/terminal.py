@@ -1,7 +1,5 @@
 """The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line of progress."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

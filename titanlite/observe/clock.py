@@ -1,7 +1,5 @@
 """Times of the steps between two logged ones, their wait for data, and recompilations, as the host sees them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

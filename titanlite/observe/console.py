@@ -1,7 +1,5 @@
 """A rank's log, and the colors that a terminal adds to it."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Memory of a rank: the peak so far, and what the machine has."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

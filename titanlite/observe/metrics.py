@@ -1,7 +1,5 @@
 """What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the console."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

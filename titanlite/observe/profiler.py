@@ -4,8 +4,6 @@ Disabled, it starts and writes nothing. The code of a step names its phases with
 6 microseconds without a profiler and shows the names to other profilers too.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -37,7 +35,7 @@ class Profiler:
             # Each trace holds its own steps only, as intended.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
-    def __enter__(self) -> Profiler:
+    def __enter__(self) -> "Profiler":
         if self._profile:
             self._profile.start()
             self._profile.step()  # into the first step

@@ -1,7 +1,5 @@
 """The dump folder of a run: archiving earlier runs in it, and the files that describe a run."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

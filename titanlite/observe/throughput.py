@@ -1,7 +1,5 @@
 """FLOPs of a model and peaks of devices: counted or known, never guessed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -5,8 +5,6 @@ that the mean is right. (Rounded to nearest, a running mean stops moving once it
 are a hash of seed, step, parameter name and index in the full tensor: the same on every mesh and after a resume.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ An algorithm is a registered function from the trained parameters and the config
 step the trainer sets `lr` and `training_step` in each parameter group; it does nothing else to an optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

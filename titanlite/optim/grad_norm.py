@@ -1,7 +1,5 @@
 """One gradient norm over parameters on any mix of meshes, and clipping by it, without waiting for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of (config, step), so that a resume needs no schedule state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

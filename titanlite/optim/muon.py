@@ -5,8 +5,6 @@ owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its pa
 all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for every rank, if there are that many.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 The table covers the whole model, so that names and patterns mean the same on a rank that holds a part of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +26,11 @@ class Context:
     """What every technique receives beside a part of the model."""
 
     job: Job
-    mesh: Mesh
+    mesh: "Mesh"
     table: dict[str, Rule]
     """The row of every parameter of the whole model."""
     device: torch.device
-    converters: Sequence[Converter] = ()
+    converters: Sequence["Converter"] = ()
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
         """Return a part's blocks by their number in the whole model."""

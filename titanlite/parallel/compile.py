@@ -3,8 +3,6 @@
 The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside of the graph.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

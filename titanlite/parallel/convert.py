@@ -3,8 +3,6 @@
 A converter leaves every parameter in place under its name: checkpoints and the model's table know it by that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Views of a tensor that may be a DTensor: this rank's shard, and where it lies in the full tensor."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.tensor import DTensor
 

@@ -5,8 +5,6 @@ parameters, gradients and optimizer state stay as they are. With one scale per t
 activations are gathered in float8. Which layers are converted is decided without torchao.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -3,8 +3,6 @@
 Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the same numbers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ A depth of 0 leaves FSDP2's own order: in the forward pass each group is gathere
 pass one ahead. No torch in here, so that `titanlite config --schedule` can print it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ name, block). A rank draws only the blocks that its shard touches, so time and m
 own way, a random state on the mesh, gives every shard the same values on a CPU mesh.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

@@ -1,7 +1,5 @@
 """The device mesh of a Layout, and its sub-meshes by purpose."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

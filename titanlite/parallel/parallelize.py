@@ -1,7 +1,5 @@
 """THE fixed order in which techniques are applied, for every registered model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A module that computes with something made of its parameters; the parameters and their names stay as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

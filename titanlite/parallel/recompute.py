@@ -4,8 +4,6 @@ A block's forward method is replaced, not the block: parameter names stay, and F
 recomputed.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ A wrong replica still trains, and only its numbers are wrong. So every parameter
 optimizer's state, is hashed where it is, and the hashes are compared: 16 bytes a tensor and rank in one collective.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@ FSDP2 ignores them; this does what it would have done: computing with them in mi
 their gradients over the ranks, in one collective a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

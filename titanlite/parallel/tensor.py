@@ -5,8 +5,6 @@ the whole sequence, gathered once, and a slice of the heads or hidden units. So 
 must treat each token by itself. Parameters become DTensors on the `tp` mesh under their plain names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

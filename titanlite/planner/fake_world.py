@@ -1,7 +1,5 @@
 """A world of any size without its processes: collectives return at once, and their results mean nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

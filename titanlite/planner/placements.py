@@ -4,8 +4,6 @@ The real mesh and the real techniques are applied to the model on the meta devic
 is what a run has.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import cast

@@ -1,7 +1,5 @@
 """Models, optimizers and converters by name: built in, registered by `model.package`, or from an entry point."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

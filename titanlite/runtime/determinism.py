@@ -1,7 +1,5 @@
 """Seeds: everything random is a function of names and numbers of the job, never of a rank's history."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The device of a rank, the process group of a job, and the timeouts of collectives."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 holds for the new name that `rename` gives, and `rename` is atomic.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

@@ -4,8 +4,6 @@ Promises: no other file but verify/pool.py names one. Beside each entry stand th
 public name to move to where one exists. Imports are late where they are slow, so that anything may import this file.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     """Return where this rank's shard begins in the full tensor."""
     # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -5,8 +5,6 @@ device is idle. On a CPU the main thread's is: each operation's own time without
 including the wait for a collective.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`titanlite config`: the resolved config, what follows from it for the mesh, and the schema of all configs."""
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 

@@ -1,7 +1,5 @@
 """`titanlite data`: tokenize text into shards, and inspect what a folder of shards holds."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator

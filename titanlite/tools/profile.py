@@ -1,7 +1,5 @@
 """`titanlite profile`: train a few steps, show where their time went, and keep the traces."""
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Every step is a command that a person could type, and prints what it proves; the first failed check ends the tour.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

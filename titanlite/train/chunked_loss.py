@@ -4,8 +4,6 @@ Chunks are computed inside the model's forward pass, through its `head`, where F
 weight. The gradients of a chunk are computed right after its loss, so that nothing is computed twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The divisor is the same on every rank and for every micro-batch, so that gradien
 mesh, the accumulation, or the spread of the valid tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial

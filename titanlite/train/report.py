@@ -3,8 +3,6 @@
 Every rank makes a Report, since the loss is reduced over all of them; only rank 0 has sinks.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Whoever takes a step calls `forward_backward`, `clip_gradients` and `update` in 
 saving are left to the trainer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The lines that a run prints at its start: every number that the config implies."""
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other"}
 
 
-def describe_start(trainer: Trainer) -> list[str]:
+def describe_start(trainer: "Trainer") -> list[str]:
     """Return the lines: numbers of the whole model, memory of this rank's parts. Call it on all ranks."""
     job, data, config = trainer.job, trainer.data, trainer.job.config
     batch, training, optimizer = job.batch, config.training, config.optimizer
@@ -64,7 +62,7 @@ def describe_start(trainer: Trainer) -> list[str]:
     return [*lines, job.no_effect] if job.no_effect else lines
 
 
-def _describe_device(trainer: Trainer) -> str:
+def _describe_device(trainer: "Trainer") -> str:
     world, device, threads = trainer.job.layout.world, trainer.device, torch.get_num_threads()
     all_hosts: list[str] = [""] * world
     dist.all_gather_object(all_hosts, trainer.rank_info.host)

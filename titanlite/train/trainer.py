@@ -3,8 +3,6 @@
 How a step is computed is left to step.py, and what is logged to report.py.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """The loss on held-out data: what one process would compute, on any mesh; every rank takes part in every batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

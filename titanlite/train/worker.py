@@ -1,7 +1,5 @@
 """Run one rank: read its job, train, write what went wrong where the launcher looks for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

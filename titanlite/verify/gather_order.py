@@ -4,8 +4,6 @@ FSDP2 names the group of each all-gather in profiler traces (tried on torch 2.11
 arguments don't distinguish blocks.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The first half of the batch has no valid token at all, and goes to the first data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -3,8 +3,6 @@
 Each is put into the trainer on every rank, never into the reference. A fault names the rows that can show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ FLOOR of the norm of all tensors of its kind, that takes its place: what is zero
 bias's gradient under softmax, has an error of the size of what was summed, not of what is left.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

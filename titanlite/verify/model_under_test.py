@@ -4,8 +4,6 @@ Only [model] is taken from a config; the table sets every other key. All that th
 since masks differ between meshes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ hang) and live through many runs; consecutive runs on the same number of ranks s
 dies or is late, the error names it and what it was doing, and the pool starts new processes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

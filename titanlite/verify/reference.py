@@ -1,7 +1,5 @@
 """The reference: the single-device module with torch's own loss and clipping, on the whole batch at once."""
 
-from __future__ import annotations
-
 import math
 
 import torch

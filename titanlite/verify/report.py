@@ -1,7 +1,5 @@
 """Print a line for each row when it is done and a summary at the end; write the page for docs/."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

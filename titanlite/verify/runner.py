@@ -1,7 +1,5 @@
 """Runs rows on local processes: a pool of ranks, and one reference for each variant and precision."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -5,8 +5,6 @@ occurs; `full` returns every layout with every recomputation, accumulation and v
 choices in its other columns.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields

@@ -6,8 +6,6 @@ single larger tensor, and the one that is being gathered; never the model. The f
 checkpoint is, and its bytes are the same from any mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial

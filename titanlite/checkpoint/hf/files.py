@@ -3,8 +3,6 @@
 Nothing in such a folder is code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -4,8 +4,6 @@ All names, shapes and config.json are compared before anything is read; then eac
 shards need.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

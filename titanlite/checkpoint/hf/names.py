@@ -4,8 +4,6 @@ A rank reads only the region of a tensor that its shard holds, and of the folder
 that. How files are read is left to `files.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

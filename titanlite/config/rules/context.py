@@ -1,7 +1,5 @@
 """What a rule reads: the config without its invalid fields, and the values that earlier rules derived from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of data sets, batches and sequence lengths."""
 
-from __future__ import annotations
-
 from titanlite.config.rules.context import Faults, RuleContext, Rules
 
 RULES = Rules()

@@ -4,8 +4,6 @@ A rule refuses what contradicts something. A key that merely has nothing to do o
 `keys_without_effect` lists it, and the job runs as if it had its default.
 """
 
-from __future__ import annotations
-
 import math
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules

@@ -1,7 +1,5 @@
 """Rules of the model, the optimizer, checkpoints and what is observed."""
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
