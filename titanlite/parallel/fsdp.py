@@ -41,8 +41,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         groups[plan.last] = [model]
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The backward pass needs the last group again at once, so the default keeps it gathered.
-        reshard = number != plan.last if policy == "default" else policy == "always"
-        shard(modules, reshard_after_forward=reshard)
+        reshard = policy == "always" or (policy == "default" and number != plan.last)
+        shard(modules, reshard_after_forward=policy if isinstance(policy, int) else reshard)
     if not plan.last_is_root:
         shard(model, reshard_after_forward=False)
     as_bytes = on_cpu and job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
