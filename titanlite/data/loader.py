@@ -78,7 +78,8 @@ def build_loader(
     if settings.num_workers:
         context = get_context("forkserver")  # a child forked after a backward pass hangs in torch
         context.set_forkserver_preload(["titanlite.data.loader"])
-        options |= settings.model_dump(include={"num_workers", "prefetch_factor", "persistent_workers"})
+        options |= {"num_workers": settings.num_workers, "prefetch_factor": settings.prefetch_factor}
+        options["persistent_workers"] = settings.persistent_workers
         options |= {"multiprocessing_context": context, "worker_init_fn": _exit_with_parent}
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
     if isinstance(data, Stream):
