@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.shards import MAGIC, ShardSource, header
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 
 U16, U32 = np.dtype(np.uint16), np.dtype(np.uint32)
 
@@ -73,7 +73,7 @@ def test_damaged_shards_are_named(shards, tmp_path):
 def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
     source = ShardSource("training", shards, 19, end=9)
     assert source.read(0, 19).tolist() == EXPECTED[:19]
-    with pytest.raises(UserError, match="e.npy: id 19 at or after token 4 is beyond the model's vocabulary of 19"):
+    with pytest.raises(RunFailed, match="e.npy: id 19 at or after token 4 is beyond the model's vocabulary of 19"):
         source.read(15, 5)
 
 

@@ -13,7 +13,7 @@ from titanlite.data.documents import standard_library
 from titanlite.data.packing import Concatenated
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 
 BYTES = ByteTokenizer()
 
@@ -95,10 +95,10 @@ def test_too_little_text_for_one_window_is_refused(texts):
 def test_a_file_that_changes_during_the_run_is_named(texts):
     source = open_source("training", "text", str(texts), BYTES, 256)
     (texts / "a.txt").write_text("def")
-    with pytest.raises(UserError, match="a.txt is shorter than it was"):
+    with pytest.raises(RunFailed, match="a.txt is shorter than it was"):
         source.read(0, 20)
     (texts / "a.txt").unlink()
-    with pytest.raises(UserError, match="data changed during the run: .*a.txt"):
+    with pytest.raises(RunFailed, match="data changed during the run: .*a.txt"):
         source.read(0, 20)
 
 

@@ -19,7 +19,7 @@ from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Reader, Stream, open_stream
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.windows import training_data
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 from titanlite.train.loss import count_valid, token_loss_sum
 
 datasets = pytest.importorskip("datasets", reason="streaming needs the extra hf")
@@ -260,7 +260,7 @@ def test_the_config_sets_the_stall_timeout(folder):
 
 
 def test_a_dead_stream_is_given_up_after_five_retries_with_growing_pauses(tmp_path, capsys):
-    with pytest.raises(UserError, match=r"rank 0, file \d of 2, document 8: 429 .*gave up after 5 retries"):
+    with pytest.raises(RunFailed, match=r"rank 0, file \d of 2, document 8: 429 .*gave up after 5 retries"):
         list(Reader(faulty(tmp_path, "dead"), 0, 0, 1, 1))
     pauses = [line.rsplit(" in ", 1)[1] for line in capsys.readouterr().err.splitlines()]
     assert pauses == ["0.01 s", "0.02 s", "0.04 s", "0.08 s", "0.16 s"]

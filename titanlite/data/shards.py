@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -97,7 +97,7 @@ class ShardSource:
             piece = self._ids[shard][offset : offset + length]
             if (largest := int(piece.max())) >= self.vocab_size:
                 first = offset + int(np.argmax(piece >= self.vocab_size))
-                raise UserError(
+                raise RunFailed(
                     f"{self.paths[shard]}: id {largest} at or after token {first} "
                     f"is beyond the model's vocabulary of {self.vocab_size}"
                 )

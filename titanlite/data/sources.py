@@ -17,7 +17,7 @@ from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
-from titanlite.errors import UserError, nearest
+from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.runtime.cluster import cores
 
 NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS)
@@ -72,9 +72,9 @@ class ByteSource:
             try:
                 content = np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
             except OSError as error:
-                raise UserError(f"the data changed during the run: {path}: {error.strerror}") from None
+                raise RunFailed(f"the data changed during the run: {path}: {error.strerror}") from None
             if len(content) != size:
-                raise UserError(f"the data changed during the run: {path} is shorter than it was at the start")
+                raise RunFailed(f"the data changed during the run: {path} is shorter than it was at the start")
             out[filled : filled + size] = content
             filled += length
         return out

@@ -27,7 +27,7 @@ from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import UserError, first_line
+from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK_CHARACTERS = 1 << 26  # a block with this much text ends, even with fewer than `Stream.block` documents
@@ -205,7 +205,7 @@ class Reader:
                 location = f"{self._description}, file {file + 1} of {self._files}, document {first}"
                 message = f"{location}: {first_line(error)}"
                 if retries == RETRIES:
-                    raise UserError(f"{message}; gave up after {RETRIES} retries") from None
+                    raise RunFailed(f"{message}; gave up after {RETRIES} retries") from None
                 pause = self._stream.pause * 2**retries
                 print(f"titanlite: {message}; retrying in {pause:g} s", file=sys.stderr, flush=True)
                 time.sleep(pause)

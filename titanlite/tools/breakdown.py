@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed
 
 MATMUL, ATTENTION, OTHER = "matrix multiplication", "attention", "other computation"
 SHARDING, OPTIMIZER, NORM = "copies for sharding", "optimizer", "gradient norm"
@@ -53,7 +53,7 @@ def read(path: Path) -> Breakdown:
     steps = [_span(event) for event in _named(events, r"ProfilerStep#\d+") if event["cat"] == "user_annotation"]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not steps or (trace.get("deviceProperties") and not kernels):
-        raise UserError(f"{path} has no {'kernels of the GPU: may this process use CUPTI?' if steps else 'steps'}")
+        raise RunFailed(f"{path} has no {'kernels of the GPU: may this process use CUPTI?' if steps else 'steps'}")
     kinds, hidden = _divide_device(events, kernels, steps) if kernels else (_divide_main_thread(events, steps), 0.0)
     total = sum(end - start for start, end in steps)
     kinds[HOST] = total - sum(kinds[kind] for kind in KINDS if kind != HOST)

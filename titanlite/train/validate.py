@@ -8,7 +8,7 @@ from torch import nn
 
 from titanlite.data.loader import BatchPrefetcher, Loader
 from titanlite.data.stream import StreamLoader
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
 
@@ -41,5 +41,5 @@ def validation_loss(
     dist.all_reduce(totals, group=group)
     loss, tokens = totals.tolist()
     if not tokens:
-        raise UserError("validation: the data has no token to predict")
+        raise RunFailed("validation: the data has no token to predict")
     return loss / tokens

@@ -36,6 +36,7 @@ class RuleContext:
     layout: Layout
     spec: ModelSpec
     model: Any
+    shape: ModelDims
 
     def __init__(self, loaded: Loaded, world: int | None) -> None:
         self.loaded, self.world = loaded, world
@@ -43,10 +44,6 @@ class RuleContext:
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidField(name)
-
-    @property
-    def shape(self) -> ModelDims:
-        return self.spec.shape(self.model)
 
     def fault(self, key: str, why: str) -> Fault:
         """Return the fault of a key, with its value and where the value comes from."""

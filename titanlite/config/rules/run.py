@@ -30,6 +30,7 @@ def _model_exists(context: RuleContext) -> Faults:
         context.spec = get_model(model.name)
         key = "model.overrides" if model.flavor in context.spec.flavors else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
+        context.shape = context.spec.shape(context.model)
     except UserError as error:
         yield key, str(error)
 
