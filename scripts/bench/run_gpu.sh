@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The benchmarks of one GPU, in one call that ends within 9 minutes; a second call goes on with what is left.
+# The benchmarks of one GPU, in one call that ends within 9 minutes; a second call continues with the rest.
 #   scripts/bench/run_gpu.sh [FOLDER OF WHEELS]
-# Needs a torch of 2.11 to 2.13 that sees the GPU. What else titanlite needs and this Python lacks is taken from a
-# folder of wheels, which a machine with a network makes:
+# Needs a torch of 2.11 to 2.15 that sees the GPU. Other packages that titanlite needs and this Python lacks are taken
+# from a folder of wheels, which a machine with a network makes:
 #   pip download -d wheels --no-deps pydantic pydantic-core annotated-types typing-inspection typing-extensions \
 #       torchdata torchao tokenizers safetensors rich markdown-it-py mdurl pygments tensorboard tomli numpy
 set -euo pipefail

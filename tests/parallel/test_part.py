@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.jobs import FLOAT64, TINY, full, job, relative_error
-from titanlite.parallel import replicated, tensor
+from tests.jobs import FLOAT64, QUIET, TINY, full, job, relative_error
+from titanlite.errors import UserError
+from titanlite.parallel import float8, replicated, tensor
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.fsdp_schedule import schedule
@@ -125,3 +126,15 @@ def test_schedule_has_the_groups_of_the_part():
     assert plan.last == 1 and not plan.last_is_root
     last = schedule(job(argv, 2), tied=False, modules={*middle, "norm", "output"})
     assert last.labels == ("norm+output", "layers.2", "layers.3") and last.last == 0 and last.last_is_root
+
+
+def test_float8_accepts_a_part_with_nothing_to_convert():
+    """Other parts have it; the whole model must have some."""
+    argv = [*QUIET, "--model.overrides.n_layers=4", "--quantize.linear.float8.enable"]
+    found = job([*argv, "--quantize.linear.float8.filter_fqns=['layers.2.', 'layers.3.', 'output']"], 1)
+    model, table = build_model(found)
+    assert all(layer.skip_reason for layer in float8.plan(middle_of(model), found, table))
+    assert not all(layer.skip_reason for layer in float8.plan(model, found, table))
+    nothing = job([*argv, "--quantize.linear.float8.filter_fqns=['layers.', 'output']"], 1)
+    with pytest.raises(UserError, match="no layer can be converted"):
+        float8.plan(model, nothing, table)

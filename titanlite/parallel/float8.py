@@ -114,10 +114,11 @@ def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
     all_names = {*linear, *(name.removesuffix(".weight") for name, rule in table.items() if rule.tensor in split)}
     for pattern in settings.filter_fqns:
         if not any(pattern in name for name in all_names):
-            close = nearest(pattern, linear)
-            hint = f"; did you mean {close}?" if close else ""
+            hint = f"; did you mean {close}?" if (close := nearest(pattern, all_names)) else ""
             raise UserError(f'{KEY}.filter_fqns: "{pattern}" is not in the name of any linear layer{hint}')
     layers = [_decide(name, module, table.get(f"{name}.weight"), job) for name, module in linear.items()]
+    if table.keys() - dict(model.named_parameters()):  # a part: other parts may have what can be converted
+        return layers
     converted = [layer for layer in layers if not layer.skip_reason]
     if not converted:
         reasons = some_of([f"{layer.name}: {layer.skip_reason}" for layer in layers])
