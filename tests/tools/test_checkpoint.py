@@ -177,8 +177,11 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
     again = tool("generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint", *asked)
     assert again[0] == 0 and f"{run}/checkpoint/step-2" in again[1]
     flip(run / "checkpoint/step-2/__0_0.distcp", 5000)
-    code, out = tool("generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint/step-2", *asked)
-    assert code == 2 and "checksum mismatch" in out
+    os.truncate(run / "checkpoint/step-1/state.json", 3)
+    for step, says in ((2, "checksum mismatch"), (1, "state.json: 3 bytes"), (9, "no checkpoint in")):
+        folder = run / f"checkpoint/step-{step}"
+        code, out = tool("generate", "--config", saved / "config.toml", "--checkpoint", folder, *asked)
+        assert code == 2 and says in out
 
 
 def test_wrong_arguments_are_named(tool, tmp_path):
@@ -186,6 +189,7 @@ def test_wrong_arguments_are_named(tool, tmp_path):
         (("checkpoint", "lss"), "did you mean 'ls'?"),
         (("checkpoint", "diff", "a"), "required: B"),
         (("checkpoint", "ls", tmp_path), "no checkpoint in"),
+        (("checkpoint", "ls", tmp_path / "step-9"), "no checkpoint in"),
         (("checkpoint", "export", tmp_path, "x", "--fromat=hf"), "did you mean --format?"),
         (("generate", "--checkpoint"), "--checkpoint: expected one argument"),
     ):

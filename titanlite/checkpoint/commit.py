@@ -122,8 +122,8 @@ def commit(
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
 
-    `tensors` say how each is sharded, `lookup` returns the values of this rank's part in host memory. From every
-    rank's `rank_payload`, rank 0 makes the documents (contents by file name) that are stored beside the tensors.
+    `tensors` say how each is sharded, `lookup` returns the values of this rank's part, on any device. From
+    every rank's `rank_payload`, rank 0 makes the documents (contents by file name) that lie beside the tensors.
     """
     rank, staging = rank_in(group), root / f".step-{step}.staging"
     writer, saving = _Writer(staging), f"the save of step {step}"

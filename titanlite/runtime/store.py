@@ -1,7 +1,7 @@
-"""Every file-system call that checkpoints make, for a folder that all ranks share; a bucket could replace it.
+"""Every file-system call of checkpoints outside of DCP and safetensors, for a folder that all ranks share.
 
 `checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they return, the same
-holds for the new name that `rename` gives, and `rename` is atomic.
+holds for the new name that `rename` gives, and `rename` is atomic. A bucket could replace this file.
 """
 
 import os

@@ -40,9 +40,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     overrides += [f"--generate.{name}={value}" for name, value in options.items() if value is not None]
     job = job_from(parse_command_line(overrides, os.environ), world=None, training=False)
     folder = find_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
-    device = pick_device(job.config.job.device, 0)
+    device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
+    model = load_model(job, folder, device)  # verifies the folder
     settings, seed = job.config.generate, read_state(folder)["position"]["seed"]
-    model, tokenizer = load_model(job, folder, device), open_tokenizer(job)
     text = generate([model], tokenizer, settings, job.positions, seed, device)
     print(f"titanlite: {folder}, temperature {settings.temperature:g}", file=sys.stderr)
     print(text)

@@ -73,8 +73,7 @@ def _write_files(
                 del weights
 
         # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the training.
-        write_own = partial(write, staging / own_file, own_tensors) if own_file else lambda: None
-        run_on_all_ranks(group, what, write_own)
+        run_on_all_ranks(group, what, partial(write, staging / own_file, own_tensors) if own_file else lambda: None)
 
 
 def export_live(

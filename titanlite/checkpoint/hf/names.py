@@ -16,6 +16,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_meta_model
 from titanlite.registry import Box, ModelSpec, WeightTransform
+from titanlite.runtime import store
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -112,7 +113,7 @@ def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenize
     files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in texts.items()}
     if tokenizer and tokenizer.assets:
         assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
-        files |= {path.name: path.read_bytes() for path in assets if path.is_file()}
+        files |= {path.name: store.read(path) for path in assets if store.exists(path)}
     return files
 
 
