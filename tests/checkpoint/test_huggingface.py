@@ -119,14 +119,20 @@ def test_weights_are_exported_in_the_requested_type(dtype, tmp_path):
     assert from_transformers(tmp_path / "out").dtype == dtype
 
 
-def test_an_export_holds_one_file_at_a_time(tmp_path):
+def test_an_export_holds_one_file_at_a_time(tmp_path, monkeypatch):
     flavor = narrow(gpt2.FLAVORS["124M"])
     live = dict(build(gpt2.SPEC, flavor).named_parameters())
     fetched: list[weakref.ref] = []
+    written_before: list[weakref.ref] = []
     limit, most_bytes = 9999, 0
+
+    def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        written_before.extend(map(weakref.ref, tensors.values()))
+        files.write(path, tensors)
 
     def fetch(name: str) -> torch.Tensor:
         nonlocal most_bytes
+        assert not any(ref() is not None for ref in written_before), "a tensor of an earlier file is held"
         tensor = live[name].detach().clone()
         fetched.append(weakref.ref(tensor))
         most_bytes = max(most_bytes, sum(t.nbytes for ref in fetched if (t := ref()) is not None))
@@ -134,6 +140,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
 
     tensors = Translation(gpt2.SPEC, flavor).hf_tensors(torch.float32)
     largest = max(tensor.nbytes for tensor in tensors)
+    monkeypatch.setattr(export_module, "write", write)
     export(tmp_path / "out", tensors, {}, fetch, file_bytes=limit)
     assert most_bytes <= max(limit, largest) + largest < sum(tensor.nbytes for tensor in tensors) / 2
 
