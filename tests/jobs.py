@@ -16,6 +16,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.shuffle import RankSlice
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.loss import count_valid
+from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 OUTSIDE = str(Path(__file__).parent / "outside")
@@ -87,6 +88,6 @@ def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     run = trainer(argv, folder, log)
-    start = run.describe()
+    start = describe_start(run)
     run.train()
     return {"weights": weights(run), "log": lines, "start": start, "step": run.step}

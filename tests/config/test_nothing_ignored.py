@@ -24,6 +24,7 @@ from titanlite.config.load import ConfigError
 from titanlite.config.rules.parallel import DEGREES, NOT_BUILT
 from titanlite.config.schema import KEYS, value_of
 from titanlite.config.toml import toml_value
+from titanlite.train.summary import describe_start
 from titanlite.verify.pool import Pool
 
 SAVE_TIMES = ("blocked", "staging", "write")
@@ -84,7 +85,7 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         "weights": {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()},
         "types": [str(w.dtype) for w in weights(run).values()],
         "log": [line for line in lines if not line.startswith(("step:", "a sample, at", "saved "))],
-        "start": run.describe(),
+        "start": describe_start(run),
         "files": sorted(
             re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
         ),

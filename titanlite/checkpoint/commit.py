@@ -32,6 +32,7 @@ from torch.futures import Future
 from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, step_folder
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.runtime import store
+from titanlite.runtime.distributed import gather_objects, rank_in
 
 T = TypeVar("T")
 _DCP_INDEX = ".metadata"
@@ -72,19 +73,6 @@ def run_on_all_ranks(
         where = f" on rank {', '.join(map(str, failed))}" if group else ""
         raise error_type(f"{what} failed{where}: {failures[failed[0]]}")
     return results[0]
-
-
-def rank_in(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if group else 0
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's value, on every rank."""
-    values = [value]
-    if group:
-        values *= dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _describe(error: BaseException) -> str:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.commit import gather_objects
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
@@ -41,6 +40,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
+from titanlite.runtime.distributed import gather_objects, rank_in
 
 
 def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger) -> Resume | None:
@@ -48,7 +48,7 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
 
     With `full`, every byte is read; otherwise only small files and the sizes of the others.
     """
-    steps = gather_objects(committed(root), group)[0]
+    steps = _committed(root, group)
     for step in reversed(steps):
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
@@ -65,7 +65,7 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
 
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
     """Return the checkpoint of this step, to be resumed."""
-    steps = gather_objects(committed(root), group)[0]
+    steps = _committed(root, group)
     if step not in steps:
         existing = f"there are: {', '.join(map(str, steps))}" if steps else "there are none"
         raise UserError(f"checkpoint.load_step = {step}: no such checkpoint in {root}; {existing}")
@@ -74,9 +74,14 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them."""
-    steps = gather_objects(committed(path), group)[0]
+    steps = _committed(path, group)
     folder = step_folder(path, steps[-1]) if steps else path
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
+
+
+def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
+    """Return the committed steps that rank 0 sees; the other ranks do not list the folder."""
+    return gather_objects(committed(root) if rank_in(group) == 0 else [], group)[0]
 
 
 def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:

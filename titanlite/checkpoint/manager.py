@@ -46,9 +46,7 @@ from titanlite.observe.run_folder import describe_environment, new_archive_folde
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import store
 from titanlite.runtime.cluster import RankInfo
-
-_SHOW_SECONDS = 5
-"""How long a network folder may take to show a new file on another node."""
+from titanlite.runtime.distributed import gather_objects
 
 
 class PendingSave(threading.Thread):
@@ -98,16 +96,16 @@ class Checkpoints:
     def _open_folder(self) -> None:
         """Make the folder, refuse one that the ranks do not share, and clear what a killed run left."""
         on_rank_0 = self._rank_info.rank == 0
-        probe = self.root / commit.gather_objects(f"{commit.SEEN_BY_ALL}{uuid.uuid4().hex}", self.group)[0]
+        probe = self.root / gather_objects(f"{commit.SEEN_BY_ALL}{uuid.uuid4().hex}", self.group)[0]
         if on_rank_0:
             store.make_folder(self.root)
             store.write(probe, b"")
         dist.barrier(self.group)
-        deadline = time.monotonic() + _SHOW_SECONDS
+        deadline = time.monotonic() + 5  # a network folder may show a new file late on another node
         while not (visible := store.exists(probe)) and time.monotonic() < deadline:
             time.sleep(0.1)
         usable = visible and store.is_writable(self.root)
-        ranks = commit.gather_objects((self._rank_info.host, usable), self.group)
+        ranks = gather_objects((self._rank_info.host, usable), self.group)
         if on_rank_0:
             store.delete(probe)
         if unusable := [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]:

@@ -75,6 +75,9 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 @dataclass(frozen=True)
 class Position:
     """How far a run is. Samples are counted, not steps: the global batch may change."""
@@ -123,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError
         if body["format"] != FORMAT:
             raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
-        manifest = TypeAdapter(Manifest).validate_python(body)
+        manifest = _MANIFEST.validate_python(body)
         if manifest.render() != raw:
             raise ValueError
     except (ValueError, KeyError, TypeError):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.errors import RunFailed
+from titanlite.runtime.distributed import gather_objects
 
 
 class NonFinite(RunFailed):
@@ -32,8 +33,7 @@ class NonFiniteGuard:
             self._copied.synchronize()  # recorded a step ago
         if self._on_host is None or not self._on_host.item():
             return
-        all_first_bad: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(all_first_bad, self._first_bad.tolist())
+        all_first_bad = gather_objects(self._first_bad.tolist(), dist.group.WORLD)
         step = min(step for steps in all_first_bad for step in steps if step)
         ranks = [str(rank) for rank, (loss_step, _) in enumerate(all_first_bad) if loss_step == step]
         what = f"the loss of rank {', '.join(ranks)}" if ranks else "the gradient norm"

@@ -20,6 +20,7 @@ from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.build import TrainedParam, adam_options, groups
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
+from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -90,9 +91,7 @@ class Muon(torch.optim.AdamW):
         self._dtype = dtype
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         local_boxes = {name: box_of(matrix) for name, matrix, _ in self._matrices()}
-        all_boxes = [local_boxes] * self._ranks
-        if self._ranks > 1:
-            dist.all_gather_object(all_boxes, local_boxes)
+        all_boxes = gather_objects(local_boxes, dist.group.WORLD)
         self._boxes = {name: tuple(boxes[name] for boxes in all_boxes) for name in local_boxes}
         self._plans: dict[tuple[str, ...], Plan] = {}
 

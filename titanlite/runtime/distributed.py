@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from titanlite.config.schema import Comm
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo, store_address
+
+T = TypeVar("T")
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
@@ -69,3 +72,16 @@ def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = 
     for group in torch_private.process_groups():
         if group is not excluded:
             group.set_timeout(timedelta(seconds=seconds))
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group else 0
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return every rank's value, on every rank of the group; without one there is only this process."""
+    values = [value]
+    if group:
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values

@@ -2,7 +2,6 @@
 
 import platform
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,14 +10,13 @@ from titanlite import __version__
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes
 from titanlite.parallel.dtensor import local_part
-
-if TYPE_CHECKING:
-    from titanlite.train.trainer import Trainer
+from titanlite.runtime.distributed import gather_objects
+from titanlite.train.trainer import Trainer
 
 _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other"}
 
 
-def describe_start(trainer: "Trainer") -> list[str]:
+def describe_start(trainer: Trainer) -> list[str]:
     """Return the lines: numbers of the whole model, memory of this rank's parts. Call it on all ranks."""
     job, data, config = trainer.job, trainer.data, trainer.job.config
     batch, training, optimizer = job.batch, config.training, config.optimizer
@@ -62,11 +60,9 @@ def describe_start(trainer: "Trainer") -> list[str]:
     return [*lines, job.no_effect] if job.no_effect else lines
 
 
-def _describe_device(trainer: "Trainer") -> str:
+def _describe_device(trainer: Trainer) -> str:
     world, device, threads = trainer.job.layout.world, trainer.device, torch.get_num_threads()
-    all_hosts: list[str] = [""] * world
-    dist.all_gather_object(all_hosts, trainer.rank_info.host)
-    hosts = len(set(all_hosts))
+    hosts = len(set(gather_objects(trainer.rank_info.host, dist.group.WORLD)))
     ranks = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {ranks}, NCCL"

@@ -37,12 +37,11 @@ from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
-from titanlite.runtime.distributed import set_collective_timeout
+from titanlite.runtime.distributed import gather_objects, set_collective_timeout
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
-from titanlite.train.summary import describe_start
 from titanlite.train.validate import validation_loss
 
 
@@ -92,8 +91,7 @@ class Trainer:
 
     def _require_equal(self, what: str, local_value: str) -> None:
         """Raise if ranks have different values."""
-        values: list[str] = [""] * self.rank_info.world
-        dist.all_gather_object(values, local_value)
+        values = gather_objects(local_value, dist.group.WORLD)
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise UserError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}")
@@ -121,10 +119,6 @@ class Trainer:
         if self.resume.folder:
             check_replicas(self.parts, "after loading", self.device, self.runner.optimizer)
         self.runner.notify_converters()
-
-    def describe(self) -> list[str]:
-        """Return the lines that the start of the run prints."""
-        return describe_start(self)
 
     # ---------------------------------------------------------------- running
 

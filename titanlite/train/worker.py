@@ -21,6 +21,7 @@ from titanlite.errors import RunFailed, UserError
 from titanlite.observe.console import LAUNCHED, open_log
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 
@@ -101,6 +102,6 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         if config.job.print_config:
             log.info(to_toml(job.given))
         trainer = Trainer(job, rank, device, log)
-        for line in trainer.describe():
+        for line in describe_start(trainer):
             log.info(line)
         trainer.train()

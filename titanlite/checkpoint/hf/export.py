@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.commit import rank_in, run_on_all_ranks, staging_folder
+from titanlite.checkpoint.commit import run_on_all_ranks, staging_folder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
 from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import store
+from titanlite.runtime.distributed import rank_in
 
 FILE_BYTES = 4 << 30
 
