@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
         os.dup2(2, 1)  # one log file for both streams
         _exit_with_launcher(int(environ[LAUNCHED]))
     try:
-        check_torch()
+        if LAUNCHED not in environ:  # otherwise the launcher did this
+            check_torch()
         rank = rank_info(environ)
         run(job_from(parse_command_line(argv, environ), world=rank.world, training=True), rank, environ)
         return 0
