@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,12 +26,19 @@ from titanlite.tools import config as config_command
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 
 
-def test_a_run_leaves_its_files_and_says_where(tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """Return the dump folder and the console of a run of 3 steps on 2 ranks."""
+    folder = tmp_path_factory.mktemp("finished")
     argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
-    argv += ["--validation.steps=1", "--validation.freq=2"]
-    code, out = train(argv, tmp_path, NGPU="2")
+    code, out = train([*argv, "--validation.steps=1", "--validation.freq=2"], folder, NGPU="2")
     assert code == 0, out
-    lines = records(tmp_path)
+    return folder, out
+
+
+def test_a_run_leaves_its_files_and_says_where(finished):
+    folder, out = finished
+    lines = records(folder)
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
         "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 step_seconds_p95 "
@@ -41,23 +49,16 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path):
     assert re.search(r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE)
     assert "2 processes on the CPU (from NGPU)" in out and "mesh       dp_shard 2" in out
     assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
-    assert (tmp_path / "logs/rank-0.log").exists() and (tmp_path / "logs/rank-1.log").exists()
-    assert any((tmp_path / "tb").iterdir())
-    environment_json = json.loads((tmp_path / "environment.json").read_text())
+    assert (folder / "logs/rank-0.log").exists() and (folder / "logs/rank-1.log").exists()
+    assert any((folder / "tb").iterdir())
+    environment_json = json.loads((folder / "environment.json").read_text())
     assert (
         environment_json["world_size"] == 2
         and environment_json["mesh"]["dp_shard"] == 2
         and environment_json["versions"]["torch"]
     )
-    again = job_from(parse_command_line(["--config", str(tmp_path / "config.toml")], {}), world=2, training=True)
-    assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(tmp_path)
-
-    code, out = train([*TINY, "--job.print_config"], tmp_path, NGPU="1", **{LAUNCHED: "1"})
-    assert code == 0 and "an earlier run's files are now in" in out
-    assert "[lr_scheduler]\nwarmup_steps = 20\n" in out, "the resolved config"
-    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
-    (previous,) = (tmp_path / "previous").iterdir()
-    assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
+    again = job_from(parse_command_line(["--config", str(folder / "config.toml")], {}), world=2, training=True)
+    assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(folder)
 
 
 def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):
@@ -173,12 +174,21 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     assert left_over(family) == []
 
 
-def test_data_that_ends_early_is_a_failure_without_a_traceback(tmp_path):
+def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_too(finished, tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 12)
+    folder = tmp_path / "used"
+    shutil.copytree(finished[0], folder)
     argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
-    code, out = train([*argv, "--training.local_batch_size=4"], tmp_path / "out", NGPU="1")
+    argv += ["--training.local_batch_size=4", "--job.print_config"]
+    code, out = train(argv, folder, NGPU="1", **{LAUNCHED: "1"})
     assert code == 1 and "Traceback" not in out
     assert "the data ended after step 2 of 3: it has 6 windows" in out
+
+    assert "an earlier run's files are now in" in out
+    assert "[lr_scheduler]\nwarmup_steps = 20\n" in out, "the resolved config"
+    assert [r["step"] for r in records(folder)] == [1, 2]
+    (previous,) = (folder / "previous").iterdir()
+    assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
 
 
 def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
@@ -206,6 +216,7 @@ def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
     finish(process)
 
 
+@pytest.mark.long
 def test_torchrun_can_start_workers(tmp_path):
     """A worker needs only the usual variables."""
     command = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.train", *TINY, f"--job.dump_folder={tmp_path}"]
@@ -223,7 +234,6 @@ def test_torchrun_can_start_workers(tmp_path):
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
-@pytest.mark.long
 def test_srun_can_start_workers(tmp_path):
     variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     variables |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", LAUNCHED: "1"}  # inherited from another run

@@ -128,6 +128,7 @@ def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
     assert second.peak < 10 * 4 * 1000, "float32 state of one parameter in eight"
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_one(pool, tmp_path):
     argv = [*SAVING, "--optimizer.name=Muon", NARROW, "--training.steps=4"]
     uninterrupted = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
@@ -138,6 +139,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(pool, tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
     for argv, message in (([NARROW], '"float32" -> "bfloat16"'), ([], '"bfloat16" -> "float32"')):

@@ -169,6 +169,7 @@ def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
         return three_steps(argv, folder)
 
 
+@pytest.mark.long
 def test_state_loads_on_another_mesh(pool, tmp_path):
     layouts = {"dp2": (2, []), "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"])}
     saved, sources = {}, {}

@@ -14,7 +14,7 @@ SAMPLES = {  # model: layouts; every layout occurs, and tensor parallel in both 
     "parrot": ["dp2", "hsdp2x2"],
     "scaled": ["tp2"],  # has replicated parameters by its table, and norms inside of attention
 }
-LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1")}
+LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1"), ("gpt2", "dp2")}
 ONLY_BY_COMMAND = {"hsdp2x2 x tp2"}
 """Eight processes take half a minute on two cores."""
 
