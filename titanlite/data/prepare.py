@@ -61,7 +61,7 @@ def prepare(
     fingerprint = "-".join(documents.fingerprint(tokenizer.fingerprint) for documents in sources.values())
     state = "-".join(documents.state() for documents in sources.values())
     if existing := read_manifest(out):
-        if existing["fingerprint"] != fingerprint:
+        if (existing["fingerprint"], existing["end"]) != (fingerprint, tokenizer.end):
             raise UserError(f"{out} holds other data or another tokenizer's; choose another folder or remove it")
         if existing["state"] != state:
             raise UserError(f"the text of {out} has changed since; remove the folder to prepare it again")
@@ -70,7 +70,7 @@ def prepare(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
-    staging = _open_staging(out, f"{fingerprint} {state}", log)
+    staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
     todo = [unit for unit in units if not _shard_path(staging, unit).exists()]
     if len(todo) < len(units):
         log(f"continuing: {len(units) - len(todo)} of {len(units)} shards are already done")
@@ -83,6 +83,23 @@ def prepare(
     manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
     return manifest
+
+
+def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Raise a UserError if a folder of shards was prepared with another tokenizer."""
+    manifest = read_manifest(folder)
+    if manifest is None or tokenizer is None:
+        return
+    fingerprint = manifest.get("tokenizer_fingerprint")
+    if fingerprint is None:  # an older version wrote none
+        fingerprint = load_tokenizer(str(folder) if (folder / "tokenizer.json").is_file() else "").fingerprint
+    if (fingerprint, manifest["end"]) != (tokenizer.fingerprint, tokenizer.end):
+        raise UserError(
+            f'{key}.dataset_path = "{folder}" was prepared with the tokenizer {manifest["tokenizer"]} '
+            f"(fingerprint {fingerprint}, end token {manifest['end']}), but the job's is "
+            f"{tokenizer.assets or 'bytes'} (fingerprint {tokenizer.fingerprint}, end token {tokenizer.end}); "
+            "remove model.hf_assets_path if the shards' own is meant, or prepare the text again"
+        )
 
 
 def _units(sources: dict[str, Documents]) -> Iterator[Unit]:
@@ -197,6 +214,7 @@ def _manifest(
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": assets or "bytes",
+        "tokenizer_fingerprint": tokenizer.fingerprint,
         "sources": sources,
         "shards": shards,
     }

@@ -14,7 +14,7 @@ import numpy as np
 
 from titanlite.config.rules.data import STREAMS
 from titanlite.data.documents import Documents, standard_library, text_files
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import check_tokenizer, prepare
 from titanlite.data.shards import ShardSource, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
@@ -42,11 +42,14 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, voc
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path)
     if documents is None:
-        return ShardSource(key, Path(path), vocab_size, tokenizer.end if tokenizer else -1)
+        source = ShardSource(key, Path(path), vocab_size, tokenizer.end if tokenizer else -1)
+        check_tokenizer(key, source.folder, tokenizer)
+        return source
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
-    with locked_cache(documents.root, f"{documents.fingerprint(tokenizer.fingerprint)}-{documents.state()}") as cache:
+    name_of_cache = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
+    with locked_cache(documents.root, name_of_cache) as cache:
         prepare({name: documents}, tokenizer.assets, cache, workers=cores())
     return ShardSource(key, cache, vocab_size, tokenizer.end)
 

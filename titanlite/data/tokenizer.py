@@ -9,6 +9,8 @@ import numpy as np
 
 from titanlite.config.job import Job
 from titanlite.config.rules.data import BYTE_VOCABULARY
+from titanlite.config.schema import JobConfig
+from titanlite.data.shards import read_manifest
 from titanlite.errors import UserError
 
 
@@ -87,22 +89,32 @@ def load_tokenizer(assets: str) -> Tokenizer:
     return JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
 
 
+def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
+    """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards have none."""
+    parts = config.training.mixture or [config.training]
+    shards = [Path(part.dataset_path) for part in parts if part.dataset == "tokens"]
+    copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
+    assets = config.model.hf_assets_path or next(copies, "")
+    if shards and not assets and vocab_size != BYTE_VOCABULARY and not any(map(read_manifest, shards)):
+        return None
+    return load_tokenizer(assets)
+
+
 def open_tokenizer(job: Job) -> Tokenizer | None:
     """Load the tokenizer of a job; None for token shards that come without one.
 
-    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and generate.at_end needs it.
+    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and something needs it.
     """
-    training, assets, vocab_size = job.config.training, job.config.model.hf_assets_path, job.shape.vocab_size
-    if training.dataset == "tokens" and not assets:
-        if (Path(training.dataset_path) / "tokenizer.json").is_file():
-            assets = training.dataset_path
-        elif vocab_size != BYTE_VOCABULARY:
-            return require_tokenizer(None, "generate.at_end = true") if job.config.generate.at_end else None
-    tokenizer = load_tokenizer(assets)
-    if tokenizer.vocab_size > vocab_size:
+    tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
+    if job.config.generate.at_end:
+        require_tokenizer(tokenizer, "generate.at_end = true")
+    for section, part in job.datasets:
+        if part.dataset != "tokens":
+            require_tokenizer(tokenizer, f'{section}.dataset = "{part.dataset}"')
+    if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
         raise UserError(
-            f'model.hf_assets_path = "{assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, '
-            f"beyond the model's vocabulary of {vocab_size}"
+            f'model.hf_assets_path = "{tokenizer.assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, '
+            f"beyond the model's vocabulary of {job.shape.vocab_size}"
         )
     return tokenizer
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -12,7 +11,6 @@ from titanlite.config.rules.data import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
-from titanlite.data.shards import ShardSource
 from titanlite.data.shuffle import Order
 from titanlite.data.sources import find_documents, open_source
 from titanlite.data.stream import Stream, open_stream
@@ -58,12 +56,12 @@ class Windows(Dataset[np.ndarray]):
         return batch
 
 
-def validate_dataset(key: str, name: str, path: str, vocab_size: int) -> None:
+def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Raise a UserError if a data set cannot be opened, without preparing it."""
     if is_streamed(name):
         open_stream(key, name, path)
     elif find_documents(key, name, path) is None:
-        ShardSource(key, Path(path), vocab_size, end=-1)
+        open_source(key, name, path, tokenizer, vocab_size)
 
 
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:

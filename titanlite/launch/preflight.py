@@ -60,18 +60,15 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.parallel import float8
     from titanlite.parallel.convert import build_converters
 
-    config, training, validation = job.config, job.config.training, job.config.validation
+    config = job.config
     check(_check_dump_folder, Path(config.job.dump_folder))
-    if training.dataloader.pin_memory:
+    if config.training.dataloader.pin_memory:
         check(_require_gpu, "training.dataloader.pin_memory", device)
     if config.parallelism.enable_async_tensor_parallel:
         check(_require_gpu, "parallelism.enable_async_tensor_parallel", device)
-    check(open_tokenizer, job)
-    datasets: list[tuple[str, Any]] = [("training", dataset) for dataset in training.mixture or [training]]
-    if validation.enable:
-        datasets.append(("validation", validation))
-    for section, dataset in datasets:
-        check(validate_dataset, section, dataset.dataset, dataset.dataset_path, job.shape.vocab_size)
+    tokenizer = check(open_tokenizer, job)
+    for section, dataset in job.datasets:
+        check(validate_dataset, section, dataset.dataset, dataset.dataset_path, job.shape.vocab_size, tokenizer)
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
