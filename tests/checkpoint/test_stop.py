@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.jobs import TINY
-from tests.launch.run import finish, records, start, train
+from tests.launch.run import descendants, finish, left_over, records, start, train
 
 LONG = [*TINY, "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.async_mode=async"]
 LONG += ["--metrics.log_freq=1", "--training.steps=100000"]
@@ -22,9 +22,13 @@ def wait_for(path: Path, process) -> None:
 def test_a_stopped_run_says_what_is_saved_and_resumes(tmp_path):
     process = start(LONG, tmp_path, NGPU="2")
     wait_for(tmp_path / "checkpoint/step-8", process)
+    family, began = descendants(process.pid), time.monotonic()
+    assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
-    assert code == 130 and re.search(r"stopped at step \d+ of 100000; .*saved: .*/checkpoint/step-\d+$", out.rstrip())
+    assert code == 130 and time.monotonic() - began < 5 and "Traceback" not in out
+    assert left_over(family, until=began + 5) == []
+    assert re.search(r"stopped at step \d+ of 100000; .*saved: .*/checkpoint/step-\d+$", out.rstrip())
     newest = int(re.search(r"step-(\d+)$", out.rstrip())[1])
 
     target = newest + 3

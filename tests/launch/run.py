@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,31 @@ def train(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def descendants(pid: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listing.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def left_over(family: Iterable[int], until: float | None = None) -> list[int]:
+    """Return the processes that are still alive after 5 seconds."""
+    until = until or time.monotonic() + 5
+    while any(map(alive, family)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return [pid for pid in family if alive(pid)]

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY
-from tests.launch.run import ROOT, environment, finish, records, start, train
+from tests.launch.run import ROOT, descendants, environment, finish, left_over, records, start, train
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
@@ -119,34 +119,6 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, caps
         assert says in capsys.readouterr().err
 
 
-def descendants(pid: int) -> list[int]:
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for line in listing.splitlines():
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
-    family = [pid]
-    for member in family:
-        family += children.get(member, [])
-    return family[1:]
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def left_over(family: set[int], until: float | None = None) -> list[int]:
-    """Return the processes that are still alive after 5 seconds."""
-    until = until or time.monotonic() + 5
-    while any(map(alive, family)) and time.monotonic() < until:
-        time.sleep(0.1)
-    return [pid for pid in family if alive(pid)]
-
-
 def start_two_ranks(folder: Path) -> tuple[subprocess.Popen, set[int]]:
     """Start two ranks with a loader process each; return the launcher after 20 steps, and all its descendants."""
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
@@ -191,6 +163,7 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_
     assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
     process, family = start_two_ranks(tmp_path)
     began = time.monotonic()
