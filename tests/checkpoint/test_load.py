@@ -142,11 +142,11 @@ def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     assert steps_in(saved) == ["step-1", "step-2", "step-3"], "another run's folder is only read"
 
 
-def refused(argv: list[str], folder: str, path: str, exclude: list[str]) -> tuple[str, bool]:
+def refused(argv: list[str], folder: str, path: str, exclude: list[str], only: bool = False) -> tuple[str, bool]:
     """Return what a strict load says, and whether the live weights are unchanged."""
     run = trainer(argv, folder)
     before = weights(run)
-    resume = replace(at_path(Path(path), True, everyone(), weights_only=False), exclude=exclude)
+    resume = replace(at_path(Path(path), True, everyone(), weights_only=only), exclude=exclude)
     message = "loaded"
     try:
         restore(resume, run.state, everyone())
@@ -188,6 +188,16 @@ def test_exclude_from_loading_lists_what_may_differ(pool, saved, tmp_path):
     ):
         ((message, same),) = pool.run(refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1)
         assert says in message and same == untouched
+
+
+def test_exclude_from_loading_is_refused_or_named_where_it_excludes_nothing(pool, saved, tmp_path):
+    path = str(saved / "checkpoint")
+    ((message, same),) = pool.run(refused, TINY, str(tmp_path), path, ["data"], True, world=1)
+    assert '"data" matches nothing; only weights are loaded: model.NAME' in message and same
+    argv = [*TINY, "--checkpoint.enable", '--checkpoint.exclude_from_loading=["data"]']
+    (found,) = pool.run(weights_of, argv, str(tmp_path), world=1)
+    scratch = f"starting from scratch: no checkpoint in {tmp_path}/checkpoint"
+    assert f"{scratch}; no effect: checkpoint.exclude_from_loading" in found["log"]
 
 
 class Payload:

@@ -125,7 +125,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         wanted |= dict.fromkeys(state.numbers(), "a number")
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
-    check_exclude_patterns(exclude, {*saved, *wanted, DATA})
+    check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(
@@ -142,7 +142,9 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
     for pattern in patterns:
         if not any(excluded(name, [pattern]) for name in names):
             close = nearest(pattern, names)
-            hint = f"did you mean {close}?" if close else f'there are model.NAME, optimizer.NAME.KEY and "{DATA}"'
+            legal = f'there are model.NAME, optimizer.NAME.KEY and "{DATA}"'
+            legal = legal if DATA in names else "only weights are loaded: model.NAME"
+            hint = f"did you mean {close}?" if close else legal
             raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
 

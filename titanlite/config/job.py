@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
-from titanlite.config.rules import data, parallel, run
+from titanlite.config.rules import data, parallel, run, switched_off
 from titanlite.config.rules.context import InvalidField, RuleContext
 from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
 from titanlite.layout import Batch, Layout
@@ -17,7 +17,7 @@ class Job:
     """A valid config, and what follows from it."""
 
     config: JobConfig
-    """What the run does: keys that have no effect on this layout have their defaults."""
+    """What the run does: keys that have no effect in it have their defaults."""
     given: JobConfig
     """The config as it was given: what is written to files and compared with other runs."""
     no_effect: str
@@ -66,8 +66,10 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool)
     given, layout = loaded.config, context.layout
     local, total = given.training.local_batch_size, given.training.global_batch_size
     batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
-    idle = parallel.keys_without_effect(given, layout, batch)
+    off = switched_off.keys_of_what_is_off(given)
+    idle = parallel.keys_without_effect(given, layout, batch) | off
     reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
     no_effect = "no effect " + "; ".join(reasons) if idle else ""
-    config = config_of({key: value_of(given, key) for key in KEYS if key not in idle})
+    used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
+    config = config_of({key: value_of(given, key) for key in KEYS if key not in idle or key in used})
     return Job(config, given, no_effect, layout, batch, context.spec, context.model, context.shape)

@@ -113,7 +113,7 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}", flush=True)
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (message := archive_previous_run(job.config)):
+        if nodes.rank == 0 and (message := archive_previous_run(job.given)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
         worker_environ = _worker_environment(nodes, processes, os.environ)

@@ -57,7 +57,7 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
-    from titanlite.parallel import float8
+    from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
 
     config = job.config
@@ -69,6 +69,7 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     tokenizer = check(open_tokenizer, job)
     for section, dataset in job.datasets:
         check(validate_dataset, section, dataset.dataset, dataset.dataset_path, job.shape.vocab_size, tokenizer)
+    check(compile.check_backend, config.compile)
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)

@@ -6,6 +6,8 @@ The forward method is compiled, not the module: names stay, and FSDP2's hooks st
 import torch
 from torch import nn
 
+from titanlite.config import schema
+from titanlite.errors import UserError
 from titanlite.parallel.build import Context
 from titanlite.runtime.torch_private import set_activation_memory_budget
 
@@ -13,6 +15,7 @@ from titanlite.runtime.torch_private import set_activation_memory_budget
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Compile the forward method of every block, within the activation memory budget if there is one."""
     settings, recomputing = context.job.config.compile, context.job.config.activation_checkpoint
+    check_backend(settings)
     if not (settings.enable and "model" in settings.components):
         return []
     has_budget = recomputing.mode == "memory_budget"
@@ -22,3 +25,12 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         block.forward = compiled  # type: ignore[method-assign]
     kept = f", keeping at most {recomputing.memory_budget:g} of the activations" if has_budget else ""
     return [f"Applied torch.compile to every block, backend {settings.backend}{kept}"]
+
+
+def check_backend(settings: schema.Compile) -> None:
+    """Raise a UserError if the compiler has no such backend; asking it takes seconds, so not for the usual ones."""
+    if not settings.enable or settings.backend in ("inductor", "aot_eager", "eager"):
+        return
+    if settings.backend not in torch.compiler.list_backends(exclude_tags=()):
+        legal = ", ".join(["aot_eager", "eager", *torch.compiler.list_backends()])
+        raise UserError(f'compile.backend = "{settings.backend}" is not a backend of the compiler; legal: {legal}')

@@ -92,7 +92,7 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         if LAUNCHED not in environ:  # otherwise the launcher did this
             if rank.rank == 0:
                 finished = finished_message(config)
-                messages = [finished, "" if finished else archive_previous_run(config)]
+                messages = [finished, "" if finished else archive_previous_run(job.given)]
             dist.broadcast_object_list(messages)
         finished, notice = messages
         log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))

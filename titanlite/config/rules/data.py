@@ -1,6 +1,7 @@
 """Rules of data sets, batches and sequence lengths."""
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
+from titanlite.config.schema import KEYS
 
 RULES = Rules()
 
@@ -99,8 +100,12 @@ def _mixtures_add_up(context: RuleContext) -> Faults:
         yield "training.mixture", f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}"
     if not training.repeat:
         yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
-    if training.dataset_path:
-        yield "training.dataset_path", "every source of training.mixture has its own path; remove the key"
+    for name in ("dataset", "dataset_path"):
+        if getattr(training, name) != KEYS[f"training.{name}"].default:
+            yield f"training.{name}", f"every source of training.mixture has its own {name}; remove the key"
     for part in parts:
         if part.dataset in ("text", "tokens") and not part.dataset_path:
             yield "training.mixture", f'the data set "{part.dataset}" needs a folder or file in dataset_path'
+        if part.dataset.startswith("python-stdlib") and part.dataset_path:
+            why = f'the data set "{part.dataset}" has no path; remove dataset_path = "{part.dataset_path}"'
+            yield "training.mixture", why

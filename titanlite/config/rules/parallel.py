@@ -52,6 +52,9 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
         reasons["parallelism.defer_gradient_sync"] = "without gradient accumulation"
     if layout.fsdp * layout.dp_replicate == 1:
         reasons |= dict.fromkeys(_NEED_DATA_PARALLEL, "without data parallel")
+        training = config.training  # offloaded float32 gradients are rounded on their way to the host
+        if training.mixed_precision_reduce == "bfloat16" and not training.enable_cpu_offload:
+            reasons["training.mixed_precision_reduce"] = "without data parallel"
     if layout.tp == 1:
         reasons |= dict.fromkeys(_NEED_TENSOR_PARALLEL, "without tensor parallel")
     if layout.world == 1:
@@ -175,6 +178,14 @@ def _compiler_honors_the_memory_budget(context: RuleContext) -> Faults:
     elif compiler.backend not in BUDGETING_BACKENDS:
         listed = " or ".join(f'"{name}"' for name in BUDGETING_BACKENDS)
         yield "compile.backend", f"{why}, which this backend does not do; use {listed}"
+
+
+@RULES.add
+def _recomputation_finds_blocks(context: RuleContext) -> Faults:
+    settings, layers = context.config.activation_checkpoint, context.shape.layers
+    option = settings.selective_ac_option
+    if settings.mode == "selective" and option != "op" and int(option) > layers:
+        yield "activation_checkpoint.selective_ac_option", f"the model has {layers} blocks; at most {layers}"
 
 
 @RULES.add

@@ -63,7 +63,7 @@ def _schedule_fits_the_steps(context: RuleContext) -> Faults:
     schedule = context.config.lr_scheduler
     total, warmup = schedule.total_steps or context.config.training.steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0))
-    if schedule.decay_ratio is not None and warmup + decay > total:
+    if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
         yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
 
