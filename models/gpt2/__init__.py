@@ -1,5 +1,6 @@
 """GPT-2: flavors, and the table that says what the framework needs to know about each parameter."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,14 @@ def hf_config(c: GPT2Config) -> dict[str, Any]:
     }
 
 
+def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers' GPT2Config takes for the keys that a config.json lacks."""
+    sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    rest = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True}
+    return {"n_inner": 4 * config.get("n_embd", 768), **sizes, **scales, **rest}
+
+
 _DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 
 SPEC = register_model(
@@ -117,7 +126,7 @@ SPEC = register_model(
         build="titanlite.models.gpt2.model:GPT2",
         before=("tok_embeddings", "pos_embeddings"),
         hf=HuggingFace(
-            hf_config, unchecked_config_keys=_DROPOUTS, ignored_tensors=("*.attn.bias", "*.attn.masked_bias")
+            hf_config, _DROPOUTS, ignored_tensors=("*.attn.bias", "*.attn.masked_bias"), defaults=hf_defaults
         ),
     )
 )

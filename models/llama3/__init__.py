@@ -1,5 +1,6 @@
 """Llama 3: flavors, and the table that says what the framework needs to know about each parameter."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,5 +102,14 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-HF = HuggingFace(hf_config, ("max_position_embeddings",), ignored_tensors=("*.rotary_emb.inv_freq",))
+def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers' LlamaConfig takes for the keys that a config.json lacks."""
+    hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    attention = {"num_attention_heads": 32, "num_key_value_heads": heads, "head_dim": hidden // heads}
+    absent = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+    return {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **sizes, **attention, **absent}
+
+
+HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults)
 SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama", hf=HF))

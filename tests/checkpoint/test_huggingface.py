@@ -18,6 +18,7 @@ from tests.checkpoint.saved import everyone, keeping_log
 from tests.jobs import PARROT, TINY, job, trainer, weights
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
+from titanlite.checkpoint.hf.config_json import complete, config_faults
 from titanlite.checkpoint.hf.export import export, export_live
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
@@ -237,6 +238,10 @@ def damage(folder: Path, how: str) -> None:
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
     elif how == "heads":
         config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 8}))
+    elif how == "no heads":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": None}))
+    elif how == "no config":
+        config.unlink()
     elif how == "no index":
         index.unlink()
     else:
@@ -259,6 +264,8 @@ def damage(folder: Path, how: str) -> None:
         ("not in its file", "model.norm.weight: not in model-00001-of-"),
         ("outside", "is not a file name"),
         ("heads", "config.json: num_attention_heads 8, but the model has 4"),
+        ("no config", "has no config.json: nothing says which heads"),
+        ("no heads", "config.json: num_attention_heads 32 (absent, so transformers' default), but the model has 4"),
         ("no index", "it has no model.safetensors.index.json or model.safetensors"),
         ("integers", ": I8, but weights are F64, F32, BF16, F16"),
         ("misshapen", ": of shape [3, 3], but the model has ["),
@@ -271,6 +278,143 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path, how, says):
     with pytest.raises(UserError) as caught:
         HuggingFaceFolder(tmp_path / "hf", llama3.SPEC, SMALL)
     assert says in str(caught.value) and str(tmp_path / "hf") in str(caught.value)
+
+
+SCALED = dataclasses.replace(SMALL, max_seq_len=131072, rope_scaling=RopeScaling())
+GPT2_SMALL = gpt2.GPT2Config(16, 2, 2, vocab_size=99, max_seq_len=8)
+LLAMA_DEFAULTS = dataclasses.replace(SMALL, n_kv_heads=4, rope_theta=10000.0, norm_eps=1e-6)
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GENERATED = "architectures bos_token_id eos_token_id torch_dtype dtype transformers_version".split()
+
+
+def faults_of(spec: Any, flavor: Any, changes: dict[str, Any], remove: str = "") -> list[str]:
+    """Return what is wrong with the config.json of a flavor with some keys changed, and one removed."""
+    exported = spec.hf.config(flavor)
+    config = {key: value for key, value in {**exported, **changes}.items() if key != remove}
+    return config_faults(json.loads(json.dumps(config)), spec.hf, exported)
+
+
+@pytest.mark.parametrize(
+    ("spec", "flavor"),
+    [
+        (llama3.SPEC, SMALL),
+        (llama3.SPEC, LLAMA_DEFAULTS),
+        (llama3.SPEC, dataclasses.replace(SCALED, tied=True)),
+        (gpt2.SPEC, gpt2.FLAVORS["124M"]),
+        (gpt2.SPEC, dataclasses.replace(GPT2_SMALL, norm_eps=1e-6)),
+    ],
+)
+def test_a_key_that_config_json_lacks_counts_as_transformers_default(spec, flavor):
+    from transformers import GPT2Config, LlamaConfig
+
+    oracle = {"llama3": LlamaConfig, "gpt2": GPT2Config}[spec.name]
+    exported = spec.hf.config(flavor)
+    unchecked = {*GENERATED, *spec.hf.unchecked_config_keys}
+
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        return oracle.from_dict(json.loads(json.dumps(config))).to_dict()
+
+    with_all = read(exported)
+    for key in exported.keys() - unchecked - {"model_type"}:
+        lacking = read({name: value for name, value in exported.items() if name != key})
+        differs = any(lacking[name] != with_all[name] for name in lacking.keys() - unchecked)
+        faults = faults_of(spec, flavor, {}, remove=key)
+        assert bool(faults) == differs, (key, faults)
+        assert bool(faults_of(spec, flavor, {key: None})) == differs, (key, "null is as good as absent")
+        assert not differs or faults[0].startswith(f"config.json: {key} "), faults
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_key_of_transformers_is_compared_or_known_to_change_no_value(spec):
+    from transformers import GPT2Config, LlamaConfig
+
+    oracle = {"llama3": LlamaConfig, "gpt2": GPT2Config}[spec.name]
+    ours = complete({"model_type": oracle.model_type}, spec.hf)
+    theirs = complete(oracle().to_dict(), spec.hf)
+    assert ours == {key: theirs[key] for key in ours}
+    # A whole file of another version, with what it does not say left at the default, is read without a word.
+    assert config_faults(oracle().to_dict(), spec.hf, ours) == []
+
+
+REFUSED = [
+    (
+        SMALL,
+        {"rope_theta": None},
+        "rope_theta 10000.0 (absent, so transformers' default), but the model has 500000.0",
+    ),
+    (SMALL, {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, but the model has 1e-05"),
+    (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta 10000.0, but the model has 500000.0"),
+    (
+        SMALL,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        'rope_scaling {"rope_type": "yarn", "factor": 2',
+    ),
+    (
+        SMALL,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        'rope_scaling {"rope_type": "linear", "factor": 2.0}, b',
+    ),
+    (
+        SMALL,
+        {"rope_scaling": {"factor": 2.0}},
+        'rope_scaling {"rope_type": null, "factor": 2.0}, but the model has null',
+    ),
+    (SCALED, {"rope_scaling": None}, 'rope_scaling null, but the model has {"rope_type": "llama3", "factor": 8.0'),
+    (SMALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, but the model has 1.0"),
+    (SMALL, {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but"),
+    (SMALL, {"sliding_window": 16}, "sliding_window 16, which the model does not know; remove it"),
+    (SMALL, {"attention_multiplier": 0.5}, "attention_multiplier 0.5, which the model does not know"),
+    (SMALL, {"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4}, which the model does not know'),
+    (SMALL, {"model_type": "mistral"}, 'model_type "mistral", but the model has "llama"'),
+    (SMALL, {"is_causal": False}, "is_causal false, but the model has true"),
+    (SMALL, {"hidden_act": "gelu"}, 'hidden_act "gelu", but the model has "silu"'),
+    (SMALL, {"attention_bias": True}, "attention_bias true, but the model has false"),
+    (SMALL, {"mlp_bias": True}, "mlp_bias true, but the model has false"),
+    (SMALL, {"tie_word_embeddings": True}, "tie_word_embeddings true, but the model has false"),
+    (SMALL, {"num_key_value_heads": None}, "num_key_value_heads 4 (absent, so transformers' default), but the model"),
+    (GPT2_SMALL, {"scale_attn_weights": False}, "scale_attn_weights false, but the model has true"),
+    (
+        GPT2_SMALL,
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx true, but the model has f",
+    ),
+    (GPT2_SMALL, {"n_inner": 32}, "n_inner 32, but the model has 64"),
+    (GPT2_SMALL, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, but the model has 1e-05"),
+    (GPT2_SMALL, {"rope_theta": 1e4}, "rope_theta 10000.0, which the model does not know"),
+]
+
+
+@pytest.mark.parametrize(("flavor", "change", "says"), REFUSED)
+def test_a_config_json_that_changes_a_value_is_refused_with_both(flavor, change, says):
+    spec = llama3.SPEC if isinstance(flavor, llama3.LlamaConfig) else gpt2.SPEC
+    (fault,) = faults_of(spec, flavor, change)
+    assert fault.startswith(f"config.json: {says}"), fault
+
+
+HUB = """
+    "_name_or_path": "x", "bos_token_id": 128000, "eos_token_id": [128001, 128008], "initializer_range": 0.02,
+    "pad_token_id": 0, "pretraining_tp": 1, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
+    "use_cache": true, "attention_dropout": 0.0, "unsloth_fixed": true, "rope_interleaved": false, "n_ctx": 1024,
+    "is_llama_config": true, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "summary_type": "cls_index", "summary_first_dropout": 0.1, "rope_scaling": null, "sliding_window": null,
+    "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "resid_pdrop": 0.1
+"""
+
+
+@pytest.mark.parametrize("flavor", [SMALL, GPT2_SMALL], ids=["llama3", "gpt2"])
+def test_keys_of_the_hub_that_change_no_value_are_accepted(flavor):
+    spec = llama3.SPEC if isinstance(flavor, llama3.LlamaConfig) else gpt2.SPEC
+    assert faults_of(spec, flavor, json.loads(f"{{{HUB}}}")) == []
+
+
+def test_rotary_tables_of_either_version_are_the_same():
+    theta = {"rope_theta": 500000.0, "rope_type": "default"}
+    for change in ({"rope_parameters": theta}, {"rope_parameters": {"rope_theta": 5e5}}, {"rope_scaling": theta}):
+        assert faults_of(llama3.SPEC, SMALL, {"rope_theta": None, **change}) == []
+    scaling = {**ROPE, "original_max_position_embeddings": 8192}
+    assert faults_of(llama3.SPEC, SCALED, {"rope_scaling": {**scaling, "type": "llama3"}}) == []
+    v5 = {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    assert faults_of(llama3.SPEC, SCALED, v5) == []
 
 
 def test_a_folder_without_the_head_class_is_read(tmp_path):

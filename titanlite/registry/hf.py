@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,3 +85,5 @@ class HuggingFace:
     """config.json keys that may differ on import, since no weight depends on them."""
     ignored_tensors: tuple[str, ...] = ()
     """Patterns of Hugging Face tensors to skip, such as buffers."""
+    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    """Returns what transformers takes for keys that a given config.json lacks, of all that change a value."""

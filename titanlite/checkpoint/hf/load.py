@@ -4,7 +4,6 @@ All names, shapes and config.json are compared before anything is read; then eac
 shards need.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,15 +13,15 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.commit import commit, to_json
+from titanlite.checkpoint.hf.config_json import complete, config_faults, read_config
 from titanlite.checkpoint.hf.files import Reader
-from titanlite.checkpoint.hf.names import Translation, config_faults
+from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import check_exclude_patterns
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
 from titanlite.checkpoint.resume import excluded
-from titanlite.errors import UserError, first_line, some_of
+from titanlite.errors import UserError, some_of
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box, ModelSpec
-from titanlite.runtime import store
 
 
 class HuggingFaceFolder:
@@ -34,8 +33,9 @@ class HuggingFaceFolder:
         table = self.translation.table
         check_exclude_patterns(exclude, {f"model.{name}" for name in table})
         self.names = [name for name in table if not excluded(f"model.{name}", exclude)]
-        self._config = _read_config(folder)
-        faults = [*self._reader.faults, *config_faults(self._config, self.translation), *self._differences()]
+        self._config = read_config(folder)
+        contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
+        faults = [*self._reader.faults, *contradictions, *self._differences()]
         if faults:
             raise UserError(f"{folder} does not fit {spec.name} as configured; nothing was read:{some_of(faults)}")
 
@@ -53,7 +53,8 @@ class HuggingFaceFolder:
                 yield f"{self._name_in_folder[name]}: missing"
             elif found is not None and name in needed and found != shape:
                 yield f"{self._name_in_folder[name]}: of shape {list(found)}, but the model has {list(shape)}"
-        tied = self._config.get("tie_word_embeddings") and any(rule.tied for rule in self.translation.table.values())
+        tied = any(rule.tied for rule in self.translation.table.values())
+        tied = tied and complete(self._config, hf).get("tie_word_embeddings")
         for name in sorted(shapes.keys() - set(self._name_in_folder.values())):
             if not (excluded(name, hf.ignored_tensors) or (tied and name == "lm_head.weight")):
                 yield f"{name}: unexpected"
@@ -71,17 +72,6 @@ class HuggingFaceFolder:
             local = local_part(tensor)
             if local.numel():
                 local.copy_(self.read(name, box_of(tensor)))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(store.read(path)) if store.exists(path) else {}
-        if not isinstance(config, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UserError(f"{path} is not a valid config.json: {first_line(error)}") from None
-    return config
 
 
 def to_checkpoint(

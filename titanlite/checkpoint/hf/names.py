@@ -115,27 +115,3 @@ def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenize
         assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
         files |= {path.name: store.read(path) for path in assets if store.exists(path)}
     return files
-
-
-def config_faults(config: Mapping[str, Any], translation: Translation) -> list[str]:
-    """Return where a config.json contradicts the model: shapes do not show heads, epsilons or wavelengths."""
-    saved, ignored = _normalize_rope(config), ("architectures", *translation.hf.unchecked_config_keys)
-    return [
-        f"config.json: {key} {json.dumps(saved[key])}, but the model has {json.dumps(value)}"
-        for key, value in translation.config.items()
-        if key not in ignored and key in saved and saved[key] != value
-    ]
-
-
-def _normalize_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary keys as transformers 4 writes them; transformers 5 has one table."""
-    config = dict(config)
-    if isinstance(rope := config.pop("rope_parameters", None), dict):
-        rope = dict(rope)
-        config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
-        config["rope_scaling"] = rope
-    if isinstance(scaling := config.get("rope_scaling"), dict):
-        kind = scaling.get("rope_type", scaling.get("type"))
-        values = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
-        config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **values}
-    return config
