@@ -45,7 +45,7 @@ def keys_read(tree: ast.AST) -> set[tuple[str, str]]:
     """Return (section, pattern of a name) of the keys that a file reads, through local names of sections as well."""
     classes = {cls.__name__: key.rpartition(".")[2] for key, cls in SECTIONS.items()} | {"MixturePart": "mixture"}
     sections = {section: {section} for section in classes.values()}  # by the name that the file gives them
-    sections["section"] = {"training", "validation"}  # what takes its data set from either
+    sections |= dict.fromkeys(("section", "part", "dataset"), {"training", "validation", "mixture"})  # a data set's
 
     def name_of(node: ast.AST) -> str:
         return getattr(node, "attr", "") or getattr(node, "id", "")
@@ -62,17 +62,13 @@ def keys_read(tree: ast.AST) -> set[tuple[str, str]]:
             name = node.arg if isinstance(node, ast.arg) else name_of(node.target)
             kinds = {classes.get(name_of(part)) for part in ast.walk(node.annotation)}
             sections.setdefault(name, set()).update(kind for kind in kinds if kind)
-        elif isinstance(node, ast.comprehension) and "mixture" in map(name_of, ast.walk(node.iter)):
-            sections.setdefault(name_of(node.target), set()).add("mixture")
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             found |= {(section, node.attr) for section in sections.get(name_of(node.value), ())}
-        elif (
-            isinstance(node, ast.Call) and name_of(node.func) == "getattr" and isinstance(node.args[1], ast.JoinedStr)
-        ):
-            parts = (str(p.value) if isinstance(p, ast.Constant) else ".*" for p in node.args[1].values)
-            pattern = "".join(parts)
+        elif isinstance(node, ast.Call) and name_of(node.func) == "getattr":
+            parts = getattr(node.args[1], "values", ())  # of f"…"
+            pattern = "".join(str(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts)
             found |= {(section, pattern) for section in sections.get(name_of(node.args[0]), ())}
     return found
 
