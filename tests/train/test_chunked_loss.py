@@ -1,5 +1,6 @@
 """The chunked loss: the same numbers and communication, and less memory, as computed."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -146,6 +147,26 @@ def test_peak_memory_falls_as_computed(dtype):
             model_loss(model, batch, chunks).backward()
         computed = 12 * BATCH * -(-TOKENS // chunks) * VOCABULARY + (4 * VOCABULARY * DIM if chunks > 1 else 0)
         assert counted.peak == pytest.approx(computed, rel=0.02), chunks
+
+
+def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
+    """It is as large as the head in float32: not there below the head, nor in the next micro-batch's forward pass."""
+    model = Llama(LlamaConfig(DIM, 1, 1, 1, 8, vocab_size=VOCABULARY), TOKENS).bfloat16()
+    batch = MicroBatch(torch.randint(VOCABULARY, (BATCH, 2, TOKENS)))
+    alive: list[int] = []
+
+    def look(*_: object) -> None:
+        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        alive.append(sum(t.dtype == torch.float32 and t.shape == (VOCABULARY, DIM) for t in tensors))
+
+    block = model.get_submodule("layers.0")
+    block.register_forward_hook(look)
+    block.register_full_backward_hook(look)
+    for _ in range(2):
+        loss = model_loss(model, batch, chunks=2)  # kept until the next one exists, as in a step
+        look()
+        loss.backward()
+    assert alive == [0, 1, 0] * 2, "before the head, after its chunks, below it"
 
 
 def test_more_chunks_than_tokens_are_refused():

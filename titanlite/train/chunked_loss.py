@@ -55,7 +55,7 @@ def _loss_in_chunks(
 
 class _ChunkedLoss(torch.autograd.Function):
     """The loss of all pieces. Forward computes the gradients too, so that a piece's logits can be freed before the
-    next; backward only scales them."""
+    next; backward only scales them, and lets go of each: the head's is kept in float32."""
 
     @staticmethod
     def forward(
@@ -89,13 +89,12 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
-        scaled = []
-        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
-            if gradient is not None:
-                local_part(gradient).mul_(scale)
-                gradient = gradient.to(dtype)
-            scaled.append(gradient)
-        return None, None, *scaled
+        gradients, ctx.gradients = ctx.gradients, None  # the loss, and so ctx, outlives the backward pass
+        for number, dtype in enumerate(ctx.dtypes):
+            if gradients[number] is not None:
+                local_part(gradients[number]).mul_(scale)
+                gradients[number] = gradients[number].to(dtype)
+        return None, None, *gradients
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
