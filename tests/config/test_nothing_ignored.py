@@ -365,6 +365,10 @@ def test_keys_without_effect_are_named_in_one_line():
         "checkpoint.interval, checkpoint.async_mode, checkpoint.keep_latest_k; without generate.at_end: "
         "generate.prompt, generate.temperature"
     )
+    of_replicas = [*TINY, "--parallelism.defer_gradient_sync=replicas", "--training.global_batch_size=8"]
+    assert job(of_replicas, 2).no_effect.startswith("no effect without replicas: parallelism.defer_gradient_sync")
+    with_two = job([*of_replicas, "--parallelism.data_parallel_replicate_degree=2"], 2)
+    assert "defer_gradient_sync" not in with_two.no_effect
 
 
 @pytest.mark.parametrize("key", REFUSED)

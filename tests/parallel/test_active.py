@@ -120,6 +120,15 @@ def test_deferred_sync_reduces_once_per_step(pool, tmp_path):
     assert deferred["scatter 2"] == GROUPS
 
 
+def test_deferring_over_replicas_leaves_only_their_sum_to_the_last_micro_batch(pool, tmp_path):
+    options = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.defer_gradient_sync=replicas"]
+    found = seen(pool, tmp_path, *options, world=4, accumulation=3)
+    events = found["events"]
+    assert found["counts"] == {"gather 2": 3 * (2 * GROUPS - 1), "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS}
+    last = [number for number, event in enumerate(events) if event == "forward 0"][-1]
+    assert "all_reduce 2" not in events[:last]
+
+
 def test_grouped_blocks_share_a_gather(pool, tmp_path):
     found = seen(pool, tmp_path, "--parallelism.fsdp_blocks_per_group=2")["counts"]
     assert found["scatter 2"] == 4

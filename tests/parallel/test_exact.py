@@ -97,6 +97,15 @@ TECHNIQUES = {
     "blocks in one group": (2, "--parallelism.fsdp_blocks_per_group=2 --parallelism.fsdp_forward_prefetch=1"),
     "reshard to two": (4, "--parallelism.fsdp_reshard_after_forward=2"),
     "deferred sync": (2, "--parallelism.defer_gradient_sync"),
+    "replicas deferred": (
+        4,
+        "--parallelism.data_parallel_replicate_degree=2 --parallelism.defer_gradient_sync=replicas",
+    ),
+    "replicas offloaded, deferred": (
+        4,
+        "--parallelism.data_parallel_replicate_degree=2 --parallelism.defer_gradient_sync=replicas "
+        "--training.enable_cpu_offload",
+    ),
     "memory budget": (
         2,
         "--activation_checkpoint.mode=memory_budget --activation_checkpoint.memory_budget=0.1 --compile.enable "
@@ -130,7 +139,7 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
     ("technique", "model"),
     sample(
         [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
-        *((name, "llama3") for name in TECHNIQUES if "compiled" not in name),
+        *((name, "llama3") for name in TECHNIQUES if "compiled" not in name and "offloaded" not in name),
         ("replicated", "llama3 tied"),
         ("cpu offload, replicas, deferred", "gpt2"),
     ),

@@ -201,8 +201,9 @@ class Parallelism(Section):
     """Gather the logits before the loss under tensor parallel."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallel's communication with its matrix products; needs compile and a GPU."""
-    defer_gradient_sync: bool = False
-    """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch."""
+    defer_gradient_sync: bool | Literal["replicas"] = False
+    """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
+    defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
     pipeline_parallel_schedule: str = "1F1B"
     """Pipeline schedule."""
     pipeline_parallel_microbatch_size: Positive = 1

@@ -52,12 +52,13 @@ class StepRunner:
         pipeline schedule replaces it and nothing else.
         """
         (model,), config, layout = self.parts, self.config, self.context.job.layout
-        chunks = config.training.loss_chunks
+        chunks, deferred = config.training.loss_chunks, config.parallelism.defer_gradient_sync
         coordinates = layout.batch_coordinate(self.rank), layout.coordinates(self.rank)["tp"]
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for number, batch in enumerate(micro_batches):
-            if config.parallelism.defer_gradient_sync and isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            if deferred and isinstance(model, FSDPModule):
+                sync = model.set_requires_all_reduce if deferred == "replicas" else model.set_requires_gradient_sync
+                sync(number == len(micro_batches) - 1)
             reseed(self.seed, step, number, *coordinates)
             with record_function("forward"):
                 loss = model_loss(model, batch, chunks, self.token_loss) / valid_tokens.clamp(min=1)

@@ -48,6 +48,8 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
     reasons: dict[str, str] = {}
     if layout.fsdp == 1:
         reasons |= dict.fromkeys(_NEED_SHARDING, "without sharding")
+    if layout.dp_replicate == 1 and config.parallelism.defer_gradient_sync == "replicas":
+        reasons["parallelism.defer_gradient_sync"] = "without replicas"
     if batch.accumulation == 1:
         reasons["parallelism.defer_gradient_sync"] = "without gradient accumulation"
     if layout.fsdp * layout.dp_replicate == 1:
