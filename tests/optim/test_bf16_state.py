@@ -110,6 +110,16 @@ def test_small_changes_accumulate():
     assert mean == pytest.approx(1 - 0.999**2000, rel=2e-3)
 
 
+def test_the_two_running_means_are_rounded_by_independent_bits():
+    """With equal betas and a gradient of one both means are the same number: equal bits would round them alike."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 16))
+    optimizer = BF16State(torch.optim.AdamW([parameter], lr=0.0, betas=(0.9, 0.9)), seed=0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    means = torch.stack([optimizer.state[parameter][name].double() for name in ("exp_avg", "exp_avg_sq")])
+    assert [len(mean.unique()) for mean in means] == [2, 2] and abs(torch.corrcoef(means)[0, 1]) < 0.02
+
+
 def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
     parameters = [torch.nn.Parameter(torch.zeros(100, 10)) for _ in range(8)]
     assert [*chunk_by_numel(parameters, 2500)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]

@@ -83,7 +83,8 @@ def test_norms_and_biases_are_not_decayed():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_every_implementation_takes_the_same_step(name, implementation):
+def test_every_implementation_takes_the_same_steps(name, implementation):
+    """Gradients that differ show betas, and gradients no larger than 1e-7 show eps."""
     config = job([*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1).config
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3))]
@@ -101,11 +102,12 @@ def test_every_implementation_takes_the_same_step(name, implementation):
         lr=config.optimizer.lr,
         **options,
     )
-    for parameter, twin in zip(parameters, twins, strict=True):
-        parameter.grad = torch.ones_like(parameter)
-        twin.grad = torch.ones_like(twin)
-    optimizer.step()
-    plain.step()
+    for scale in (1.0, 1e-7, 3e-8, 0.1) if name == "SGD" else (1e-7, 3e-8, 2e-7):
+        for parameter, twin in zip(parameters, twins, strict=True):
+            parameter.grad = torch.randn_like(parameter) * scale
+            twin.grad = parameter.grad.clone()
+        optimizer.step()
+        plain.step()
     for parameter, twin in zip(parameters, twins, strict=True):
         assert torch.allclose(parameter, twin, rtol=1e-6, atol=1e-7)
 

@@ -9,13 +9,15 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.parallel import tensor
-from titanlite.parallel.build import build_model
+from titanlite.parallel.build import Context, build_model
+from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.validate import validation_loss
 
@@ -115,6 +117,17 @@ def test_bias_role_that_contradicts_its_weight_is_refused():
 def test_async_tensor_parallel_names_missing_requirements(argv, message):
     with pytest.raises(ConfigError, match=message):
         job([*EVEN, "--parallelism.enable_async_tensor_parallel", *argv], 2)
+
+
+@pytest.mark.parametrize(("batch", "overlapped"), [(1, "but for all-gathers: inductor needs"), (2, "(async)")])
+def test_async_tensor_parallel_says_what_it_does_not_overlap(monkeypatch, batch, overlapped):
+    monkeypatch.setattr(tensor, "enable_async_tensor_parallel", lambda group: None)
+    compiled = ["--compile.enable", "--job.device=auto", f"--training.local_batch_size={batch}"]
+    found = job([*EVEN, TP2, "--parallelism.enable_async_tensor_parallel", *compiled], 2)
+    model, table = build_model(found)
+    with fake_world(found.layout) as mesh:
+        (note,) = tensor.apply(model, Context(found, mesh, table, torch.device("cpu")))
+    assert overlapped in note and ("all-gathers" in note) == (batch == 1)
 
 
 @pytest.mark.parametrize(

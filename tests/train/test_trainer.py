@@ -12,6 +12,7 @@ from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
 from tests.lanes import sample
 from titanlite.data.windows import Windows
 from titanlite.fault.nonfinite import NonFinite
+from titanlite.train.report import loss_over_ranks
 from titanlite.verify.pool import RankFailed
 
 
@@ -139,10 +140,46 @@ def test_a_nan_in_the_last_steps_stops_the_run(pool, tmp_path):
         ] * 2
 
 
-def test_an_infinite_gradient_norm_is_named(pool, tmp_path):
-    argv = [*TINY, "--optimizer.lr=1e30", "--optimizer.name=SGD", "--training.max_norm=inf", "--training.steps=30"]
-    stops = pool.run(train_with_nan, argv, str(tmp_path), 5, 5, world=2)
-    assert stops[0] == stops[1] and "not finite" in stops[0][1]
+def train_with_an_infinite_norm(folder: str, step: int) -> str:
+    """Train with gradients at one step whose squares overflow, while its loss is finite; return the message."""
+    run = trainer([*TINY, "--training.steps=9", "--metrics.log_freq=9"], folder)
+    original = run.runner.clip_gradients
+
+    def clip_gradients() -> torch.Tensor:
+        for parameter in run.runner.parameters if run.step == step else ():
+            parameter.grad.mul_(1e30)
+        return original()
+
+    run.runner.clip_gradients = clip_gradients  # type: ignore[method-assign]
+    with pytest.raises(NonFinite) as caught:
+        run.train()
+    return str(caught.value)
+
+
+def test_an_infinite_gradient_norm_stops_the_run_although_every_loss_was_finite(pool, tmp_path):
+    message = "at step 3 the gradient norm was not finite; nothing was saved after it"
+    assert pool.run(train_with_an_infinite_norm, str(tmp_path), 3, world=2) == [message] * 2
+
+
+def logged_numbers(folder: str) -> tuple[list[float], tuple[float, float]]:
+    """Return the learning rates of the steps, and the losses of three ranks with 3, 1 and no valid tokens."""
+    run = trainer([*TINY, "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=2"], folder)
+    rates: list[float] = []
+    run.runner.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    run.train()
+    sum_of_tokens, valid = ((6.0, 3), (5.0, 1), (0.0, 0))[run.rank_info.rank]
+    loss = torch.tensor(sum_of_tokens / 4, dtype=torch.float64)
+    return rates, loss_over_ranks(loss, torch.tensor(valid), run.mesh.loss)
+
+
+def test_the_log_has_the_step_s_own_rate_tokens_per_device_and_the_largest_mean_of_a_rank(pool, tmp_path):
+    found = pool.run(logged_numbers, str(tmp_path), world=3)
+    rates, losses = found[0]
+    logged_steps = records(tmp_path)
+    assert [record["lr"] for record in logged_steps] == rates and len(set(rates)) == 3
+    for record in logged_steps:
+        assert record["tps"] * record["step_seconds"] == pytest.approx(2 * 16), "one rank's tokens in a step"
+    assert losses == (11 / 4, 5.0) and all(others == losses for _, others in found)
 
 
 def collection_steps(folder: str) -> list[int]:
