@@ -54,7 +54,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if settings.enable_async_tensor_parallel:  # untested: no GPUs available that reach each other's memory
         enable_async_tensor_parallel(mesh.get_group())
         note += ", overlapped with computation (async)"
-        if context.job.batch.local == 1:  # torch 2.13: of one sequence the gather is a view of one that inductor knows
+        if context.job.batch.local == 1:  # torch 2.13: a gather of one sequence is in a form that it cannot fuse
             note += ", but for all-gathers: inductor needs a training.local_batch_size of 2 or more for these"
     return [note]
 
