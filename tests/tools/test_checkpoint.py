@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,9 +154,13 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
             assert code == 2 and "imported only if you name it: --model.package stranger" in out
 
 
-def test_rm_keeps_the_last_complete_checkpoint(run, tool):
+def test_rm_keeps_the_last_complete_checkpoint_and_the_last_that_can_be_resumed(run, tool):
     root = run / "checkpoint"
     assert tool("checkpoint", "rm", root / "step-3", "--dry-run")[0] == 0 and len(steps_in(run)) == 3
+    manifest = read_manifest(root / "step-3")
+    (root / "step-3/manifest.json").write_bytes(replace(manifest, weights_only=True).render())
+    code, out = tool("checkpoint", "rm", root / "step-2", root / "step-1")
+    assert code == 2 and "no checkpoint that can be resumed left" in out and len(steps_in(run)) == 3
     code, out = tool("checkpoint", "rm", root / "step-3")
     assert code == 0 and steps_in(run) == ["step-1", "step-2"] and (root / "latest").read_text() == "step-2\n"
     os.truncate(root / "step-1/state.json", 3)

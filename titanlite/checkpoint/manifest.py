@@ -169,10 +169,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads(store.read(folder / STATE))
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder has a valid manifest and all its files in their sizes; their bytes are not read."""
+def is_complete(folder: Path, resumable: bool = False) -> bool:
+    """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more than weights."""
     try:
-        return not faults(folder, read_manifest(folder))
+        manifest = read_manifest(folder)
+        return not faults(folder, manifest) and not (resumable and manifest.weights_only)
     except CorruptCheckpoint:
         return False
 
@@ -185,8 +186,8 @@ def latest_complete(root: Path) -> int | None:
 def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int]:
     """Return the steps of complete checkpoints that need not be kept; keep_latest_k = 0 keeps all.
 
-    A damaged checkpoint is neither counted nor deleted: it may be all that somebody has.
+    A damaged or weights-only one is neither counted nor deleted: it may be all that somebody has.
     """
-    complete = [step for step in committed(root) if is_complete(step_folder(root, step))]
+    complete = [step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)]
     old = complete[:-keep_latest_k] if keep_latest_k else []
     return [step for step in old if not keep_every or step % keep_every]

@@ -291,9 +291,11 @@ def _rm(arguments: Namespace, overrides: list[str]) -> int:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
             raise UserError(f"{folder} is not a committed checkpoint: it must be named step-N and have a {MANIFEST}")
     for root in {folder.parent for folder in folders}:
-        complete = set(filter(is_complete, (step_folder(root, step) for step in committed(root))))
-        if complete & set(folders) and complete <= set(folders) and not arguments.force:
-            raise UserError(f"{root} would have no complete checkpoint left; --force removes them anyway")
+        for resumable, what in ((False, "complete checkpoint"), (True, "checkpoint that can be resumed")):
+            steps = (step_folder(root, step) for step in committed(root))
+            of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
+            if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
+                raise UserError(f"{root} would have no {what} left; --force removes them anyway")
     for folder in folders:
         if arguments.dry_run:
             print(f"would remove {folder}")
