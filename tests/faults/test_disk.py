@@ -1,7 +1,9 @@
 """Disks that fill up, fail or are slow in a save: all ranks know, and the next start resumes a complete step."""
 
 import errno
+import json
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Callable
@@ -13,17 +15,19 @@ import pytest
 from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
 from tests.faults.rounds import slow_save
 from tests.jobs import trainer
+from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.manifest import is_complete, step_folder
+from titanlite.errors import UserError
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
 BALLAST = "ballast"
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """Mount a small file system for the checkpoints; False if mounting is not allowed."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
+def small_disk(tmp_path, request):
+    """Mount a small file system for the checkpoints, or another folder; False if mounting is not allowed."""
+    folder = tmp_path / getattr(request, "param", "checkpoint")
+    folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "titanlite-test", str(folder)]
     mounted = subprocess.run(mount, capture_output=True).returncode == 0
     yield mounted
@@ -104,6 +108,52 @@ def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_
         (warned,) = [number for number, line in enumerate(lines) if ERRORS[how] in line]
         assert message == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
+
+
+def on_a_full_disk(on_failure: str, folder: str) -> tuple[str, list[str]]:
+    """Train with metrics and checkpoints on one disk, full while steps 4 to 29 run; return the error and the log."""
+    log, lines = keeping_log()
+    argv = [*SAVING, "--checkpoint.interval=10", f"--checkpoint.on_failure={on_failure}", "--training.steps=40"]
+    run = trainer([*argv, "--lr_scheduler.total_steps=40", "--metrics.enable_tensorboard"], folder, log)
+    fetch, repair = run.next_micro_batches, lambda: None
+
+    def next_micro_batches() -> list:
+        nonlocal repair
+        if run.step == 4:
+            repair = break_disk("full", Path(folder))
+        if run.step == 30:
+            repair()
+        return fetch()
+
+    run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
+    try:
+        run.train()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}", lines
+    return "", lines
+
+
+@pytest.mark.parametrize("small_disk", [""], indirect=True)
+@pytest.mark.parametrize("on_failure", ["warn", "stop"])
+def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
+    pool, tmp_path, small_disk, on_failure
+):
+    if not small_disk:
+        pytest.skip("mounting a small disk is not allowed here")
+    ((message, lines),) = pool.run(on_a_full_disk, on_failure, str(tmp_path), world=1)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if "loss" in record]
+    if on_failure == "stop":
+        assert re.match(r"RunFailed: (metrics: |the save of step 10 failed)", message) and steps[-1] < 29
+        assert "No space left on device" in message and "would continue" in message
+        return
+    assert message == "" and sorted(set(steps)) == steps and len(steps) < 40
+    assert steps[:3] == [1, 2, 3] and steps[-11:] == [*range(30, 41)]
+    for path in (tmp_path / "metrics.jsonl", *tmp_path.glob("tb/*")):
+        reason = f"[Errno 28] No space left on device: '{path}'"
+        assert f"metrics of step 29 are lost: {reason}; training continues" in lines
+    assert {1, 2, 3, *range(30, 41)} <= tensorboard(tmp_path / "tb")["lr"].keys()
+    assert steps_in(tmp_path) == ["step-30", "step-40"]
 
 
 @pytest.mark.long

@@ -1,16 +1,19 @@
 """A terminal shows one live line of progress and colors; other outputs get plain lines."""
 
+import io
+import json
 import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.jobs import TINY
 from tests.launch.run import ROOT, environment
 from titanlite.errors import UserError
-from titanlite.launch.terminal import Follower
+from titanlite.launch.terminal import Follower, Terminal
 from titanlite.observe.console import colored
 from titanlite.runtime.cluster import shown_ranks
 
@@ -50,6 +53,17 @@ def test_disable_color_printing_shows_plain_lines(tmp_path, color):
         f"t = T({{0: f / 'log'}}, f / 'metrics', 9, color={color})\nwith t: pass"
     )
     assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == color
+
+
+def test_progress_goes_on_after_a_loss_that_was_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    (tmp_path / "metrics").write_text(json.dumps({"step": 3, "loss": None, "step_seconds": 1, "tps": 5}) + "\n")
+    shown, deadline = sys.stdout, time.monotonic() + 20
+    with Terminal({}, tmp_path / "metrics", 9, color=False):
+        while "loss not finite" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "step 3/9" in shown.getvalue() and "loss not finite" in shown.getvalue()
 
 
 def test_coloring_keeps_the_text():

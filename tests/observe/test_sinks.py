@@ -1,7 +1,9 @@
 """Sinks: any set of them works together, and each gets every record."""
 
 import json
+import math
 import os
+import resource
 import struct
 import sys
 from collections import defaultdict
@@ -14,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.jobs import TINY, run_to_end
 from tests.launch.run import finish, start, train
-from titanlite.observe.metrics import require_wandb
+from titanlite.observe.metrics import JsonLines, TensorBoard, require_wandb
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="the package wandb is not installed")
 
@@ -70,6 +72,51 @@ def wandb_points(records: list[Any]) -> Points:
                 if not tag.startswith("_"):
                     points[tag][row["_step"]] = value
     return points
+
+
+def test_metrics_jsonl_is_json_also_for_a_step_that_is_not_finite(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(3, {"loss": math.nan, "max_loss": -math.inf, "mfu": None, "lr": 0.1, "tokens": 5}, {})
+    sink.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert record == {"step": 3, "loss": None, "max_loss": None, "mfu": None, "lr": 0.1, "tokens": 5}
+    JsonLines(tmp_path / "metrics.jsonl", after=3).close()
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1, "a resumed run keeps it"
+
+
+@pytest.mark.parametrize("sink_class", [JsonLines, TensorBoard])
+def test_after_a_record_without_room_the_next_one_is_whole(tmp_path, sink_class):
+    sink = sink_class(tmp_path / "records", 0)
+    sink.write(1, {"loss": 1.0}, {"loss": 1.0})
+    (file,) = tmp_path.rglob("records*" if sink_class is JsonLines else "*tfevents*")
+    size, limits = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))  # Python ignores the signal; the write is short
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{file}'"):
+            sink.write(2, {"loss": 2.0}, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.stat().st_size == size
+    sink.write(3, {"loss": 3.0}, {"loss": 3.0})
+    sink.close()
+    if sink_class is JsonLines:
+        found = {line["step"]: line["loss"] for line in map(json.loads, file.read_text().splitlines())}
+    else:
+        found = tensorboard(tmp_path / "records")["loss"]
+    assert found == {1: 1.0, 3: 3.0}
+
+
+def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
+    for after, steps in ((0, (1, 2, 3, 4)), (2, (3, 5))):
+        sink = TensorBoard(tmp_path, after)
+        for step in steps:
+            sink.write(step, {}, {"loss": after + step / 10, "lr": math.inf})
+        sink.close()
+    assert tensorboard(tmp_path)["loss"] == pytest.approx({1: 0.1, 2: 0.2, 3: 2.3, 5: 2.5})
 
 
 @needs_wandb

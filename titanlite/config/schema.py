@@ -282,7 +282,7 @@ class Checkpoint(Section):
     """disabled: block until written; async: copy, then write in the background; async_with_pinned_mem: the same, with
     the copy in page-locked memory (GPU only)."""
     keep_latest_k: Natural = 10
-    """Checkpoints to keep; 0 keeps all."""
+    """Checkpoints to keep that can be resumed; 0 keeps all."""
     keep_every: Natural = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     load_step: Literal[-1] | Natural = -1
@@ -305,7 +305,7 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = False
     """Also save after the first step."""
     on_failure: Literal["stop", "warn"] = "stop"
-    """What a failed save does: stop the run, or warn and continue."""
+    """What a failed save, or a disk without room for metrics, does: stop the run, or warn and continue."""
     verify_on_load: Literal["full", "sizes"] = "full"
     """What is checked before loading: checksums of all files, or sizes and the checksums of small files."""
 

@@ -80,7 +80,8 @@ class Terminal:
                 self._show(show)
                 if record := self.last_record:
                     eta = format_duration((self._steps - record["step"]) * record["step_seconds"])
-                    text = f"eta {eta}  loss {record['loss']:.4f}  {record['tps']:,.0f} tokens/s per device"
+                    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+                    text = f"eta {eta}  loss {loss}  {record['tps']:,.0f} tokens/s per device"
                     title = f"step {record['step']}/{self._steps}"
                     progress.update(task, completed=record["step"], description=title, text=text)
             self._show(show, last=True)

@@ -1,12 +1,18 @@
 """What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the console."""
 
 import json
+import math
 import os
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from titanlite.config.schema import JobConfig
@@ -91,35 +97,54 @@ def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
 
 
 class JsonLines:
-    """metrics.jsonl: one object per line, floats in full precision, each line flushed at once."""
+    """metrics.jsonl: one object per line, floats in full precision; null for what is not finite, which JSON lacks."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
         if path.exists():
             _drop_later(path, after)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
+        _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoard:
-    """TensorBoard's event files."""
+    """TensorBoard's event files. torch's SummaryWriter writes in a thread, which a full disk ends for good."""
 
     def __init__(self, folder: Path, after: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # costs half a second
+        from tensorboard.summary.writer.record_writer import RecordWriter  # costs a quarter of a second
 
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
+        self._records = RecordWriter(SimpleNamespace(write=partial(_append, file), close=file.close))
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event  # a type checker would not find it
+        self._add(file_version="brain.Event:2")
+        if after:
+            self._add(step=after + 1, session_log={"status": "START"})  # what is later is dropped
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        for tag, value in tags.items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()  # a killed run loses nothing
+        self._add(step=step, summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]})
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+
+def _append(file: FileIO, record: bytes) -> None:
+    """Write a record at once, since a run may be killed; of one that a full disk cuts off, leave nothing."""
+    end, rest = file.seek(0, os.SEEK_END), record
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        file.truncate(end)
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 class WeightsAndBiases:

@@ -96,9 +96,9 @@ def read_run(dump: Path) -> Run:
         try:
             record = json.loads(line or "{}")
             if "loss" in record:
-                logged[int(record["step"])] = tuple(float(record[field]) for field in FIELDS)
+                logged[int(record["step"])] = tuple(_number(record[field]) for field in FIELDS)
             elif "validation_loss" in record:
-                validated[int(record["step"])] = float(record["step"]), float(record["validation_loss"])
+                validated[int(record["step"])] = float(record["step"]), _number(record["validation_loss"])
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines) or not isinstance(error, json.JSONDecodeError):
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -109,6 +109,11 @@ def read_run(dump: Path) -> Run:
     steps = np.array([row for _, row in sorted(logged.items())], [(field, float) for field in FIELDS])
     losses = [row for _, row in sorted(validated.items())]
     return Run(str(dump), steps, np.array(losses, [("step", float), ("validation_loss", float)]))
+
+
+def _number(value: Any) -> float:
+    """Return a record's value; null stands for one that was not finite."""
+    return float("nan" if value is None else value)
 
 
 def summarize(runs: list[Run]) -> str:

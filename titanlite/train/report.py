@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.manager import PendingSave
+from titanlite.errors import RunFailed
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory
 from titanlite.observe.metrics import Sink, StepRecord, Values, open_sinks
@@ -101,8 +102,14 @@ class Report:
             self._write(save.step, values, tags)
 
     def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        """Record numbers. Where a failed save does not end the run, a disk without room for them does not either."""
         for sink in self.sinks:
-            sink.write(step, values, tags)
+            try:
+                sink.write(step, values, tags)
+            except OSError as error:
+                if self.job.config.checkpoint.on_failure == "stop":
+                    raise RunFailed(f'metrics: {error} (checkpoint.on_failure = "warn" would continue)') from error
+                self.log.warning(f"metrics of step {step} are lost: {error}; training continues")
 
     def close(self) -> None:
         for sink in self.sinks:
