@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
 from tests.jobs import TINY, full, trainer
+from tests.lanes import sample
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
@@ -110,6 +111,15 @@ def test_on_failure_warn_continues_and_saves_again(pool, tmp_path, mode):
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
+@pytest.mark.parametrize("mode", sample(["async", "disabled"], "async"))
+def test_a_failed_last_save_ends_the_run_with_an_error_although_on_failure_is_warn(pool, tmp_path, mode):
+    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=4", "--checkpoint.on_failure=warn"]
+    argv += [f"--checkpoint.async_mode={mode}"]
+    ((message, step, _),) = pool.run(fails_at, "half a file", 0, argv, str(tmp_path), 4, world=1)
+    assert step == 4 and message.startswith("RunFailed: the save of step 4 failed on rank 0")
+    assert message.endswith("; the newest checkpoint is step-2")
+
+
 def not_finite(folder: str) -> list[str]:
     """A run whose loss is not finite at step 3, which is due to be saved."""
     run = trainer(SAVING, folder)
@@ -145,12 +155,13 @@ def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
 
 
 def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
-    argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.last_save_model_only"]
+    argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.last_save_model_only", "--checkpoint.keep_latest_k=1"]
     pool.run(run_until, argv, str(tmp_path), world=2)
     manifest = read_manifest(tmp_path / "checkpoint/step-3")
     assert manifest.weights_only and all(name.startswith("model.") for name in manifest.tensors)
     (part,) = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path), world=1)
-    assert part["begun"] == 2 and any("contains weights only" in line for line in part["log"])
+    assert part["begun"] == 2, "the last one that can be resumed was kept"
+    assert any("contains weights only" in line for line in part["log"])
     assert steps_in(tmp_path) == ["step-2", "step-4"] and list(tmp_path.glob("previous/*/checkpoint/step-3"))
 
 
@@ -168,10 +179,10 @@ def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
     assert pool.run(minutes, str(tmp_path), world=2) == [["step-1", "step-3"]] * 2
 
 
-def empty(root: Path, *steps: int) -> None:
+def empty(root: Path, *steps: int, weights_only: bool = False) -> None:
     for step in steps:
         step_folder(root, step).mkdir()
-        (step_folder(root, step) / "manifest.json").write_bytes(Manifest(step, False, {}, {}).render())
+        (step_folder(root, step) / "manifest.json").write_bytes(Manifest(step, weights_only, {}, {}).render())
 
 
 def test_retention_counts_complete_checkpoints_only(tmp_path):
@@ -186,6 +197,13 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert steps_to_delete(tmp_path, 0, 0) == []
     commit.delete(tmp_path / "step-10")
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
+
+
+def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
+    empty(tmp_path, 10, 20, 30)
+    empty(tmp_path, 15, 40, weights_only=True)
+    assert steps_to_delete(tmp_path, 1, 0) == [10, 20]
+    assert steps_to_delete(tmp_path, 2, 0) == [10]
 
 
 def test_only_leftovers_are_cleared(tmp_path):

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -48,6 +48,18 @@ from titanlite.runtime import store
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_objects
 
+Tensors = dict[str, torch.Tensor]
+
+
+def copy_beside(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Copy into page-locked memory beside what the device is given next, and return the event of the end."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    return stream.record_event()
+
 
 class PendingSave(threading.Thread):
     """The thread of a save, which runs `write(this thread, *args)`; `error` is what ended it."""
@@ -80,7 +92,8 @@ class Checkpoints:
         """Saves that were committed and not yet logged; the trainer takes them out."""
         self.group: dist.ProcessGroup | None = None
         self._pending: PendingSave | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._host_memory: Tensors = {}
+        self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
         self._last_save = time.monotonic()
         if self.enabled or self.settings.initial_load_path:
             self.group = self._new_group()
@@ -207,7 +220,8 @@ class Checkpoints:
         return bool(due)
 
     def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
-        """Save the state as it is now. Return when it is copied, or without async_mode when it is committed."""
+        """Save the state as it is now. Return when it is committed, with async_mode when it is copied, or with pinned
+        memory at once: `before_update` waits for the copy."""
         self._last_save = began = time.monotonic()
         if self._pending and self._pending.is_alive():
             self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
@@ -218,39 +232,41 @@ class Checkpoints:
         host_copies = {name: local_part(tensor) for name, tensor in tensors.items()}
         asynchronous, copying = self.settings.async_mode != "disabled", time.monotonic()
         if asynchronous:
-            host_copies = self._copy(host_copies)
+            buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
+            host_copies = self._copy(host_copies, buffers)
         pending = PendingSave(position.step, self._write, tensors, host_copies, document, stream, weights_only)
         self._pending = pending
+        pending.costs["staging"] = (time.monotonic() - copying) * asynchronous
         pending.start()
-        if asynchronous:
-            pending.costs["staging"] = time.monotonic() - copying
-        else:
+        if not asynchronous:
             pending.join()
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
             self.finish_save()
 
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies in host memory, in buffers that the next save uses again."""
-        pinned = self.settings.async_mode == "async_with_pinned_mem"
+    def _copy(self, tensors: Tensors, buffers: set[str]) -> Tensors:
+        """Return copies in host memory that the next save uses again. Page-locked ones are made beside the next
+        forward and backward pass, which change nothing but the model's `buffers`."""
+        pinned, later = self.settings.async_mode == "async_with_pinned_mem", []
         for name, tensor in tensors.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-                self._buffers[name] = buffer
-            buffer.copy_(tensor.detach(), non_blocking=pinned)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return {name: self._buffers[name] for name in tensors}
+            copy = self._host_memory.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                self._host_memory[name] = copy
+            if pinned and name not in buffers:
+                later.append((copy, tensor.detach()))
+            else:
+                copy.copy_(tensor.detach(), non_blocking=pinned)
+        self._copied = copy_beside(later) if pinned else None
+        return {name: self._host_memory[name] for name in tensors}
+
+    def before_update(self) -> None:
+        """Let the optimizer's step, which changes what is saved, wait for a copy beside it."""
+        if self._copied:
+            self._copied.wait()
 
     def _write(
-        self,
-        pending: PendingSave,
-        tensors: dict[str, torch.Tensor],
-        host_copies: dict[str, torch.Tensor],
-        document: dict[str, Any],
-        stream: dict[str, Any] | None,
-        weights_only: bool,
+        self, pending: PendingSave, tensors: Tensors, copies: Tensors, document: Any, stream: Any, weights_only: bool
     ) -> None:
         """In the thread: commit, then delete old checkpoints; a failure to delete costs no checkpoint."""
         rank_payload = str(self._job.layout.batch_coordinate(self._rank_info.rank)), stream
@@ -265,7 +281,10 @@ class Checkpoints:
             }
 
         began, step, group = time.monotonic(), pending.step, self.group
-        lookup = host_copies.__getitem__
+        if self._copied:
+            with torch.cuda.device(self._device):  # or this thread would open a context on the first GPU
+                self._copied.synchronize()
+        lookup = copies.__getitem__
         commit.commit(self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group)
         pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
@@ -294,6 +313,8 @@ class Checkpoints:
         remaining = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = pending.error or f"the save of step {pending.step} failed on another rank"
         message = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
+        if pending.step == self._job.config.training.steps:  # no other save makes up for it
+            raise RunFailed(f"{message}; {remaining}")
         if self.settings.on_failure == "stop":
             raise RunFailed(f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)')
         self._log.warning(f"{message}; {remaining}; training continues")

@@ -180,6 +180,7 @@ class Trainer:
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
         self.nonfinite.record(self.step, loss, norm)
+        self.checkpoints.before_update()
         self.runner.update(self.step)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
