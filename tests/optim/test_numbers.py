@@ -143,6 +143,8 @@ def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):
         "NVIDIA A100-SXM4-80GB": 312,
         "NVIDIA H200": 989,
         "NVIDIA H20": 148,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA GB200": 2500,
         "NVIDIA GB300": 2500,
         "NVIDIA GeForce RTX 4090": None,
     }.items():

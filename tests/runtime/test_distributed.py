@@ -1,16 +1,29 @@
-"""Timeouts of collectives reach every group, but for the one that is excluded."""
+"""Timeouts of collectives reach every group but the excluded one; what a rank sets up before it joins its job."""
 
+import os
+import resource
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from tests.jobs import TINY, trainer
+from titanlite.config.schema import Comm
 from titanlite.layout import Layout
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime import torch_private
-from titanlite.runtime.distributed import set_collective_timeout
+from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.distributed import process_group, set_collective_timeout
+
+
+def timeout_of(group: Any) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
@@ -22,11 +35,7 @@ def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
     groups = [group for group in torch_private.process_groups() if group is not checkpoints]
     assert isinstance(checkpoints, dist.ProcessGroup)
     set_collective_timeout(77, excluded=checkpoints)
-
-    def timeout(group: Any) -> timedelta:
-        return group._get_backend(torch.device("cpu")).options._timeout
-
-    return {timeout(group) for group in groups}, timeout(checkpoints), len(groups) + 1 - before
+    return {timeout_of(group) for group in groups}, timeout_of(checkpoints), len(groups) + 1 - before
 
 
 def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
@@ -35,3 +44,79 @@ def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
             assert changed == {timedelta(seconds=77)}
             assert kept == timedelta(seconds=1800)
             assert bool(of_fsdp) == (layout.dp_shard == 4)
+
+
+def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[bool]]:
+    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when they changed."""
+    argv = "--comm.init_timeout_seconds=123 --checkpoint.enable --parallelism.fsdp_reshard_after_forward=2"
+    run = trainer([*TINY, *argv.split()], folder)
+    groups = [group for group in torch_private.process_groups() if group is not run.checkpoints.group]
+    initial, of_checkpoints = {timeout_of(group) for group in groups}, timeout_of(run.checkpoints.group)
+    run.step = 1  # so that, as after most resumes, the first step is not logged
+    take_step, taken, changed = run.train_step, Path(folder) / "taken", []
+
+    def slow_step() -> None:
+        take_step()
+        if run.step == 2 and run.rank_info.rank == 1:
+            time.sleep(0.3)
+            taken.touch()
+
+    def change(seconds: float, excluded: dist.ProcessGroup | None) -> None:
+        changed.append(taken.exists())
+        set_collective_timeout(seconds, excluded)
+
+    run.train_step = slow_step  # type: ignore[method-assign]
+    with mock.patch("titanlite.train.trainer.set_collective_timeout", change):
+        run.train()
+    return initial, of_checkpoints, changed
+
+
+def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(pool, tmp_path):
+    for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
+        assert initial == {timedelta(seconds=123)}, "also of the groups that FSDP2 makes"
+        assert of_checkpoints == timedelta(seconds=1800)
+        assert changed == [True], "only when rank 1 had taken the step too"
+
+
+@pytest.fixture
+def environ(monkeypatch, tmp_path):
+    """Return a function that gives the variables and the limit of open files with which a rank joins its job."""
+
+    def join(**variables: str) -> tuple[dict[str, str], int]:
+        found: list[tuple[dict[str, str], int]] = []
+
+        def init(*_: Any, **__: Any) -> None:
+            found.append((dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "set_device", lambda _: None)
+            patch.setattr(dist, "init_process_group", init)
+            patch.setattr(dist, "destroy_process_group", lambda: None)
+            patch.setattr(os, "environ", {"PATH": "/bin", **variables})
+            with process_group(RankInfo(0, 1, 0, "h"), torch.device("cuda", 0), Comm(), tmp_path, {}):
+                pass
+        return found[0]
+
+    return join
+
+
+def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(environ, tmp_path):
+    """With the names that torch 2.11 to 2.15 read first, and the error handling that a record needs."""
+    variables, _ = environ(TORCH_NCCL_ASYNC_ERROR_HANDLING="1")  # as torch's elastic agent sets it
+    assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert variables["TORCH_FR_BUFFER_SIZE"] == "20000" and variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "comm_traces" / "rank_")
+    assert not {name for name in variables if name.startswith(("TORCH_NCCL_TRACE", "TORCH_NCCL_DEBUG"))}
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_FR_BUFFER_SIZE": "5", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    own |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine", "PATH": "/bin"}
+    assert environ(**own)[0] == own, "a newer name would replace what the older one says"
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows(environ):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 16)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 512), hard))
+        assert environ()[1] == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

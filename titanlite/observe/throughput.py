@@ -7,8 +7,8 @@ import torch
 from titanlite.registry import ModelDims, Rule
 
 PEAK_BF16_TFLOPS = {
-    "A100": 312, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "B200": 2250,
-    "GB300": 2500, "B300": 2500, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500,
+    "A100": 312, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H20": 148, "B200": 2250,
+    "GB200": 2500, "GB300": 2500, "B300": 2500, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500,
 }  # fmt: skip
 """Dense bf16 peaks by words of the device's name; more specific names first."""
 

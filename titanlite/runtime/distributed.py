@@ -1,8 +1,9 @@
 """The device of a rank, the process group of a job, and the timeouts of collectives."""
 
 import os
+import resource
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -42,9 +43,16 @@ def process_group(
         backend, gpu = "cuda:nccl,cpu:gloo", device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # an older name, which a newer one overrides
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+        if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces / "rank_"))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(traces / "rank_"))
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":  # the elastic agent's default, not NCCL's;
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1 the record can be lost (pytorch#121055)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # gloo connects all ranks of every group
+    with suppress(OSError, ValueError):  # macOS has a lower limit beside these
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     store = _store(rank, environ, timeout)
     dist.init_process_group(

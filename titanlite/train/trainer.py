@@ -105,6 +105,8 @@ class Trainer:
         context = Context(job, self.mesh, table, self.device, build_converters(job))
         self.report = Report(context, self.rank_info, self.log, flops)
         self.parts, notes = build_parts(self.model, context, self.seed)
+        # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
+        set_collective_timeout(config.comm.init_timeout_seconds, excluded=self.checkpoints.group)
         for note in notes:
             self.log.info(note)
         self.trained = trained_parameters(self.parts, table, job.spec.blocks, config.optimizer.no_decay)
@@ -158,6 +160,7 @@ class Trainer:
                 self.step += 1
                 self.train_step()
                 if self.step == first:
+                    dist.barrier()  # or a rank would start the shorter clock while another still compiles
                     set_collective_timeout(config.comm.train_timeout_seconds, excluded=self.checkpoints.group)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect()
