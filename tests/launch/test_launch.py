@@ -102,31 +102,40 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, caps
     for rank in range(3):
         (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"the log of rank {rank}\n")
 
-    def failure(exitcode: int, raised: float | None = None):
+    def failure(exitcode: int, raised: float | None = None, seen: int = 5):
         result = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
+        result.timestamp = seen
         if raised is not None:
             details = {"py_callstack": f"a traceback of {raised}", "timestamp": "0", "time": raised}
             result.message = {"message": "ValueError: x", "extraInfo": details}  # type: ignore[assignment]
         return result
 
+    stopped = failure(-9, seen=35)  # the agent killed it 30 seconds after it had asked all ranks to end
     for failures, says in (
         ({0: failure(-15), 1: failure(1, raised=5.0)}, "rank 1 on"),
         ({0: failure(1, raised=5.1), 1: failure(1, raised=5.0), 2: failure(-15)}, "rank 1 on"),
         ({0: failure(1, raised=5.0), 2: failure(-9)}, "rank 2 on"),
         ({0: failure(-15)}, "rank 0 on"),
+        ({0: stopped, 1: failure(1, raised=5.0), 2: failure(-15, seen=35)}, "rank 1 on"),
     ):
         assert _report(failures, tmp_path) == 1
-        assert says in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert says in err
+        assert ("rank 0 hung or was stopped: it had to be killed" in err) == (failures.get(0) is stopped)
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, count: int) -> None:
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
 
 
 def start_two_ranks(folder: Path) -> tuple[subprocess.Popen, set[int]]:
     """Start two ranks with a loader process each; return the launcher after 20 steps, and all its descendants."""
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
     process = start(argv, folder, NGPU="2")
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_for_steps(process, folder, 20)
     family = set(descendants(process.pid))
     assert len(family) > 4
     return process, family
@@ -164,8 +173,12 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
+def test_an_ignored_hangup_ends_nothing_and_ctrl_c_everything_in_five_seconds_with_one_line(tmp_path):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     process, family = start_two_ranks(tmp_path)
+    signal.signal(signal.SIGHUP, handler)
+    process.send_signal(signal.SIGHUP)
+    wait_for_steps(process, tmp_path, len(records(tmp_path)) + 10)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)

@@ -81,6 +81,16 @@ SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07
             {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "m-0:77"},
             Nodes(2, 0, "m-0", 77, "PET_*"),
         ),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "[fe80::1]:77", "NNODES": ""},
+            Nodes(2, 0, "fe80::1", 77, "PET_*"),
+        ),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "fe80::1", "MASTER_PORT": "8"},
+            Nodes(2, 0, "fe80::1", 8, "PET_*"),
+        ),
+        ({**PLAIN, "MASTER_ADDR": "[::1]"}, Nodes(3, 1, "::1", 29500, "NNODES, NODE_RANK, MASTER_ADDR")),
+        ({**SLURM, "NNODES": "", "PET_NNODES": ""}, Nodes(4, 2, "gpu07", 20123, "SLURM_*")),
     ],
 )
 def test_the_nodes_that_variables_announce(environ, expected):
@@ -92,6 +102,11 @@ def test_the_nodes_that_variables_announce(environ, expected):
     [
         ({"NNODES": "2"}, "MASTER_ADDR is not set"),
         ({"NNODES": "2", "MASTER_ADDR": "x"}, "NODE_RANK is not set: 0 to 1"),
+        ({"NNODES": "2", "MASTER_ADDR": "x", "NODE_RANK": ""}, "NODE_RANK is not set: 0 to 1"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "m-0:http"},
+            "the port of PET_RDZV_ENDPOINT=http must be a whole number",
+        ),
         ({**PLAIN, "NODE_RANK": "3"}, "must be from 0 to 2"),
         ({**PLAIN, "NNODES": "two"}, "NNODES=two must be a whole number"),
         ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4 must be a whole number"),
@@ -123,7 +138,7 @@ def test_a_workers_rank_and_store():
 
 def test_processes_on_a_node():
     assert count_processes({"NGPU": "3"}, "cpu", 0) == 3
-    assert count_processes({}, "cuda", 8) == 8
+    assert count_processes({}, "cuda", 8) == count_processes({"NGPU": ""}, "cuda", 8) == 8
     assert count_processes({"PET_NPROC_PER_NODE": "4"}, "cpu", 0) == 4
     assert count_processes({}, "cpu", 0) in (1, 2)
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -48,6 +49,9 @@ def run_workers(
     rendezvous_handler_registry.register("titanlite", lambda _: rendezvous)
     os.environ.update(extra_environ)
     stop: dict[str, Any] = {"shutdown_timeout": 2} if hasattr(LaunchConfig, "shutdown_timeout") else {}  # torch 2.13
+    signals = ["SIGTERM", "SIGINT", "SIGQUIT"]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and a handler would undo that
+        signals.append("SIGHUP")
     with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
@@ -58,6 +62,7 @@ def run_workers(
             rdzv_backend=rendezvous.get_backend(),
             max_restarts=0,
             monitor_interval=0.1,
+            signals_to_handle=",".join(signals),
             **stop,
         )
         elastic_launch(config, sys.executable)("-m", "titanlite.train", *argv)

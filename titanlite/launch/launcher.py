@@ -135,7 +135,7 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
 def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
     """Return the number of processes to start, and the variables it comes from."""
     count = f"{processes} process{'es' if processes > 1 else ''} on the {'GPUs' if device == 'cuda' else 'CPU'}"
-    reason = "from NGPU" if "NGPU" in environ else "NGPU sets another number"
+    reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
     node = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
     return f"{count} ({reason}){node}"
 
@@ -157,13 +157,18 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
 def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """Print which rank failed first, with its message or traceback last, and return the exit code."""
 
+    first_seen = min(failure.timestamp for failure in failures.values())
+    # The elastic agent ends the other ranks by SIGTERM, and 30 seconds later those that are still there by SIGKILL.
+    late = (rank for rank, failure in failures.items() if failure.timestamp - first_seen > 15)
+    unresponsive = [rank for rank in late if failures[rank].exitcode == -signal.SIGKILL]
+
     def failed_at(rank: int) -> float:
         """A killed rank writes no error file, and sorts before ranks that may only have lost it as a peer; a rank
-        that the elastic agent terminated because of another sorts last."""
+        that the elastic agent ended because of another sorts last."""
         message = failures[rank].message
         if isinstance(message, dict):
             return message["extraInfo"].get("time", 0.0)
-        return math.inf if failures[rank].exitcode == -signal.SIGTERM else 0.0
+        return math.inf if failures[rank].exitcode == -signal.SIGTERM or rank in unresponsive else 0.0
 
     rank = min(failures, key=failed_at)
     message, exitcode = failures[rank].message, failures[rank].exitcode
@@ -175,6 +180,8 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
         log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
         text = "\n".join([*log_tail, f"exited without a traceback ({message or f'exit code {exitcode}'})"])
     failed = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
+    if unresponsive:
+        failed += f"\nrank {', '.join(map(str, unresponsive))} hung or was stopped: it had to be killed"
     print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
     return REFUSED if exitcode == REFUSED else FAILED
 

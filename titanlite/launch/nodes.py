@@ -28,9 +28,9 @@ class Nodes:
 
 def find_nodes(environ: Mapping[str, str]) -> Nodes:
     """Return the nodes that the environment announces, by default this one only."""
-    if "NNODES" in environ:
+    if environ.get("NNODES"):
         source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
-    elif "PET_NNODES" in environ:
+    elif environ.get("PET_NNODES"):
         source, prefix = "PET_*", "PET_"
     elif read_number(environ, "SLURM_NNODES", 1) > 1 or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _slurm_nodes(environ)
@@ -39,19 +39,29 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
     count = read_number(environ, f"{prefix}NNODES", 1)
     if count == 1:
         return Nodes(1, 0, "127.0.0.1", 0, source)
-    host, _, port = (environ.get("PET_RDZV_ENDPOINT", "") if prefix else "").partition(":")
-    addr = environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host
+    host, port = _split_endpoint(environ.get("PET_RDZV_ENDPOINT", "") if prefix else "")
+    addr = (environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host).strip("[]")
     several = f"{prefix}NNODES={count} announces several nodes, but"
     if not addr:
         host_name = "it is the host name of the node with NODE_RANK=0, the same on all nodes"
         raise UserError(f"{several} MASTER_ADDR is not set: {host_name}")
-    if f"{prefix}NODE_RANK" not in environ:
+    if not environ.get(f"{prefix}NODE_RANK"):
         raise UserError(f"{several} {prefix}NODE_RANK is not set: 0 to {count - 1}")
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
         raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
-    default_port = int(port) if port.isdigit() else read_number(environ, "MASTER_PORT", DEFAULT_PORT)
+    default_port = read_number(environ, "MASTER_PORT", DEFAULT_PORT)
+    default_port = read_number({"the port of PET_RDZV_ENDPOINT": port}, "the port of PET_RDZV_ENDPOINT", default_port)
     return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port), source)
+
+
+def _split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Return the host and the port, which may be missing, of HOST:PORT; an IPv6 address is in brackets or has none."""
+    if endpoint.startswith("["):
+        host, _, port = endpoint[1:].partition("]")
+        return host, port.removeprefix(":")
+    host, _, port = endpoint.partition(":") if endpoint.count(":") == 1 else (endpoint, "", "")
+    return host, port
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -65,7 +75,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
 
 def count_processes(environ: Mapping[str, str], device: str, gpus: int) -> int:
     """Return the number of workers on this node: NGPU, else one per GPU, else two on the CPU."""
-    if "NGPU" in environ:
+    if environ.get("NGPU"):
         return read_number(environ, "NGPU", 1, least=1)
     if environ.get("PET_NPROC_PER_NODE", "").isdigit():
         return read_number(environ, "PET_NPROC_PER_NODE", 1, least=1)

@@ -1,5 +1,6 @@
 """The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line of progress."""
 
+import errno
 import json
 import os
 import sys
@@ -56,7 +57,9 @@ class Terminal:
     def _run(self) -> None:
         try:
             self._show_until_stopped()
-        except BrokenPipeError:  # as in `titanlite train | head`: training continues, the log files have everything
+        except OSError as error:  # training continues, and the log files have everything
+            if error.errno not in (errno.EPIPE, errno.EIO):  # as in `titanlite train | head`, or after a logout
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show_until_stopped(self) -> None:
