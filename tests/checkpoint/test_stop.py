@@ -19,9 +19,13 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_run_says_what_is_saved_and_resumes(tmp_path):
+def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved_and_resumes(tmp_path):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; what is started inherits it
     process = start(LONG, tmp_path, NGPU="2")
-    wait_for(tmp_path / "checkpoint/step-8", process)
+    signal.signal(signal.SIGHUP, handler)
+    wait_for(tmp_path / "checkpoint/step-4", process)
+    process.send_signal(signal.SIGHUP)
+    wait_for(tmp_path / "checkpoint/step-12", process)
     family, began = descendants(process.pid), time.monotonic()
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)

@@ -124,18 +124,14 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, caps
         assert ("rank 0 hung or was stopped: it had to be killed" in err) == (failures.get(0) is stopped)
 
 
-def wait_for_steps(process: subprocess.Popen, folder: Path, count: int) -> None:
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-
-
-def start_two_ranks(folder: Path) -> tuple[subprocess.Popen, set[int]]:
+def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int]]:
     """Start two ranks with a loader process each; return the launcher after 20 steps, and all its descendants."""
     argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
-    process = start(argv, folder, NGPU="2")
-    wait_for_steps(process, folder, 20)
+    process = start([*argv, *more], folder, NGPU="2")
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
     family = set(descendants(process.pid))
     assert len(family) > 4
     return process, family
@@ -153,6 +149,19 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     assert code == 1 and "rank 1 on " in out and "SIGKILL" in out
     assert len(family) > 4, "two ranks and their loaders"
     assert left_over(family) == []
+
+
+@pytest.mark.long
+def test_the_timeout_of_a_rank_is_shown_and_the_stopped_one_that_it_waited_for_is_named(tmp_path):
+    process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=3")
+    of_rank_1 = [
+        pid for pid in descendants(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
+    os.kill(of_rank_1[0], signal.SIGSTOP)  # the worker: its parent is the launcher
+    code, out = finish(process)
+    assert code == 1 and left_over(family) == []
+    assert "rank 0 on " in out and "Timed out waiting 3000ms" in out.splitlines()[-1]
+    assert "\nrank 1 hung or was stopped: it had to be killed\n" in out and "SIGKILL" not in out
 
 
 def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_too(finished, tmp_path):
@@ -173,12 +182,8 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_
 
 
 @pytest.mark.long
-def test_an_ignored_hangup_ends_nothing_and_ctrl_c_everything_in_five_seconds_with_one_line(tmp_path):
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
     process, family = start_two_ranks(tmp_path)
-    signal.signal(signal.SIGHUP, handler)
-    process.send_signal(signal.SIGHUP)
-    wait_for_steps(process, tmp_path, len(records(tmp_path)) + 10)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)

@@ -130,10 +130,11 @@ def test_a_workers_rank_and_store():
     info = rank_info(task)
     assert (info.rank, info.world, info.local_rank) == (5, 8, 1)
     assert store_address(task, 8) == ("gpu07", 20123)
+    assert rank_info({**task, "RANK": "", "WORLD_SIZE": ""}) == info and store_address({**task, "RANK": ""}, 8)
     single = rank_info({})
     assert (single.rank, single.world) == (0, 1) and store_address({}, 1) is None
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
-        store_address({"RANK": "0"}, 2)
+        store_address({"RANK": "0", "MASTER_ADDR": ""}, 2)
 
 
 def test_processes_on_a_node():

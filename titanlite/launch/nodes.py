@@ -50,13 +50,13 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
         raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
-    default_port = read_number(environ, "MASTER_PORT", DEFAULT_PORT)
-    default_port = read_number({"the port of PET_RDZV_ENDPOINT": port}, "the port of PET_RDZV_ENDPOINT", default_port)
+    named, default_port = "the port of PET_RDZV_ENDPOINT", read_number(environ, "MASTER_PORT", DEFAULT_PORT)
+    default_port = read_number({named: port}, named, default_port)
     return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port), source)
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return the host and the port, which may be missing, of HOST:PORT; an IPv6 address is in brackets or has none."""
+    """Return the host and the port, if any, of HOST:PORT; with a port, an IPv6 address stands in brackets."""
     if endpoint.startswith("["):
         host, _, port = endpoint[1:].partition("]")
         return host, port.removeprefix(":")

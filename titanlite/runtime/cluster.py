@@ -26,7 +26,7 @@ class RankInfo:
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Return this worker's rank as torchrun or srun announces it, by default the only one."""
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
@@ -40,9 +40,9 @@ def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | N
     """Return host and port of the ranks' store, or None for a single rank."""
     if world == 1:
         return None
-    if "RANK" not in environ:
+    if not environ.get("RANK"):
         return slurm_master(environ)
-    if "MASTER_ADDR" not in environ:
+    if not environ.get("MASTER_ADDR"):
         raise UserError(f"WORLD_SIZE={world} announces several ranks, but MASTER_ADDR is not set")
     return environ["MASTER_ADDR"], read_number(environ, "MASTER_PORT", DEFAULT_PORT)
 
