@@ -249,8 +249,8 @@ class Float8(Section):
     """All-gather weights in float8; needs recipe tensorwise."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all weights that are gathered in float8 at once, after the optimizer step."""
-    filter_fqns: list[str] = []
-    """Linear layers to leave in high precision: those whose name contains one of these, such as "output"."""
+    filter_fqns: list[str] = ["output"]
+    """Linear layers to leave in high precision: those whose name contains one of these; [] converts all."""
     emulate: bool = False
     """Compute in high precision with float8's rounding, for devices that cannot multiply float8."""
 

@@ -23,10 +23,15 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
+from titanlite.config.schema import KEYS
 from titanlite.errors import UserError, format_table, nearest, some_of
 from titanlite.parallel.build import Context, layer_pattern
 from titanlite.registry import Rule
-from titanlite.runtime.torch_private import default_all_gather, gather_float8_as_bytes
+from titanlite.runtime.torch_private import (
+    default_all_gather,
+    gather_float8_as_bytes,
+    round_between_fused_operations,
+)
 
 MULTIPLE = 16
 """GPUs multiply float8 matrices whose widths this number divides."""
@@ -60,6 +65,11 @@ class Float8:
             )
             for name in names:
                 setattr(model.get_submodule(name), _WHOLE_TENSOR_SCALE, self._settings.recipe_name == "tensorwise")
+        compiler = context.job.config.compile
+        if self._settings.recipe_name == "rowwise" and compiler.enable and "model" in compiler.components:
+            # Where the backward pass recomputes a norm in other bits than its rows were scaled by, the loss becomes
+            # NaN after some dozen steps: pytorch#150859; TorchTitan sets the same.
+            round_between_fused_operations()
         if context.device.type == "cpu":
             gather_float8_as_bytes()  # activations, under tensor parallel
         # A converted layer's output is a view, and torch 2.13 warns of changing one in place, as nothing here does.
@@ -112,8 +122,9 @@ def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     split = ("column", "row", "head")  # the roles of linear layers, which other parts may hold
     all_names = {*linear, *(name.removesuffix(".weight") for name, rule in table.items() if rule.tensor in split)}
+    is_default = settings.filter_fqns == KEYS[f"{KEY}.filter_fqns"].default  # a model may call its head otherwise
     for pattern in settings.filter_fqns:
-        if not any(pattern in name for name in all_names):
+        if not is_default and not any(pattern in name for name in all_names):
             hint = f"; did you mean {close}?" if (close := nearest(pattern, all_names)) else ""
             raise UserError(f'{KEY}.filter_fqns: "{pattern}" is not in the name of any linear layer{hint}')
     layers = [_decide(name, module, table.get(f"{name}.weight"), job) for name, module in linear.items()]

@@ -68,6 +68,14 @@ def set_activation_memory_budget(budget: float) -> None:
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
+def round_between_fused_operations() -> None:
+    """Let inductor round between the operations that it fuses, as without compiling."""
+    # torch 2.11 and 2.13, not yet run on a GPU; no public name.
+    from torch._inductor import config
+
+    config.emulate_precision_casts = True
+
+
 def register_fake_backend() -> None:
     """Register the process group backend "fake"."""
     # torch 2.11, 2.13 and 2.15: importing this does so; no public way.

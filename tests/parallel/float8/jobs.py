@@ -16,9 +16,11 @@ from titanlite.train.report import loss_over_ranks
 from titanlite.train.trainer import Trainer
 
 _FIELDS = "dim=64 n_layers=2 n_heads=4 n_kv_heads=2 hidden_dim=128".split()
-WIDE = [*QUIET, *(f"--model.overrides.{field}" for field in _FIELDS)]
+EVERY_LAYER = "--quantize.linear.float8.filter_fqns=[]"
+WIDE = [*QUIET, EVERY_LAYER, *(f"--model.overrides.{field}" for field in _FIELDS)]
 GPT2 = [
     *QUIET,
+    EVERY_LAYER,
     "--model.name=gpt2",
     *(f"--model.overrides.{f}" for f in "dim=64 n_layers=2 n_heads=4 dropout=0.0".split()),
 ]

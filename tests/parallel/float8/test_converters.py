@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
-from tests.parallel.float8.jobs import AG, BFLOAT16, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
+from tests.parallel.float8.jobs import AG, BFLOAT16, EVERY_LAYER, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.launch.nodes import gpu_capability
@@ -101,6 +101,19 @@ def test_every_unconverted_layer_has_a_reason():
     assert results("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
         "64 x 40 on a rank, and 16 must divide both"
     )
+
+
+def test_the_output_layer_is_not_converted_by_default():
+    """A model whose head has another name than the default filter's is no error."""
+    default = [*(word for word in WIDE if word != EVERY_LAYER), FLOAT8]
+    model, table = build_model(job(default, 1))
+    layers = plan(model, job(default, 1), table)
+    assert {layer.name: layer.skip_reason for layer in layers if layer.skip_reason} == {
+        "output": 'filter_fqns has "output"'
+    }
+    model.head, table["head.weight"] = model.output, table.pop("output.weight")
+    del model.output
+    assert not any(layer.skip_reason for layer in plan(model, job(default, 1), table))
 
 
 def test_odd_loss_chunks_keep_the_head_in_high_precision():
@@ -205,6 +218,26 @@ def test_notes_list_converted_layers():
     assert lines[0] == "Applied float8 to 14 of 15 linear layers (tensorwise)"
     assert lines[1].split("  ")[-1].strip() == "x 2" and "layers.*.attention.wq" in lines[1]
     assert lines[-1].endswith('bfloat16: filter_fqns has "output"')
+
+
+@pytest.mark.parametrize(
+    ("argv", "rounds"),
+    [
+        ([RECIPE + "rowwise", "--compile.enable"], True),
+        ([RECIPE + "rowwise"], False),
+        ([RECIPE + "rowwise", "--compile.enable", "--compile.components=['loss']"], False),
+        (["--compile.enable"], False),
+    ],
+)
+def test_compiled_rows_are_scaled_by_what_eager_norms_would_give(argv, rounds):
+    """RMSNorm before float8 with scales of rows ends in NaN on a GPU without it: pytorch#150859."""
+    from torch._inductor import config
+
+    found = job([*WIDE, FLOAT8, *argv], 1)
+    model, table = build_model(found)
+    with config.patch(emulate_precision_casts=False), fake_world(found.layout) as mesh:
+        Float8(found).apply(model, Context(found, mesh, table, torch.device("cpu")))
+        assert config.emulate_precision_casts == rounds
 
 
 def test_this_cpu_multiplies_float8():
