@@ -1,6 +1,7 @@
 """A resumed run equals one that was never interrupted: bit for bit on its mesh, with the same state on any other."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from tests.checkpoint.saved import SAVING, digests, everyone, keeping_log, run_until, steps_in
 from tests.jobs import QUIET, TINY, trainer
 from titanlite.checkpoint.load import at_path, restore
+from titanlite.checkpoint.manifest import Position
+from titanlite.checkpoint.resume import Resume
+from titanlite.errors import UserError
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -147,6 +151,14 @@ def test_other_data_or_another_seed_is_refused(pool, tmp_path):
 
 
 @pytest.mark.long
+def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
+    """Versions before hashed only the names and lengths of shards without a manifest."""
+    for saved, accepted in (("aa", True), ("aa+11", True), ("aa+22", False), ("bb", False), ("bb+11", False)):
+        resume = Resume(continues=True, position=Position(fingerprint=saved))
+        with nullcontext() if accepted else pytest.raises(UserError, match="has the fingerprint aa.11"):
+            resume.check_data(0, "aa+11")
+
+
 def test_a_stream_continues_where_each_reader_was(pool, tmp_path):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"

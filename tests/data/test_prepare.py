@@ -1,5 +1,6 @@
 """Preparing text: the same shards with any number of workers, complete or absent, and resumable after a kill."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.data.assets import make_assets
+from tests.jobs import TINY, job
 from tests.launch.run import environment
 from titanlite.cli import main
 from titanlite.config.schema import Dataloader
@@ -29,6 +31,7 @@ from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
+from titanlite.launch.preflight import check_machine
 
 
 @pytest.fixture(scope="module")
@@ -163,18 +166,98 @@ def test_parquet_rows_are_documents(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     documents = text_files("x", str(tmp_path))
     assert [s.text for piece in pieces(documents, 1) for s in segments(tmp_path, piece)] == ["one", "two", "three"]
-    pyarrow.parquet.write_table(table.drop(["text"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match='no column "text"; it has: other'):
-        list(segments(tmp_path, next(pieces(text_files("x", str(tmp_path)), 1))))
+    for columns, message in (
+        ({"other": [1]}, 'has no column "text"; it has: other'),
+        ({"text": [1]}, 'the column "text" holds int64, not strings'),
+        ({"text": [b"a"]}, 'the column "text" holds binary, not strings'),
+        ({"text": [["a"]]}, 'the column "text" holds list<'),
+        ({"text": [{"string": "a"}]}, 'the column "text" holds struct<'),
+    ):
+        pyarrow.parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
+        with pytest.raises(UserError) as caught:
+            list(pieces(text_files("x", str(tmp_path)), 1))
+        assert "a.parquet" in str(caught.value) and message in str(caught.value)
+    for texts in (arrow.array(["a", None]).dictionary_encode(), arrow.array(["a", None], arrow.large_string())):
+        pyarrow.parquet.write_table(arrow.table({"text": texts}), tmp_path / "a.parquet")
+        (piece,) = pieces(text_files("x", str(tmp_path)), 1)
+        assert [segment.text for segment in segments(tmp_path, piece)] == ["a", ""]
 
 
-def test_a_broken_json_line_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for line, message in (("{broken", "not a JSON object"), ('{"body": "x"}', 'no "text" in it')):
-        path.write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(UserError, match="a.jsonl: the line at byte 17: " + message):
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow comes with the hf extra")
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(arrow.table({"text": [f"{i} text" for i in range(1000)]}), path)
+    content = path.read_bytes()
+    for damaged in (b"PAR1xxxxPAR1", content[:-20], content[:4] + b"\xff" * 400 + content[404:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="a.parquet is (not a parquet file, or )?damaged: "):
+            documents = text_files("x", str(path))
+            list(segments(tmp_path, next(pieces(documents, 1 << 20))))
+
+
+BAD_LINES = {
+    "{broken": "not a JSON object",
+    '"text"': "not a JSON object",
+    '{"body": "x"}': 'no "text" in it',
+    '{"text": null}': '"text" is null, not a string',
+    '{"text": 5}': '"text" is 5, not a string',
+    '{"text": ["a"]}': '"text" is ["a"], not a string',
+    '{"text": "half \\ud83d"}': '"text" has \\ud83d, half of a surrogate pair, which is not a character; replace it',
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_json_line_without_text_is_named_with_its_file_and_number(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    for line, message in BAD_LINES.items():
+        content = ('{"text": "fine"}\n\n' + line + "\n").encode()
+        path.write_bytes(gzip.compress(content) if suffix == ".jsonl.gz" else content)
+        with pytest.raises(UserError) as caught:
             prepare({"x": text_files("x", str(path))}, "", tmp_path / "out", 1)
+        assert str(caught.value).startswith(f"{path}: line 3: {message}")
     assert not (tmp_path / "out").exists()
+
+
+def test_packed_lines_are_read_as_the_unpacked_ones(tmp_path, monkeypatch):
+    texts = [f"document {i} " * (i % 7) for i in range(99)]
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    monkeypatch.setattr(module, "UNIT_BYTES", 100)
+    prepare({"x": text_files("x", str(tmp_path))}, "", tmp_path / "out", 1)
+    source = ShardSource("training", tmp_path / "out", 256, 0)
+    assert bytes(source.read(0, source.tokens).astype(np.uint8)).decode().split("\0")[:-1] == texts
+    assert not text_files("x", str(tmp_path / "a.jsonl.gz")).are_plain
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content)[:-9])
+    with pytest.raises(UserError, match="a.jsonl.gz cannot be read: Compressed file ended"):
+        prepare({"x": text_files("x", str(tmp_path / "a.jsonl.gz"))}, "", tmp_path / "again", 1)
+
+
+def test_what_is_skipped_in_a_folder_is_counted_and_named(tmp_path, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    texts = tmp_path / "texts"
+    (texts / ".hidden").mkdir(parents=True)
+    for name in ("a.txt", "B.TXT", "c.json", ".hidden/d.md", "e.jsonl.gz", "../elsewhere/f.txt"):
+        (texts / name).write_bytes(gzip.compress(b'{"text": ""}\n') if name.endswith("gz") else b"text")
+    assert text_files("x", str(texts)).names == ("a.txt", "e.jsonl.gz")
+    (texts / "e.jsonl").write_text('{"text": ""}')
+    (texts / "g.txt").symlink_to(tmp_path / "elsewhere" / "f.txt")
+    (texts / "folder").symlink_to(tmp_path / "elsewhere")
+    (texts / "gone.txt").symlink_to(tmp_path / "nowhere")
+    found = text_files("x", str(texts))
+    assert found.names == ("a.txt", "e.jsonl", "g.txt"), "of a packed file and its unpacked copy, one"
+    assert found.skipped == ("B.TXT", "c.json", "e.jsonl.gz", "folder", "gone.txt")
+    assert main(["data", "prepare", str(texts), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
+    notice = (
+        f"titanlite: {texts}: 5 skipped: B.TXT, c.json, e.jsonl.gz, … (only .txt, .jsonl, .jsonl.gz, .parquet files"
+    )
+    assert notice in capsys.readouterr().err
+    (texts / "B.TXT").unlink()
+    assert not text_files("x", str(tmp_path / "elsewhere")).notice
+    argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={texts}"]
+    check_machine(job(argv, 1), "cpu", 1)
+    assert f"titanlite: {texts}: 4 skipped: c.json" in capsys.readouterr().out
 
 
 def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys):

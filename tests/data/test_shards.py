@@ -47,10 +47,20 @@ def test_a_single_shard_can_be_opened(shards):
     assert ShardSource("training", shards / "c.bin", 100, end=9).read(0, 5).tolist() == EXPECTED[5:10]
 
 
-def test_the_fingerprint_changes_with_the_shards(shards):
-    first = ShardSource("training", shards, 100, end=9).fingerprint
+def test_the_fingerprint_changes_with_the_names_lengths_and_content_of_the_shards(shards):
+    fingerprints = [ShardSource("training", shards, 100, end=9).fingerprint]
     write_bin(shards / "a.bin", [0, 1, 2, 9])
-    assert ShardSource("training", shards, 100, end=9).fingerprint != first
+    fingerprints.append(ShardSource("training", shards, 100, end=9).fingerprint)
+    ids = np.arange(10_000) % 100
+    for seed in range(3):  # as many tokens, such as of another tokenizer
+        write_bin(shards / "c.bin", np.random.default_rng(seed).permutation(ids))
+        fingerprints.append(ShardSource("training", shards, 100, end=9).fingerprint)
+    (shards / "c.bin").rename(shards / "f.bin")
+    fingerprints.append(ShardSource("training", shards, 100, end=9).fingerprint)
+    assert len(set(fingerprints)) == 6
+    assert len({fingerprint.partition("+")[0] for fingerprint in fingerprints[2:5]}) == 1, (
+        "as older versions wrote it"
+    )
 
 
 def test_damaged_shards_are_named(shards, tmp_path):
@@ -67,14 +77,69 @@ def test_damaged_shards_are_named(shards, tmp_path):
     (shards / "a.bin").unlink()
     (shards / "d.npy").write_bytes(b"odd")
     with pytest.raises(UserError, match="d.npy is damaged: its size is not a multiple of 2"):
-        ShardSource("training", shards, 100, end=9)
+        ShardSource("training", shards, 300, end=9)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.arange(9) * 1.5, "holds float64 of shape (9,), not integers in one dimension"),
+        (np.arange(12).reshape(3, 4), "holds int64 of shape (3, 4), not integers in one dimension"),
+        (np.array([True, False]), "holds bool of shape (2,)"),
+        (np.array(5), "holds int64 of shape ()"),
+        (np.array([[1], [2, 3]], dtype=object), "is damaged: Array can't be memory-mapped: Python objects"),
+        (np.array([1, 2, -100, -1], np.int32), "id -100 at token 2 is not in the model's vocabulary of 100"),
+    ],
+)
+def test_numpy_files_that_hold_no_token_ids_are_named_before_training(tmp_path, array, message):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(UserError) as caught:
+        ShardSource("training", tmp_path, 100, end=9)
+    assert str(tmp_path / "a.npy") in str(caught.value) and message in str(caught.value)
+
+
+def test_a_truncated_numpy_file_and_index_are_named(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(90))
+    content = (tmp_path / "a.npy").read_bytes()
+    for size in (9, 100, len(content) - 1):
+        (tmp_path / "a.npy").write_bytes(content[:size])
+        with pytest.raises(UserError, match="a.npy is damaged: "):
+            ShardSource("training", tmp_path, 100, end=9)
+    (tmp_path / "a.npy").write_bytes(content)
+    (tmp_path / "a.ends.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="a.ends.npy is damaged: "):
+        ShardSource("training", tmp_path, 100, end=9).document_ends()
+
+
+def test_raw_ids_of_a_vocabulary_of_256_are_read_as_uint8_or_uint16(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 256, size=10_000)
+    for dtype in (np.uint8, np.uint16):
+        ids.astype(dtype).tofile(tmp_path / "a.npy")
+        source = ShardSource("training", tmp_path, 256, end=0)
+        assert source.read(0, source.tokens).tolist() == ids.tolist()
+    ids.astype(np.uint16).tofile(tmp_path / "a.npy")
+    assert ShardSource("training", tmp_path, 257, end=0).tokens == 10_000
+
+
+def test_a_manifest_of_another_program_is_ignored(shards):
+    (shards / "manifest.json").write_text('{"files": 5}')
+    assert ShardSource("training", shards, 100, end=9).tokens == 20
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
-    source = ShardSource("training", shards, 19, end=9)
-    assert source.read(0, 19).tolist() == EXPECTED[:19]
-    with pytest.raises(RunFailed, match="e.npy: id 19 at or after token 4 is beyond the model's vocabulary of 19"):
-        source.read(15, 5)
+    """In the samples that are read at the start, or when it is read."""
+    with pytest.raises(RunFailed, match="e.npy: id 19 at token 4 is not in the model's vocabulary of 19"):
+        ShardSource("training", shards, 19, end=9)
+    for wrong in (-1, 100):
+        ids = np.arange(10_000) % 100
+        ids[1500] = wrong
+        np.save(shards / "f.npy", ids)
+        source = ShardSource("training", shards, 100, end=9)
+        assert source.read(20, 1500).tolist() == ids[:1500].tolist()
+        with pytest.raises(
+            RunFailed, match=f"f.npy: id {wrong} at token 1500 is not in the model's vocabulary of 100"
+        ):
+            source.read(1000, 1000)
 
 
 def test_missing_and_empty_folders_are_named(tmp_path):

@@ -1,7 +1,10 @@
 """Sources: the token stream of a data set, its fingerprint, and its errors."""
 
+import os
 import pickle
+import pwd
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +67,26 @@ def test_text_is_tokenized_once_into_a_cache(texts, assets):
     assert tokenizer.decode(expected[:3]) in (texts / "a.txt").read_text()
 
 
+def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(texts, assets, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(assets))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != texts)  # root may write anywhere
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    message = f"{texts} can't be written to, nor can the user's cache: .*name a folder .* in XDG_CACHE_HOME"
+    with pytest.raises(UserError, match=message):
+        open_source("training", "text", str(texts), tokenizer, 1000)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a random user id
+    with pytest.raises(UserError, match=message):
+        open_source("training", "text", str(texts), tokenizer, 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_source("training", "text", str(texts), tokenizer, 1000).folder.parent == tmp_path / "cache/titanlite"
+    monkeypatch.undo()
+    monkeypatch.delenv("HOME", raising=False)
+    assert open_source("training", "text", str(texts), tokenizer, 1000).folder.parent == texts / ".titanlite"
+
+
 def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
     fingerprints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
     fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
@@ -77,7 +100,7 @@ def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
 def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_refused(tmp_path):
     for name, path, message in (
         ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
-        ("text", str(tmp_path), "no text there (looked for .txt, .jsonl, .parquet files)"),
+        ("text", str(tmp_path), "no text there (looked for .txt, .jsonl, .jsonl.gz, .parquet files)"),
         ("txt", "", "did you mean text? Legal: python-stdlib"),
     ):
         with pytest.raises(UserError, match="training.dataset") as caught:

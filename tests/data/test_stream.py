@@ -151,6 +151,26 @@ def test_resumed_streams_read_what_an_uninterrupted_one_reads(folder, workers, r
     assert pieces == uninterrupted
 
 
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_resumed_reader_of_whole_files_loses_no_document(folder, readers):
+    for repeat in (True, False):
+        data = stream(folder, repeat=repeat, masked=True)
+        expected = [window.tolist() for window in itertools.islice(Reader(data, 0, 0, readers, 1), sum(OFTEN))]
+        read, state = [], Reader(data, 0, 0, readers, 1).state_dict()
+        for cut in OFTEN:
+            reader = Reader(data, 0, 0, readers, 1)
+            reader.load_state_dict(state)
+            read += [window.tolist() for window in itertools.islice(reader, cut)]
+            state = json.loads(json.dumps(reader.state_dict()))
+        assert read == expected
+
+
+def test_a_column_that_holds_no_text_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
+    with pytest.raises(UserError, match=f'{tmp_path}@train: the column "text" holds int64, not strings'):
+        next(Reader(stream(tmp_path), 0, 0, 1, 1))
+
+
 def test_a_state_of_other_ranks_workers_or_data_is_refused(folder):
     data = stream(folder)
     loader = loader_of(data, workers=0, ranks=2)

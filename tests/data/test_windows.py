@@ -1,5 +1,7 @@
 """Windows: packing, document masks, and mixtures."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,16 @@ from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
-from titanlite.data.packing import IGNORED, Concatenated, Packed, cut_documents, first_fit
+from titanlite.data.packing import IGNORED, Concatenated, Packed, WindowSource, cut_documents, first_fit
+from titanlite.data.shards import ShardSource
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
+from titanlite.runtime import store
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, token_loss_sum
+from titanlite.train.summary import describe_start
 from titanlite.train.validate import validation_loss
 
 TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]
@@ -69,6 +74,49 @@ def test_packed_windows_hold_whole_documents(folder):
     expected = [text + "\0" for text in TEXTS[:-1] if text] + [long[:17], long[16:]]
     assert sorted(seen) == sorted(expected)
     assert Packed(source(folder), 16, "training").samples == packed.samples, "the cached plan is the same"
+
+
+def packed_text(folder, ids: list[int], end: int) -> list[list[int]]:
+    """Write a shard, pack it, and return the tokens and labels of every document."""
+    np.asarray(ids, np.uint16).tofile(folder / "a.npy")
+    packed = Packed(ShardSource("training", folder, 100, end), 8, "training")
+    found = []
+    for number in range(packed.samples):
+        tokens, labels, documents, _ = window(packed, number)
+        for document in range(documents.max() + 1):
+            inside = documents == document
+            found.append([int(tokens[inside][0]), *labels[inside].tolist()])
+    return sorted(found)
+
+
+def test_a_packing_plan_belongs_to_an_end_token_and_a_content(tmp_path):
+    ids = [1, 2, 9, 3, 7, 4, 5, 9, 6, 7, 8, 9]
+    assert packed_text(tmp_path, ids, end=9) == [[1, 2, 9], [3, 7, 4, 5, 9], [6, 7, 8, 9]]
+    assert packed_text(tmp_path, ids, end=7) == [[1, 2, 9, 3, 7], [4, 5, 9, 6, 7], [8, 9]]
+    ids = [1, 9, 2, 3, 4, 5, 9, 6, 7, 8, 5, 9]
+    assert packed_text(tmp_path, ids, end=9) == [[1, 9], [2, 3, 4, 5, 9], [6, 7, 8, 5, 9]]
+
+
+def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_made_again(tmp_path, monkeypatch):
+    calls = []
+    for name in ("sync", "rename"):
+        real = getattr(store, name)
+
+        def call(*paths, name=name, real=real):
+            calls.append((name, paths[0].name))
+            real(*paths)
+
+        monkeypatch.setattr(store, name, call)
+    ids = [1, 2, 9, 3, 4, 4, 5, 9]
+    expected = packed_text(tmp_path, ids, end=9)
+    (plan,) = (tmp_path / ".titanlite").glob("*.npz")
+    draft = plan.with_suffix(".draft.npz").name
+    assert calls[:2] == [("sync", draft), ("rename", draft)]
+    content = plan.read_bytes()
+    for damaged in (b"", content[:100], content[:-1], content[:-300], b"\xff" * len(content)):
+        plan.write_bytes(damaged)
+        assert packed_text(tmp_path, ids, end=9) == expected
+        assert plan.read_bytes() == content
 
 
 def test_first_fit_pads_little_and_loses_nothing():
@@ -144,21 +192,34 @@ def mixture_of(*parts: str) -> str:
     return "--training.mixture=[" + ", ".join(parts) + "]"
 
 
-def letters_drawn(folder: str, argv: list[str]) -> list[str]:
-    data = trainer(argv, folder).data
-    assert isinstance(data, Windows)
-    return [chr(int(data[i][0][0])) for i in range(100)]
+def letters_drawn(folder: str, argv: list[str]) -> tuple[list[str], list[str]]:
+    """Train; return the first letters of 100 samples, and the lines of the start about data."""
+    run = trainer(argv, folder)
+    lines = [line for line in describe_start(run) if line.startswith("data")]
+    run.train()
+    assert isinstance(run.data, Windows)
+    return [chr(int(run.data[i][0][0])) for i in range(100)], lines
 
 
-def test_a_mixture_draws_from_its_sources_by_weight(pool, tmp_path):
+def test_the_sources_of_a_mixture_are_shuffled_independently(folder):
+    twins: list[WindowSource] = [Concatenated(source(folder), 2, False, "training") for _ in range(2)]
+    windows = Windows(twins, 2, seed=0, repeat=True, weights=(0.5, 0.5))
+    first, second = ([order(number) for number in range(twins[0].samples)] for order in windows._orders)
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_a_mixture_draws_from_its_sources_by_weight_and_has_no_epochs(pool, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 200)
     a, b = (
         f'{{dataset = "text", dataset_path = "{tmp_path}/{n}.txt", weight = {w}}}'
         for n, w in (("a", 0.7), ("b", 0.3))
     )
-    (drawn,) = pool.run(letters_drawn, str(tmp_path / "out"), [*TINY, mixture_of(a, b)], world=1)
+    argv = [*TINY, "--checkpoint.enable", mixture_of(a, b)]
+    ((drawn, (line,)),) = pool.run(letters_drawn, str(tmp_path / "out"), argv, world=1)
     assert (drawn.count("a"), drawn.count("b")) == (70, 30)
+    assert "0.7 text + 0.3 text, 24 windows of 16 tokens, fingerprint " in line
+    assert json.loads((tmp_path / "out/checkpoint/step-3/state.json").read_text())["position"]["epoch"] is None
 
 
 @pytest.mark.parametrize(

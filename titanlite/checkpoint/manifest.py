@@ -86,7 +86,7 @@ class Position:
     tokens: int = 0
     consumed: int = 0
     """Samples of the data that were trained on."""
-    epoch: int = 0
+    epoch: int | None = 0  # each source of a mixture, and each reader of a stream, has its own
     seed: int = 0
     fingerprint: str = ""
     """Of the data."""

@@ -71,7 +71,7 @@ class Resume:
             return
         saved = self.position
         start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
-        if saved.fingerprint != fingerprint:
+        if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):  # older ones lack the content
             raise UserError(
                 f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was trained on "
                 f"{saved.fingerprint}: use the same data, {start_over}"

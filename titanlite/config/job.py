@@ -30,13 +30,6 @@ class Job:
     shape: ModelDims
 
     @property
-    def datasets(self) -> list[tuple[str, Any]]:
-        """What the run reads, each with its section."""
-        training, validation = self.config.training, self.config.validation
-        parts: list[tuple[str, Any]] = [("training", part) for part in training.mixture or [training]]
-        return [*parts, ("validation", validation)] if validation.enable else parts
-
-    @property
     def validation_seq_len(self) -> int:
         return self.config.validation.seq_len or self.config.training.seq_len
 

@@ -1,22 +1,25 @@
 """Find the files of a text data set, and read their documents in pieces that many processes can share.
 
-A `.txt` (or `.py`) file is one document; a `.jsonl` file has one per line, in "text"; a `.parquet` file one per row,
-in the column "text". This module imports no torch.
+A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in "text"; a `.parquet`
+file one per row, in the column "text". This module imports no torch.
 """
 
+import gzip
 import hashlib
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import UserError
+from titanlite.errors import UserError, first_line
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
 SEGMENT_BYTES = 1 << 20
 """A longer text is tokenized in segments cut at line ends: a tokenizer needs a hundred times a text's size."""
@@ -29,11 +32,22 @@ class Documents:
     root: Path
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    skipped: tuple[str, ...] = ()
+    """Names in the folder that are not read."""
 
     @property
     def are_plain(self) -> bool:
         """Whether every file is one document as it is."""
-        return not any(name.endswith((".jsonl", ".parquet")) for name in self.names)
+        return not any(name.endswith(SUFFIXES[1:]) for name in self.names)
+
+    @property
+    def notice(self) -> str:
+        """A line about what is skipped, or an empty string."""
+        if not self.skipped:
+            return ""
+        names = ", ".join(self.skipped[:3]) + ", …" * (len(self.skipped) > 3)
+        rule = f"only {', '.join(SUFFIXES)} files are read, and links to folders are not followed"
+        return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
@@ -66,13 +80,17 @@ def text_files(origin: str, path: str) -> Documents:
     """Find a text file, or all below a folder; `origin` is the config key or argument to name in an error."""
     root = Path(path)
     if root.is_file():
-        if root.suffix not in SUFFIXES:
+        if not root.name.endswith(SUFFIXES):
             raise UserError(f"{origin}: {path} is not one of {', '.join(SUFFIXES)}")
         documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
-        files = [p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file()]
-        visible = [p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-        documents = _sorted_documents(root, visible)
+        found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink()]
+        visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        files = [p for p in visible if p.is_file() and p.name.endswith(SUFFIXES)]
+        unpacked = {p.with_name(f"{p.name}.gz") for p in files}  # beside a.jsonl, a.jsonl.gz has the same text
+        documents = _sorted_documents(root, [p for p in files if p not in unpacked])
+        skipped = sorted(p.relative_to(root).as_posix() for p in {*visible} - {*files} | unpacked & {*files})
+        documents = replace(documents, skipped=tuple(skipped))
     else:
         raise UserError(f"{origin}: there is no such folder or file")
     if not sum(documents.sizes):
@@ -95,7 +113,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: the lines that begin in a range of bytes, or row groups of a parquet file."""
+    """A part of a file: the lines that begin in a range of bytes, row groups of a parquet file, or all of a .gz."""
 
     name: str
     start: int
@@ -108,13 +126,16 @@ def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
     """Yield all documents in order, in pieces of about `limit` bytes."""
     for name, size in zip(documents.names, documents.sizes, strict=True):
         if name.endswith(".parquet"):
-            metadata = _open_parquet(documents.root / name).metadata
+            table = _open_parquet(documents.root / name)
+            require_text(documents.root / name, table.schema_arrow)
+            metadata = table.metadata
             for group in range(metadata.num_row_groups):
                 group_bytes = metadata.row_group(group).total_byte_size
                 yield Piece(name, group, group + 1, group_bytes, group + 1 == metadata.num_row_groups)
             continue
-        for start in range(0, max(size, 1), limit):
-            yield Piece(name, start, min(start + limit, size), min(limit, size - start), start + limit >= size)
+        step = size if name.endswith(".gz") else limit
+        for start in range(0, max(size, 1), max(step, 1)):
+            yield Piece(name, start, min(start + step, size), min(step, size - start), start + step >= size)
 
 
 def segments(root: Path, piece: Piece) -> Iterator[Segment]:
@@ -122,14 +143,24 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
     path = root / piece.name
     if path.suffix == ".parquet":
         table = _open_parquet(path)
-        if "text" not in table.schema_arrow.names:
-            raise UserError(f'{path} has no column "text"; it has: {", ".join(table.schema_arrow.names)}')
-        for text in table.read_row_group(piece.start, columns=["text"])["text"].to_pylist():
+        try:
+            column = table.read_row_group(piece.start, columns=["text"])["text"].to_pylist()
+        except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+            raise UserError(f"{path} is damaged: row group {piece.start}: {first_line(error)}") from None
+        for text in column:
             yield Segment(text or "", True)
+    elif path.suffix == ".gz":
+        try:
+            with gzip.open(path) as file:
+                for number, line in enumerate(file, 1):
+                    if not line.isspace():
+                        yield Segment(_json_text(partial("{}: line {}".format, path, number), line), True)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     elif path.suffix == ".jsonl":
         for offset, line in _lines(path, piece):
             if not line.isspace():
-                yield Segment(_json_text(path, offset, line), True)
+                yield Segment(_json_text(partial(_line_at, path, offset), line), True)
     else:
         lines: list[bytes] = []
         size = 0
@@ -145,7 +176,11 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
 
 def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in the piece, each with the byte where it begins."""
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    with file:
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()  # the end of a line that began in the piece before
@@ -153,12 +188,40 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
             yield offset, line
 
 
-def _json_text(path: Path, offset: int, line: bytes) -> str:
+def _json_text(place: Callable[[], str], line: bytes) -> str:
+    """Return the "text" of a line of JSON; `place` returns the file and line to name in an error."""
+    text: Any = None
     try:
-        return json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = 'no "text" in it' if isinstance(error, KeyError) else f"not a JSON object: {error}"
-        raise UserError(f"{path}: the line at byte {offset}: {reason}") from None
+        text = json.loads(line)["text"]
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        reason = (
+            f'"text" has {half}, half of a surrogate pair, which is not a character; replace it, e.g. with \\ufffd'
+        )
+    except AttributeError:
+        reason = f'"text" is {json.dumps(text)[:40]}, not a string'
+    except KeyError:
+        reason = 'no "text" in it'
+    except (ValueError, TypeError) as error:
+        reason = f"not a JSON object: {error}"
+    raise UserError(f"{place()}: {reason}")
+
+
+def _line_at(path: Path, offset: int) -> str:
+    """Return the name of a file with the number of the line at a byte."""
+    before = _lines(path, Piece(path.name, 0, offset, offset, last=False))
+    return f"{path}: line {sum(1 for _ in before) + 1}"
+
+
+def require_text(place: object, schema: Any) -> None:
+    """Raise a UserError unless an Arrow schema has a column "text" of strings."""
+    if "text" not in schema.names:
+        raise UserError(f'{place} has no column "text"; it has: {", ".join(schema.names)}')
+    kind = str(schema.field("text").type)
+    if not re.match(r"(dictionary<values=)?(large_)?string|null$", kind):
+        raise UserError(f'{place}: the column "text" holds {kind}, not strings')
 
 
 def _open_parquet(path: Path) -> Any:
@@ -166,4 +229,7 @@ def _open_parquet(path: Path) -> Any:
         import pyarrow.parquet  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(f"{path}: reading parquet needs pyarrow: pip install 'titanlite[hf]'") from None
-    return pyarrow.parquet.ParquetFile(path)
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+        raise UserError(f"{path} is not a parquet file, or damaged: {first_line(error)}") from None

@@ -5,11 +5,15 @@ number of each token's document and its position in it.
 """
 
 import hashlib
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.data.sources import Source, locked_cache
+from titanlite.data.prepare import locked_cache
+from titanlite.data.sources import Source
 from titanlite.errors import UserError
+from titanlite.runtime import store
 
 IGNORED = -100  # the label of a position that does not count in the loss
 OPEN_WINDOWS = 1024  # first-fit closes the oldest window beyond these, which bounds time and memory
@@ -37,16 +41,18 @@ class Packed:
     def __init__(self, source: Source, seq_len: int, key: str) -> None:
         self._source, self._seq_len = source, seq_len
         require_ends(source, key)
-        plan_hash = hashlib.sha256(f"{source.fingerprint} {seq_len} {OPEN_WINDOWS}".encode()).hexdigest()[:16]
+        plan_of = f"{source.fingerprint} {source.state} {source.end} {seq_len} {OPEN_WINDOWS}"
+        plan_hash = hashlib.sha256(plan_of.encode()).hexdigest()[:16]
         with locked_cache(source.folder, f"packed-{plan_hash}.npz") as path:
-            if not path.exists():
+            if (plan := _load_plan(path)) is None:
                 starts, lengths = cut_documents(source.document_ends(), seq_len)
                 order, stops = first_fit(lengths, seq_len)
+                plan = [starts[order], lengths[order], stops]
                 draft = path.with_suffix(".draft.npz")
-                np.savez(draft, starts=starts[order], lengths=lengths[order], stops=stops)
-                draft.rename(path)
-        with np.load(path) as arrays:
-            self._starts, self._lengths, self._stops = (arrays[name] for name in ("starts", "lengths", "stops"))
+                np.savez(draft, *plan)
+                store.sync(draft)
+                store.rename(draft, path)
+        self._starts, self._lengths, self._stops = plan
         self.samples = len(self._stops)
         if not self.samples:
             raise UserError(f"{key}: no document has two tokens or more")
@@ -63,6 +69,15 @@ class Packed:
             start += length
         if len(out) == 4:
             out[3] = _positions(out[2])
+
+
+def _load_plan(path: Path) -> list[np.ndarray] | None:
+    """Return the arrays of a packing plan; None if it is missing or damaged."""
+    try:
+        with np.load(path) as arrays:
+            return [arrays[f"arr_{number}"] for number in range(3)]
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
+        return None
 
 
 WindowSource = Concatenated | Packed

@@ -4,6 +4,7 @@ A shard's bytes do not depend on the process that writes it. It gets its name on
 folder, from which the next run with the same sources and tokenizer continues. No torch here: workers start fast.
 """
 
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from titanlite.data.shards import HEADER_BYTES, MANIFEST, header, id_type, read_
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import store
+from titanlite.runtime.cluster import cores
 
 T = TypeVar("T")
 UNIT_BYTES = 16 << 20
@@ -192,6 +195,7 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
         out.write(header(tokens, dtype))
     store.sync(draft)
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
+    store.sync(path.with_suffix(".ends.npy"))
     draft.rename(path)
 
 
@@ -223,8 +227,38 @@ def _manifest(
 def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if assets and (Path(assets) / name).is_file():
-            shutil.copyfile(Path(assets) / name, staging / name)
+            store.write(staging / name, (Path(assets) / name).read_bytes())
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
     store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
+    store.sync(staging)
     store.rename(staging, out)  # an empty folder of that name is replaced
+
+
+def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
+    """Prepare a data set beside its text, if that was not done, and return the folder."""
+    key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
+    with locked_cache(documents.root, key) as folder:
+        prepare({name: documents}, tokenizer.assets, folder, workers=cores())
+    return folder
+
+
+@contextmanager
+def locked_cache(root: Path, name: str) -> Iterator[Path]:
+    """Yield the path of a cache beside the data, or in the user's cache if that is not writable.
+
+    One process writes it while the others wait. On a file system without locks nobody waits: prepare the data there.
+    """
+    folder = root / ".titanlite"
+    try:
+        if not os.access(folder if folder.exists() else root, os.W_OK):
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_file = (folder / f"{name}.lock").open("w")
+    except (OSError, RuntimeError) as error:  # a random user id has no home
+        why = f"{root} can't be written to, nor can the user's cache: {error}"
+        raise UserError(f"{why}; name a folder for tokens and packing plans in XDG_CACHE_HOME") from None
+    with lock_file as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / name

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.errors import RunFailed, UserError
+from titanlite.errors import RunFailed, UserError, first_line
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -34,7 +34,7 @@ def header(tokens: int, dtype: np.dtype) -> bytes:
 
 
 def open_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """Memory-map the ids of one shard; raise a UserError if its size is wrong."""
+    """Memory-map the ids of one shard; raise a UserError if its format is wrong."""
     try:
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
@@ -52,18 +52,31 @@ def open_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 def _open_npy(path: Path, vocab_size: int) -> np.ndarray:
     with path.open("rb") as file:
-        if file.read(6) == b"\x93NUMPY":
-            return np.load(path, mmap_mode="r")
-    dtype = id_type(vocab_size)
+        start = file.read(4096)
+    if start.startswith(b"\x93NUMPY"):
+        return _load_numbers(path)
+    is_uint8 = vocab_size <= 256 and any(start[1::2])  # the upper bytes of such a vocabulary's uint16 are zero
+    dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
     if path.stat().st_size % dtype.itemsize:
         raise UserError(f"{path} is damaged: its size is not a multiple of {dtype.itemsize} bytes ({dtype})")
     return np.memmap(path, dtype=dtype, mode="r")
 
 
+def _load_numbers(path: Path) -> np.ndarray:
+    """Memory-map a file in numpy's format; raise a UserError unless it holds whole numbers in one dimension."""
+    try:
+        numbers = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is damaged: {first_line(error)}") from None
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
+        raise UserError(f"{path} holds {numbers.dtype} of shape {numbers.shape}, not integers in one dimension")
+    return numbers
+
+
 class ShardSource:
     """A folder of shards, or one shard, as one stream in the order of their names."""
 
-    def __init__(self, key: str, path: Path, vocab_size: int, end: int) -> None:
+    def __init__(self, key: str, path: Path, vocab_size: int, end: int, fingerprint: str = "") -> None:
         if not path.exists():
             raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
         self._arguments = key, path, vocab_size, end
@@ -82,25 +95,33 @@ class ShardSource:
         if m := self.manifest:
             if (actual := (self.tokens, len(self.paths))) != (expected := (m["tokens"], len(m["shards"]))):
                 raise UserError(f"{path}: (tokens, shards) are {actual}, but its {MANIFEST} says {expected}")
-            self.fingerprint: str = m["fingerprint"]
-        else:
+            fingerprint = m["fingerprint"]
+        elif not fingerprint:
             listing = "\n".join(f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True))
-            self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+            fingerprint = f"{hashlib.sha256(listing.encode()).hexdigest()[:16]}+{self._hash_samples()}"
+        self.fingerprint = fingerprint
+        self.state: str = self.manifest["state"] if self.manifest else ""  # of the text that was prepared
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker process maps the files again
-        return ShardSource, self._arguments
+        return ShardSource, (*self._arguments, self.fingerprint)
+
+    def _hash_samples(self) -> str:
+        """Hash the ids at five places of every shard, or all of a short one."""
+        digest = hashlib.sha256()
+        for ids, stop in zip(self._ids, self._stops, strict=True):
+            for start in range(stop - len(ids), stop, max(1024, len(ids) // 4)):
+                digest.update(self.read(start, min(1024, stop - start)).tobytes())
+        return digest.hexdigest()[:8]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` on; a view of the file if they lie in one shard."""
         pieces: list[np.ndarray] = []
         for shard, offset, length in spans(self._stops, start, count):
             piece = self._ids[shard][offset : offset + length]
-            if (largest := int(piece.max())) >= self.vocab_size:
-                first = offset + int(np.argmax(piece >= self.vocab_size))
-                raise RunFailed(
-                    f"{self.paths[shard]}: id {largest} at or after token {first} "
-                    f"is beyond the model's vocabulary of {self.vocab_size}"
-                )
+            if piece.max() >= self.vocab_size or piece.min() < 0:
+                first = int(np.argmax((piece >= self.vocab_size) | (piece < 0)))
+                position = f"{self.paths[shard]}: id {piece[first]} at token {offset + first}"
+                raise RunFailed(f"{position} is not in the model's vocabulary of {self.vocab_size}")
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -109,7 +130,7 @@ class ShardSource:
         ends = []
         for path, ids, stop in zip(self.paths, self._ids, self._stops, strict=True):
             index = path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
-            local_ends = np.load(index) if index.exists() else np.flatnonzero(ids == self.end) + 1
+            local_ends = _load_numbers(index) if index.exists() else np.flatnonzero(ids == self.end) + 1
             ends.append(local_ends.astype(np.int64) + stop - len(ids))
         all_ends = np.concatenate(ends)
         return all_ends if len(all_ends) and all_ends[-1] == self.tokens else np.append(all_ends, self.tokens)
@@ -126,9 +147,10 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none."""
+    """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none, or another's."""
     path = folder / MANIFEST
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
+    return manifest if "fingerprint" in manifest else None

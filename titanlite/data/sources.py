@@ -3,22 +3,17 @@
 Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once, into a cache.
 """
 
-import fcntl
 import itertools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.config.rules.data import STREAMS
 from titanlite.data.documents import Documents, standard_library, text_files
-from titanlite.data.prepare import check_tokenizer, prepare
+from titanlite.data.prepare import check_tokenizer, prepare_in_cache
 from titanlite.data.shards import ShardSource, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
-from titanlite.runtime.cluster import cores
 
 NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS)
 
@@ -48,10 +43,7 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, voc
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
-    name_of_cache = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
-    with locked_cache(documents.root, name_of_cache) as cache:
-        prepare({name: documents}, tokenizer.assets, cache, workers=cores())
-    return ShardSource(key, cache, vocab_size, tokenizer.end)
+    return ShardSource(key, prepare_in_cache(name, documents, tokenizer), vocab_size, tokenizer.end)
 
 
 class ByteSource:
@@ -61,7 +53,7 @@ class ByteSource:
         self._documents, self.end, self.folder = documents, tokenizer.end, documents.root
         self._stops = list(itertools.accumulate(size + 1 for size in documents.sizes))
         self.tokens = self._stops[-1]
-        self.fingerprint = documents.fingerprint(tokenizer.fingerprint)
+        self.fingerprint, self.state = documents.fingerprint(tokenizer.fingerprint), ""
 
     def document_ends(self) -> np.ndarray:
         return np.asarray(self._stops, dtype=np.int64)
@@ -85,18 +77,3 @@ class ByteSource:
 
 Source = ShardSource | ByteSource
 """A stream of token ids, with an end token after each document."""
-
-
-@contextmanager
-def locked_cache(root: Path, name: str) -> Iterator[Path]:
-    """Yield the path of a cache beside the data, or in the user's cache if that is not writable.
-
-    One process writes it while the others wait. On a file system without locks nobody waits: prepare the data there.
-    """
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
-    folder = root / ".titanlite" if os.access(root, os.W_OK) else user_cache
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder / name

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.rules.data import RETRIES
+from titanlite.data.documents import require_text
 from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
@@ -223,8 +224,7 @@ def _text_columns(stream: Stream, file: int) -> Iterator[Any]:
     """Yield a file's texts as Arrow columns. (Plain iteration would divide the file among torch's workers again.)"""
     shard = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
     for table in shard.iter(batch_size=stream.read):
-        if "text" not in table.column_names:
-            raise UserError(f'{stream.name} has no column "text"; it has: {", ".join(table.column_names)}')
+        require_text(stream.name, table.schema)
         yield table["text"]
 
 

@@ -103,14 +103,11 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
 def open_tokenizer(job: Job) -> Tokenizer | None:
     """Load the tokenizer of a job; None for token shards that come without one.
 
-    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and something needs it.
+    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and generate.at_end needs it.
     """
     tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
-    for section, part in job.datasets:
-        if part.dataset != "tokens":
-            require_tokenizer(tokenizer, f'{section}.dataset = "{part.dataset}"')
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
         raise UserError(
             f'model.hf_assets_path = "{tokenizer.assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, '

@@ -56,12 +56,15 @@ class Windows(Dataset[np.ndarray]):
         return batch
 
 
-def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Raise a UserError if a data set cannot be opened, without preparing it."""
+def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+    """Raise a UserError if a data set cannot be opened, without preparing it; return what to say about it, if any."""
     if is_streamed(name):
         open_stream(key, name, path)
-    elif find_documents(key, name, path) is None:
+    elif documents := find_documents(key, name, path):
+        return documents.notice
+    else:
         open_source(key, name, path, tokenizer, vocab_size)
+    return ""
 
 
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
@@ -91,6 +94,8 @@ def _open(
     else:
         windows = [Concatenated(source, seq_len, masked, key) for source in sources]
     weights = tuple(part.weight for part in parts)
-    identity = " ".join(f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True))
+    names, _, contents = zip(*(source.fingerprint.partition("+") for source in sources), strict=True)
+    identity = " ".join(f"{name} {weight}" for name, weight in zip(names, weights, strict=True))
     fingerprint = hashlib.sha256(f"{identity} {seq_len} {training.packing}".encode()).hexdigest()[:16]
+    fingerprint += "".join(f"+{content}" for content in contents if content)  # older checkpoints do not have it
     return Windows(windows, seq_len, seed, repeat=repeat, masked=masked, weights=weights, fingerprint=fingerprint)

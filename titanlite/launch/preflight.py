@@ -53,22 +53,29 @@ def check_machine(job: Job, device: str, processes: int) -> None:
 
 
 def _check_without_model(check: Check, job: Job, device: str) -> None:
-    from titanlite.data.tokenizer import open_tokenizer
+    from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
     from titanlite.observe.profiler import require_gpu
     from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
 
-    config = job.config
+    config, training, validation = job.config, job.config.training, job.config.validation
     check(_check_dump_folder, Path(config.job.dump_folder))
-    if config.training.dataloader.pin_memory:
+    if training.dataloader.pin_memory:
         check(_require_gpu, "training.dataloader.pin_memory", device)
     if config.parallelism.enable_async_tensor_parallel:
         check(_require_gpu, "parallelism.enable_async_tensor_parallel", device)
-    tokenizer = check(open_tokenizer, job)
-    for section, dataset in job.datasets:
-        check(validate_dataset, section, dataset.dataset, dataset.dataset_path, job.shape.vocab_size, tokenizer)
+    opened = check(lambda: [open_tokenizer(job)])
+    datasets: list[tuple[str, Any]] = [("training", dataset) for dataset in training.mixture or [training]]
+    if validation.enable:
+        datasets.append(("validation", validation))
+    for section, dataset in datasets:
+        name, tokenizer = dataset.dataset, opened[0] if opened else None
+        if notice := check(validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
+            print(f"titanlite: {notice}", flush=True)
+        if opened and name != "tokens":
+            check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     check(compile.check_backend, config.compile)
     check(build_converters, job)
     if config.quantize.linear.float8.enable:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich import progress
 from rich.console import Console
 
-from titanlite.data.documents import text_files
+from titanlite.data.documents import SUFFIXES, text_files
 from titanlite.data.prepare import Progress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     about = "tokenize text into shards; a stopped run continues where it stopped"
     making = commands.add_parser("prepare", help=about, description=about)
     making.epilog = "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
-    making.add_argument("sources", nargs="+", metavar="SRC", help=".txt, .jsonl, .parquet files, or folders of them")
+    making.add_argument("sources", nargs="+", metavar="SRC", help=f"{', '.join(SUFFIXES)} files, or folders of them")
     making.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written")
     making.add_argument("--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)")
     making.add_argument("--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores")
@@ -42,6 +42,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _prepare(arguments: Namespace) -> int:
     documents = {source: text_files(source, source) for source in arguments.sources}
+    for notice in filter(None, (found.notice for found in documents.values())):
+        _print_notice(notice)
     with _progress_bar() as report:
         manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"

@@ -44,7 +44,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         "data": f"{data_sets}, "
         + ("streamed, " if data.samples is None else f"{data.samples:,} ")
         + f"windows of {training.seq_len} tokens, "
-        + ("" if data.samples is None else f"{data.samples / batch.total:,.0f} steps an epoch, ")
+        + ("" if data.samples is None or training.mixture else f"{data.samples / batch.total:,.0f} steps an epoch, ")
         + f"fingerprint {data.fingerprint}",
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
         f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",

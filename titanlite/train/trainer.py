@@ -216,7 +216,8 @@ class Trainer:
         """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
             self.nonfinite.flush()  # a step that was not finite is never saved
-            epoch = self.consumed // self.data.samples if self.data.samples else 0
+            samples = None if self.job.config.training.mixture else self.data.samples
+            epoch = self.consumed // samples if samples else None
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)
             self.checkpoints.save(position, self.state, self.batches.state)
 
