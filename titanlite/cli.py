@@ -6,6 +6,7 @@ command is typed, and imports torch no earlier than in `run`. A parser with `tak
 """
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -71,6 +72,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"titanlite: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         further = "; the same command continues from here" if getattr(arguments, "resumable", False) else ""
         print(f"\ntitanlite: stopped{further}", file=sys.stderr)

@@ -28,6 +28,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed
+from titanlite.runtime import lock
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
@@ -207,13 +208,29 @@ def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
 
 
 def test_only_leftovers_are_cleared(tmp_path):
-    left = [".step-3.staging", ".step-1.deleted", f"{SEEN_BY_ALL}{'0a' * 16}"]
-    foreign = [".step-3.staging.mine", ".step-x.deleted", f"{SEEN_BY_ALL}mine", "step-2"]
-    for name in [*left[:2], *foreign]:
+    left = [".step-3.0123abcd.staging", ".hf-step-3.0123abcd.staging", ".step-3.staging", ".step-1.deleted"]
+    probe = f"{SEEN_BY_ALL}{'0a' * 16}"
+    foreign = [".step-3.staging.mine", ".step-x.deleted", f"{SEEN_BY_ALL}mine", "step-2", ".mine.0123abcd.staging"]
+    for name in [*left, *foreign]:
         (tmp_path / name).mkdir()
-    (tmp_path / left[2]).touch()
+    (tmp_path / probe).touch()
+    left.append(probe)
     assert commit.clear_leftovers(tmp_path) == sorted(left)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
+
+
+def leftovers(has_locks: bool, folder: str) -> list[str]:
+    """Start on a file system with or without locks where a save is or was in progress; return what is still there."""
+    (Path(folder) / "checkpoint/.step-9.0123abcd.staging").mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "works_on", lambda path: has_locks)
+        trainer(SAVING, folder)
+    return sorted(path.name for path in (Path(folder) / "checkpoint").iterdir())
+
+
+def test_a_save_in_progress_is_deleted_only_under_a_lock(pool, tmp_path):
+    assert pool.run(leftovers, False, str(tmp_path), world=1) == [[".step-9.0123abcd.staging"]]
+    assert pool.run(leftovers, True, str(tmp_path), world=1) == [[]]
 
 
 def test_the_run_keeps_the_latest_and_every_nth(pool, tmp_path):

@@ -26,8 +26,13 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     wait_for(tmp_path / "checkpoint/step-4", process)
     process.send_signal(signal.SIGHUP)
     wait_for(tmp_path / "checkpoint/step-12", process)
-    family, began = descendants(process.pid), time.monotonic()
+    family = descendants(process.pid)
     assert len(family) >= 2
+    code, out = train([*LONG, "--debug.seed=7"], tmp_path, NGPU="1")
+    assert code == 2 and f'{tmp_path}" is in use by another run: pid {process.pid} on ' in out
+    assert len(out.splitlines()) == 1, "before anything is started or moved"
+    wait_for(tmp_path / f"checkpoint/step-{records(tmp_path)[-1]['step'] // 4 * 4 + 4}", process)
+    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out = finish(process)
     assert code == 130 and time.monotonic() - began < 5 and "Traceback" not in out

@@ -73,6 +73,18 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--job", "x"], "--job"),
         (["--metrics.save_tb_folder="], "must be the name of a folder inside job.dump_folder"),
         (["--checkpoint.folder=../x"], "must be the name of a folder inside job.dump_folder"),
+        (["--checkpoint.folder=logs"], "must differ from logs of a run"),
+        (["--metrics.save_tb_folder=./previous/tb/"], "must differ from previous of a run"),
+        (
+            ["--checkpoint.folder=tb/states"],
+            'metrics.save_tb_folder = "tb"   (default)\n      must differ from '
+            "checkpoint.folder, and neither may be inside of the other",
+        ),
+        (["--comm.save_traces_folder=profile_traces"], "must differ from profiling.save_traces_folder"),
+        (["--job.dump_folder="], 'must be the name of a folder; "." is the current one'),
+        (["--job.dump_folder", "out/" + "x" * 256], "a name of 256 bytes; files and folders have at most 255"),
+        (["--training.dataset=text", "--training.dataset_path", "é" * 128], "a name of 256 bytes"),
+        (["--job.dump_folder=/tmp/\udcff"], "--job.dump_folder=/tmp/?\n      is not UTF-8, as TOML must be"),
         (["--debug", "1"], "is not an option"),
         (["--lr", "1"], "did you mean --optimizer.lr"),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
@@ -90,7 +102,8 @@ def test_a_message_names_the_legal_values(argv, says):
 def test_missing_and_broken_files_are_named(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("[training\nsteps = 3")
-    text = faults("--training.stepz=3", files=("absent.toml", str(broken)))
+    text = faults("--training.stepz=3", files=("absent.toml", str(broken), "x" * 256))
+    assert "File name too long" in text
     assert "absent.toml" in text and "debug.toml" in text and "broken.toml" in text and "training.stepz" in text
 
 
@@ -135,7 +148,10 @@ def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):
 
 
 def test_the_resolved_config_is_read_back_unchanged(tmp_path):
-    original = job("--model.overrides.n_layers=2", '--job.description=say "hi"', "--lr_scheduler.decay_ratio=0.5")
+    controls = "".join(f"\\u{number:04x}" for number in (*range(32), 127, 128))
+    description = f'--job.description="say \\"hi\\"{controls}"'
+    original = job("--model.overrides.n_layers=2", description, "--lr_scheduler.decay_ratio=0.5")
+    assert original.config.job.description.endswith("\x1f\x7f\x80")
     path = tmp_path / "resolved.toml"
     path.write_text(to_toml(original.config))
     assert job(files=(str(path),)).config == original.config

@@ -15,12 +15,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, descendants, environment, finish, left_over, records, start, train
+from tests.launch.test_nodes import free_port
+from titanlite.checkpoint.resume import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.errors import RunFailed
+from titanlite.errors import RunFailed, UserError
 from titanlite.launch.launcher import _report
 from titanlite.observe.console import LAUNCHED
+from titanlite.runtime import lock
 from titanlite.tools import config as config_command
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
@@ -164,12 +167,12 @@ def test_the_timeout_of_a_rank_is_shown_and_the_stopped_one_that_it_waited_for_i
     assert "\nrank 1 hung or was stopped: it had to be killed\n" in out and "SIGKILL" not in out
 
 
-def test_data_that_ends_early_is_a_failure_without_a_traceback_in_a_used_folder_too(finished, tmp_path):
+def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_of_a_used_folder(finished, tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 12)
     folder = tmp_path / "used"
     shutil.copytree(finished[0], folder)
-    argv = [*TINY, "--training.no_repeat", "--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt"]
-    argv += ["--training.local_batch_size=4", "--job.print_config"]
+    argv = ["--config", f"{folder}/config.toml", *TINY, "--training.no_repeat", "--training.local_batch_size=4"]
+    argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt", "--job.print_config"]
     code, out = train(argv, folder, NGPU="1", **{LAUNCHED: "1"})
     assert code == 1 and "Traceback" not in out
     assert "the data ended after step 2 of 3: it has 6 windows" in out
@@ -204,6 +207,45 @@ def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
     assert (
         "titanlite: launcher exited; stopping this rank" in last_lines
     )  # the other rank may only have lost its peer
+    finish(process)
+
+
+def test_files_that_no_run_wrote_are_neither_moved_nor_overwritten(tmp_path):
+    given = job_from(parse_command_line([*TINY, f"--job.dump_folder={tmp_path}"], {}), world=1, training=True).given
+    (tmp_path / "config.toml").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(UserError, match=r"has logs, config\.toml, which no run wrote and a run would move"):
+        take_folder(given)
+    assert (tmp_path / "config.toml").read_text() == "mine" and not (tmp_path / "previous").exists()
+    (tmp_path / "logs/rank-0.log").touch()  # of a run that failed before it wrote its environment.json
+    assert "an earlier run's files are now in" in take_folder(given)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_second_run_in_a_folder_is_refused_without_the_launcher_too(tmp_path, world):
+    """Every task exits, not only the one with rank 0."""
+    lock.take(tmp_path / lock.RUN_LOCK, "the folder")
+    variables = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    tasks = [start(TINY, tmp_path, "titanlite.train", RANK=r, LOCAL_RANK=r, **variables) for r in "01"[: int(world)]]
+    for code, out in map(finish, tasks):
+        assert code == 2 and f"is in use by another run: pid {os.getpid()} on " in out and "Traceback" not in out
+    assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
+
+
+@pytest.mark.long
+def test_a_folder_is_in_use_while_rank_0_of_a_killed_launcher_hangs(tmp_path):
+    process, family = start_two_ranks(tmp_path)
+    rank_0 = int(re.search(r"its rank 0 is pid (\d+)", (tmp_path / lock.RUN_LOCK).read_text())[1])  # type: ignore
+    assert rank_0 in family
+    os.kill(rank_0, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    code, out = train(TINY, tmp_path, NGPU="1")
+    assert code == 2 and f"pid {process.pid} on " in out and f"its rank 0 is pid {rank_0};" in out
+    os.kill(rank_0, signal.SIGKILL)
+    code, out = train(TINY, tmp_path, NGPU="1")
+    assert code == 0 and "an earlier run's files are now in" in out
     finish(process)
 
 
@@ -274,6 +316,8 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
         (["data", "prepare", "x"], "the following arguments are required: --out"),
         (["plot", "--ot", "x"], "unknown option --ot; did you mean --out?"),
         (["plot", "/nonexistent"], "/nonexistent"),
+        (["checkpoint", "ls", "x" * 256], f"titanlite: File name too long: {'x' * 256}"),
+        (["data", "prepare", "x" * 256, "--out", "out"], "File name too long"),
         (["profile", "--training.stepz", "5"], "training.stepz = 5   (command line)"),
         (["generate", "--steps", "5"], "did you mean --training.steps"),
         (["generate", "--promt", "x"], "unknown option --promt; did you mean --prompt?"),

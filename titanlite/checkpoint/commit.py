@@ -1,6 +1,6 @@
 """How a checkpoint is written: staged, verified, and published by one rename. No other module knows how.
 
-    .step-N.staging/   every rank's tensors, on the disk, with the size and checksum of each file
+    .step-N.TOKEN.staging/  every rank's tensors, on the disk, with the size and checksum of each file;
                        rank 0 adds the JSON documents, and the manifest last
     step-N/            the same folder under its final name, once all that was planned is stored on every rank
     latest             the newest step's name, for people and scripts; updated after the rename
@@ -11,6 +11,7 @@ continue, or all raise the same error.
 
 import json
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -80,17 +81,18 @@ def _describe(error: BaseException) -> str:
 
 
 @contextmanager
-def staging_folder(folder: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[Path]:
     """Make an empty folder for all ranks to write into; delete it if anything fails, since the disk may be full."""
+    token = gather_objects(uuid.uuid4().hex[:8], group)[0]  # or two runs in one folder would mix their bytes
+    folder = target.with_name(f".{target.name}.{token}.staging")
 
     def begin() -> None:
-        store.delete(folder)
         store.make_folder(folder)
         failpoint("staging begun")
 
     try:
         run_on_all_ranks(group, what, lambda: begin() if rank_in(group) == 0 else None)
-        yield
+        yield folder
     except BaseException:
         if rank_in(group) == 0:
             with suppress(OSError):
@@ -113,12 +115,11 @@ def commit(
     `tensors` say how each is sharded, `lookup` returns the values of this rank's part, on any device. From
     every rank's `rank_payload`, rank 0 makes the documents (contents by file name) that lie beside the tensors.
     """
-    rank, staging = rank_in(group), root / f".step-{step}.staging"
-    writer, saving = _Writer(staging), f"the save of step {step}"
+    rank, target, saving = rank_in(group), step_folder(root, step), f"the save of step {step}"
 
     def refuse_existing() -> None:
-        if store.exists(step_folder(root, step)):
-            raise UserError(f"{step_folder(root, step)} exists, and nothing is ever written into a checkpoint")
+        if store.exists(target):
+            raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
 
     def publish(payloads: list[tuple[dict[str, File], Any]]) -> None:
         files = {name: file for rank_files, _ in payloads for name, file in rank_files.items()}
@@ -129,7 +130,8 @@ def commit(
         _publish(root, staging, Manifest(step, weights_only, files, entries))
 
     run_on_all_ranks(group, saving, lambda: refuse_existing() if rank == 0 else None)
-    with staging_folder(staging, group, saving):
+    with staging_folder(target, group, saving) as staging:
+        writer = _Writer(staging)
         rank_files = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, lookup, group))
         payloads = gather_objects((rank_files, rank_payload), group)
         run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(payloads) if rank == 0 else None)
@@ -256,9 +258,10 @@ def delete(folder: Path) -> None:
     failpoint("after a deletion")
 
 
-def clear_leftovers(root: Path) -> list[str]:
-    """Delete what a killed save, deletion or start left; return the names."""
-    pattern = re.compile(rf"\.step-\d+\.(staging|deleted)|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
+def clear_leftovers(root: Path, what: str = r"(hf-)?step-\d+") -> list[str]:
+    """Delete what a killed save, export, deletion or start left; return the names."""
+    staging = rf"\.{what}(\.[0-9a-f]{{8}})?\.staging"
+    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
     leftovers = {name: path for name, path in sorted(store.list_folder(root).items()) if pattern.fullmatch(name)}
     for path in leftovers.values():
         store.delete(path)

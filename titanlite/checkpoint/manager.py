@@ -36,16 +36,15 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
+from titanlite.checkpoint.resume import Resume, checkpoint_root
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
-from titanlite.config.rules.weights import check_model
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment, new_archive_folder
 from titanlite.parallel.dtensor import local_part
-from titanlite.runtime import store
+from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_objects
 
@@ -120,6 +119,7 @@ class Checkpoints:
             time.sleep(0.1)
         usable = visible and store.is_writable(self.root)
         ranks = gather_objects((self._rank_info.host, usable), self.group)
+        has_locks = on_rank_0 and lock.works_on(probe)
         if on_rank_0:
             store.delete(probe)
         if unusable := [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]:
@@ -130,7 +130,7 @@ class Checkpoints:
                 "shared storage"
             )
         if on_rank_0:
-            if cleared := commit.clear_leftovers(self.root):
+            if has_locks and (cleared := commit.clear_leftovers(self.root)):  # else of a run in progress, perhaps
                 self._log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
             if (newest := latest_complete(self.root)) is not None:
                 commit.point_latest(self.root, newest)
@@ -155,8 +155,6 @@ class Checkpoints:
             resume = Resume(path, hf=hf)
         elif resume is None and settings.initial_load_path:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
-        if resume and resume.manifest and resume.folder:
-            exclude = check_model(resume.folder, saved_model(resume.folder, job.spec), job.spec, job.model, exclude)
         return replace(resume or Resume(), exclude=exclude)
 
     def restore(self, resume: Resume, state: TrainingState) -> None:

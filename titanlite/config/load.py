@@ -77,7 +77,8 @@ class CommandLine:
 def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLine:
     """Split `--config FILE…` from `--section.key value` overrides."""
     line = CommandLine()
-    rest = list(argv)
+    rest = [argument.encode(errors="replace").decode() for argument in argv]
+    line.faults = [Fault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
@@ -137,11 +138,13 @@ def load(line: CommandLine) -> Loaded:
     faults = list(line.faults)
     tree: dict[str, Entry] = {}
     for name in line.files:
-        path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
-        if path is None:
-            faults.append(Fault(name, f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"))
-            continue
         try:
+            path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
+            if path is None:
+                faults.append(
+                    Fault(name, f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})")
+                )
+                continue
             _flatten(tomllib.loads(path.read_text(encoding="utf-8")), "", name, tree)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             faults.append(Fault(name, f"cannot be read as TOML: {error}"))

@@ -26,7 +26,8 @@ def to_toml(config: JobConfig) -> str:
 def toml_value(value: Any) -> str:
     """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
     if value is None or isinstance(value, (bool, str)):
-        return json.dumps("none" if value is None else value, ensure_ascii=False)
+        text = json.dumps("none" if value is None else value, ensure_ascii=False)
+        return text.replace("\x7f", "\\u007f")  # the one control character that JSON allows and TOML does not
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Section):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -26,7 +27,7 @@ from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, se
 from titanlite.data.shards import HEADER_BYTES, MANIFEST, header, id_type, read_manifest
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
-from titanlite.runtime import store
+from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import cores
 
 T = TypeVar("T")
@@ -137,6 +138,9 @@ def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
         shutil.rmtree(staging)
     staging.mkdir(parents=True, exist_ok=True)
     plan_file.write_text(plan)
+    if lock.works_on(plan_file):  # so the caller holds one: drafts are of a run that was killed
+        for draft in staging.glob("*.draft-*"):
+            draft.unlink(missing_ok=True)
     return staging
 
 
@@ -152,7 +156,8 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
             _write(unit, staging, tokenizer)
             yield unit
         return
-    pool = ProcessPoolExecutor(min(workers, len(units)), multiprocessing.get_context("forkserver"))
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(min(workers, len(units)), context, _exit_with_parent)
     try:
         futures = {pool.submit(_write_in_worker, unit, staging, assets): unit for unit in units}
         for future in as_completed(futures):
@@ -162,6 +167,18 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
         raise UserError("a worker process died (out of memory?); run the same command again to continue") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _exit_with_parent() -> None:
+    """End this worker when the command is killed: it would finish its shard without a lock, and then wait forever."""
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 _load_tokenizer_once = cache(load_tokenizer)

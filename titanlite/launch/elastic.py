@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titanlite.launch.rendezvous import NodeRendezvous
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import RESOLVED_CONFIG, rank_log
 
 
 class RankLogs(LogsSpecs):
@@ -40,24 +40,34 @@ class RankLogs(LogsSpecs):
 
 
 def run_workers(
-    argv: list[str], rendezvous: NodeRendezvous, processes: int, folder: Path, extra_environ: dict[str, str]
+    argv: list[str],
+    config: str,
+    rendezvous: NodeRendezvous,
+    processes: int,
+    folder: Path,
+    extra_environ: dict[str, str],
 ) -> None:
-    """Run this node's workers until they exit; ChildFailedError if one fails, SignalException on a signal."""
+    """Run this node's workers until they exit; ChildFailedError if one fails, SignalException on a signal.
+
+    They read the resolved `config`, since the files that `argv` names may change; `argv` is for people.
+    """
     for name in list(logging.root.manager.loggerDict):  # the launcher prints its own messages
         if name.startswith("torch.distributed.elastic"):  # each logger: they ignore their parent's level
             logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("titanlite", lambda _: rendezvous)
-    os.environ.update(extra_environ)
     stop: dict[str, Any] = {"shutdown_timeout": 2} if hasattr(LaunchConfig, "shutdown_timeout") else {}  # torch 2.13
     signals = ["SIGTERM", "SIGINT", "SIGQUIT"]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and a handler would undo that
         signals.append("SIGHUP")
-    with tempfile.TemporaryDirectory(prefix="titanlite-") as errors:
-        config = LaunchConfig(
+    with tempfile.TemporaryDirectory(prefix="titanlite-") as private:
+        resolved = Path(private, "config.toml")
+        resolved.write_text(config, encoding="utf-8")
+        os.environ.update({**extra_environ, RESOLVED_CONFIG: str(resolved)})
+        launch = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
-            logs_specs=RankLogs(folder, Path(errors)),
+            logs_specs=RankLogs(folder, Path(private)),
             run_id=rendezvous.run_id,
             rdzv_backend=rendezvous.get_backend(),
             max_restarts=0,
@@ -65,4 +75,4 @@ def run_workers(
             signals_to_handle=",".join(signals),
             **stop,
         )
-        elastic_launch(config, sys.executable)("-m", "titanlite.train", *argv)
+        elastic_launch(launch, sys.executable)("-m", "titanlite.train", *argv)

@@ -17,13 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.resume import archive_previous_run, finished_message, last_saved_message
+from titanlite.checkpoint.resume import finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
+from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine
 from titanlite.observe.console import LAUNCHED, rank_log
+from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, shown_ranks
 
 if TYPE_CHECKING:
@@ -79,6 +81,9 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     shown = shown_ranks(environ)
     if max(shown) >= world:
         raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
+    run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
+    if nodes.count == 1 and run_lock.exists():  # other nodes would wait for this one in vain, and are told later
+        lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes)
     if message := finished_message(job.config):
         print(f"titanlite: {message}")
@@ -113,12 +118,15 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}", flush=True)
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
-        if nodes.rank == 0 and (message := archive_previous_run(job.given)):
+        if nodes.rank == 0 and (message := take_folder(job.given)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
         worker_environ = _worker_environment(nodes, processes, os.environ)
+        given = job.given.model_copy(update={"job": job.given.job.model_copy(update={"device": device})})
         with terminal:
-            run_workers([*argv, f"--job.device={device}"], rendezvous, processes, folder, worker_environ)
+            run_workers(
+                [*argv, f"--job.device={device}"], to_toml(given), rendezvous, processes, folder, worker_environ
+            )
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
     except ChildFailedError as error:

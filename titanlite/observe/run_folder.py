@@ -5,7 +5,6 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
+from titanlite.errors import UserError
 from titanlite.layout import DIMENSIONS
 
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
@@ -25,12 +25,15 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     A resumed run appends to its metrics and traces. W&B's folder stays: it has one per run, whose path W&B printed.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
-    dump_folder.mkdir(parents=True, exist_ok=True)
     appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
     names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, "metrics.jsonl", *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
+    marks = "environment.json", "logs/rank-*.log", f"{config.checkpoint.folder}/step-*"
+    if not any(path for mark in marks for path in dump_folder.glob(mark)):
+        foreign = f'job.dump_folder = "{config.job.dump_folder}" has {", ".join(path.name for path in paths)}'
+        raise UserError(f"{foreign}, which no run wrote and a run would move; use another folder")
     archive = new_archive_folder(dump_folder)
     for path in paths:
         path.rename(archive / path.name)
@@ -66,7 +69,6 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
         "host": platform.node(),
         "world_size": job.layout.world,
         "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
-        "model": asdict(job.model),
         "seed": seed,
     }
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.resume import saved_model
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
@@ -39,6 +38,7 @@ from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.observe.metrics import format_duration
 from titanlite.runtime import store
+from titanlite.tools.exclusive import hold_run, writing
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +207,8 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
 
 def _export(arguments: Namespace, overrides: list[str]) -> int:
     folder, target = find_checkpoint(arguments.folder), arguments.out
+    if target.absolute().parent == folder.absolute().parent:
+        hold_run(target)
     if store.exists(target):
         raise UserError(f"{target} exists, and an export overwrites nothing")
     manifest = read_manifest(folder)
@@ -214,6 +216,7 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
         raise CorruptCheckpoint(f"{folder} is damaged; nothing was exported:{some_of(problems)}")
     import torch
 
+    from titanlite.checkpoint.commit import clear_leftovers
     from titanlite.checkpoint.hf.export import export, plain_tensors
     from titanlite.checkpoint.load import load_tensors
 
@@ -226,7 +229,9 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
         tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
     else:
         tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
-    export(target, tensors, documents, fetch)
+    with writing(target):
+        clear_leftovers(target.parent, re.escape(target.name))
+        export(target, tensors, documents, fetch)
     print(f"exported step {manifest.step}: {target}")
     return 0
 
@@ -245,8 +250,7 @@ def _hf_folder(
             f"--model.package {config.model.package}"
         )
     spec = get_model(config.model.name, arguments.package)
-    overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
-    translation = Translation(spec, spec.configure(config.model.flavor, overrides))
+    translation = Translation(spec, spec.configure(config.model.flavor, config.model.overrides))
     saved = {
         name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
     }
@@ -268,6 +272,7 @@ def _hf_folder(
 def _import(arguments: Namespace, overrides: list[str]) -> int:
     import torch
 
+    from titanlite.checkpoint.commit import clear_leftovers
     from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
@@ -277,11 +282,12 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"{target} has checkpoints already; import into another folder")
     config = _load_config(overrides, os.environ)
     spec = get_model(config.model.name, config.model.package)
-    flavor = spec.configure(config.model.flavor, config.model.overrides)
-    weights = HuggingFaceFolder(source, spec, flavor)
-    environment = {"versions": versions(), "mesh": {}, "model": asdict(flavor), "imported_from": str(source)}
+    weights = HuggingFaceFolder(source, spec, spec.configure(config.model.flavor, config.model.overrides))
+    environment = {"versions": versions(), "mesh": {}, "imported_from": str(source)}
     dtype = getattr(torch, config.training.dtype)
-    folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
+    with writing(target):
+        clear_leftovers(target)
+        folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
     print(f"imported {len(weights.names)} tensors: {folder}")
     print(f'to start from them: --checkpoint.initial_load_path "{target}"')
     return 0
@@ -304,6 +310,7 @@ def _rm(arguments: Namespace, overrides: list[str]) -> int:
         if arguments.dry_run:
             print(f"would remove {folder}")
             continue
+        hold_run(folder)
         delete(folder)
         if (newest := latest_complete(folder.parent)) is not None:
             point_latest(folder.parent, newest)

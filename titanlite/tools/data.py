@@ -16,6 +16,7 @@ from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from titanlite.errors import UserError, format_table
 from titanlite.runtime.cluster import cores
 from titanlite.tools.config import positive_int
+from titanlite.tools.exclusive import writing
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def _prepare(arguments: Namespace) -> int:
     documents = {source: text_files(source, source) for source in arguments.sources}
     for notice in filter(None, (found.notice for found in documents.values())):
         _print_notice(notice)
-    with _progress_bar() as report:
+    with writing(arguments.out), _progress_bar() as report:
         manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
     print(f"{counts} in {len(manifest['shards'])} shards: {arguments.out}")

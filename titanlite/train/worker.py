@@ -8,17 +8,20 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.resume import archive_previous_run, finished_message
+from titanlite.checkpoint.commit import run_on_all_ranks
+from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
-from titanlite.observe.console import LAUNCHED, open_log
+from titanlite.observe.console import LAUNCHED, RESOLVED_CONFIG, open_log
+from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.train.summary import describe_start
@@ -38,7 +41,8 @@ def main(argv: list[str]) -> int:
         if LAUNCHED not in environ:  # otherwise the launcher did this
             check_torch()
         rank = rank_info(environ)
-        run(job_from(parse_command_line(argv, environ), world=rank.world, training=True), rank, environ)
+        source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
+        run(job_from(parse_command_line(source, environ), world=rank.world, training=True), rank, environ)
         return 0
     except BaseException as error:
         write_error_file(error, environ)
@@ -90,10 +94,11 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
     with process_group(rank, device, config.comm, folder, environ):
         messages = ["", ""]
         if LAUNCHED not in environ:  # otherwise the launcher did this
-            if rank.rank == 0:
-                finished = finished_message(config)
-                messages = [finished, "" if finished else archive_previous_run(job.given)]
+            start = partial(_start_in_folder, job) if rank.rank == 0 else messages.copy
+            messages = run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)
             dist.broadcast_object_list(messages)
+        elif rank.rank == 0:
+            lock.join(folder / lock.RUN_LOCK)
         finished, notice = messages
         log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))
         if finished or notice:
@@ -106,3 +111,8 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
+
+
+def _start_in_folder(job: Job) -> list[str]:
+    finished = finished_message(job.config)
+    return [finished, "" if finished else take_folder(job.given)]

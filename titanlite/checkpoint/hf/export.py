@@ -39,8 +39,7 @@ def export(
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write a folder of tensors and documents, replacing one of that name; it has its name when it is complete."""
-    what, staging = f"the export to {target}", target.parent / f".{target.name}.staging"
-    files = split(tensors, file_bytes)
+    what, files = f"the export to {target}", split(tensors, file_bytes)
 
     def publish() -> None:
         for name, content in {**documents, INDEX: index(files)}.items():
@@ -54,7 +53,7 @@ def export(
         with suppress(OSError):
             store.delete(replaced)
 
-    with staging_folder(staging, group, what):
+    with staging_folder(target, group, what) as staging:
         _write_files(staging, files, fetch, group, what)
         run_on_all_ranks(group, what, lambda: publish() if rank_in(group) == 0 else None)
 

@@ -18,6 +18,13 @@ _FOLDERS = (
     "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )
+_OTHER_FILES = "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
+"""What else is written into the dump folder, by a run, `titanlite profile` and W&B."""
+_PATHS = (
+    *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
+    *("training.dataset_path", "validation.dataset_path"),
+)
+_LONGEST_NAME = 255  # bytes
 
 
 @RULES.add
@@ -79,12 +86,32 @@ def _precisions_agree(context: RuleContext) -> Faults:
 
 @RULES.add
 def _folders_are_inside_the_dump_folder(context: RuleContext) -> Faults:
+    taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
     for key in _FOLDERS:
         if key in context.loaded.invalid:
             continue
         folder = PurePosixPath(value_of(context.loaded.config, key))
-        if not folder.name or folder.is_absolute() or ".." in folder.parts:
+        parts = folder.parts
+        if not folder.name or folder.is_absolute() or ".." in parts:
             yield key, "must be the name of a folder inside job.dump_folder"
+        for other, owner in taken.items():
+            if other[: len(parts)] == parts[: len(other)]:
+                yield key, f"must differ from {owner}, and neither may be inside of the other"
+        taken[parts] = key
+
+
+@RULES.add
+def _paths_can_exist(context: RuleContext) -> Faults:
+    paths = [(key, value_of(context.loaded.config, key)) for key in _PATHS]
+    paths += [("training.mixture", source.dataset_path) for source in context.loaded.config.training.mixture]
+    for key, path in paths:
+        longest = max(len(name.encode()) for name in path.split("/"))
+        if longest > _LONGEST_NAME:
+            yield key, f"a name of {longest} bytes; files and folders have at most {_LONGEST_NAME}"
+        if "\0" in path:
+            yield key, "the zero character cannot be in a path"
+    if not context.config.job.dump_folder:
+        yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
 
 
 @RULES.add

@@ -1,0 +1,62 @@
+"""One run a folder: a lock on a file, which the system releases when its holder ends. No torch.
+
+A POSIX record lock: network file systems pass it on, and children that a holder forks, such as data loaders, do not
+inherit it. Closing any descriptor of the file would release it, so a holder leaves the file alone.
+"""
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from titanlite.errors import UserError
+
+RUN_LOCK = ".titanlite.lock"
+"""In a dump folder."""
+_BUSY = "busy"
+_PATIENCE_SECONDS = 1.5  # the ranks of a killed launcher exit in less
+
+
+def take(path: Path, folder: str) -> None:
+    """Lock a file until this process ends, or raise a UserError that names the process that has locked it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, deadline = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic() + _PATIENCE_SECONDS
+    while (fault := _lock(file, fcntl.LOCK_EX)) == _BUSY:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{folder} is in use by another run: {path.read_text()}; wait for it, or use another folder"
+            )
+        time.sleep(0.1)
+    if fault:
+        effects = "a second run there is not refused, and what killed saves leave is not deleted"
+        print(f"titanlite: {folder}: the file system has no locks ({fault}): {effects}", file=sys.stderr)
+    os.truncate(file, 0)
+    os.write(file, f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode())
+    _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; nobody else can take it
+
+
+def join(path: Path) -> None:
+    """Share the lock on rank 0: when the launcher that took it is killed, the folder is in use until rank 0 ends."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    if _lock(file, fcntl.LOCK_SH) == _BUSY:
+        raise UserError(f"{path.parent}: the launcher has ended, and another run starts there")
+    os.write(file, f", its rank 0 is pid {os.getpid()}".encode())
+
+
+def works_on(path: Path) -> bool:
+    """Whether the file system of a file that nobody has locked has locks."""
+    with path.open("r+") as file:
+        return not _lock(file.fileno(), fcntl.LOCK_EX)
+
+
+def _lock(file: int, mode: int) -> str:
+    """Return nothing when the file is locked, and otherwise why it is not."""
+    try:
+        fcntl.lockf(file, mode | fcntl.LOCK_NB)
+        return ""
+    except (BlockingIOError, PermissionError):
+        return _BUSY
+    except OSError as error:  # such as ENOLCK, of network file systems
+        return error.strerror or str(error)

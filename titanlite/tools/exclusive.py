@@ -1,0 +1,23 @@
+"""How the commands that write folders keep out of each other's way, and of a run's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titanlite.runtime import lock
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Let one process at a time write a folder, by a lock file beside it that is removed on success."""
+    path = target.parent / f".{target.name}.lock"
+    lock.take(path, str(target))
+    yield
+    path.unlink(missing_ok=True)
+
+
+def hold_run(folder: Path) -> None:
+    """Refuse to change what lies in the folder of a run in progress, and let none start there until this ends."""
+    for parent in folder.absolute().parents:
+        if (parent / lock.RUN_LOCK).exists():
+            lock.take(parent / lock.RUN_LOCK, str(parent))
