@@ -20,6 +20,8 @@ from tests.jobs import (
 from tests.lanes import sample
 from titanlite.data.packing import IGNORED
 from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.parallel.init import BLOCK, fill
+from titanlite.registry import normal
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 
@@ -206,6 +208,19 @@ def test_initial_weights_are_bit_equal_on_any_world_size(pool, tmp_path, model):
         for found, _ in pool.run(initial_weights, model, str(tmp_path), world=world):
             for name, value in expected.items():
                 assert torch.equal(found[name], value), f"{name} on {world} ranks"
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_initial_values_have_the_same_bits_from_any_number_of_threads(monkeypatch, threads):
+    """Of ten blocks, the last of which is not full; a fault in a thread is not lost."""
+    alone, together = torch.empty(10, BLOCK - 1), torch.empty(10, BLOCK - 1)
+    fill(alone, "a", normal(0.02), seed=5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    fill(together, "a", normal(0.02), seed=5)
+    assert torch.equal(alone, together) and alone.unique().numel() > 0.9 * alone.numel()
+    monkeypatch.setattr("titanlite.parallel.init.derive_seed", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fill(together, "a", normal(0.02), seed=5)
 
 
 def test_shards_and_layers_start_with_different_values(pool, tmp_path):

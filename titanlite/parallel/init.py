@@ -1,10 +1,12 @@
 """Initial values that are a function of (seed, parameter name) and of no mesh.
 
 Values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator seeded by (seed,
-name, block). A rank draws only the blocks that its shard touches, so time and memory are those of the shard. torch's
-own way, a random state on the mesh, gives every shard the same values on a CPU mesh.
+name, block). A rank draws only the blocks that its shard touches, so time and memory are those of the shard; as many
+threads as torch uses share them. torch's own way, a random state on the mesh, gives every shard the same values on a
+CPU mesh.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import torch
@@ -64,7 +66,7 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     per_row = prod(shape[1:])
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     # Some rows at a time, so that a shard cut along columns never costs the memory of all full rows.
-    chunk_rows = max(1, _CHUNK_ELEMENTS // per_row)
+    chunk_rows = max(1, torch.get_num_threads() * _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
         start = (offset[0] + row) * per_row
@@ -76,7 +78,14 @@ def _draw(name: str, seed: int, start: int, stop: int, numel: int) -> torch.Tens
     """Return elements start to stop of the full tensor's standard normal values."""
     first = start // BLOCK
     values = torch.empty(min(numel, -(-stop // BLOCK) * BLOCK) - first * BLOCK, dtype=torch.float32)
-    generator = torch.Generator()
-    for i, block in enumerate(values.split(BLOCK)):
-        block.normal_(generator=generator.manual_seed(derive_seed("init", seed, name, first + i)))
+    blocks = values.split(BLOCK)
+    threads = min(torch.get_num_threads(), len(blocks))
+
+    def draw_every_nth(first_one: int) -> None:
+        generator = torch.Generator()
+        for i in range(first_one, len(blocks), threads):  # normal_ releases Python's lock
+            blocks[i].normal_(generator=generator.manual_seed(derive_seed("init", seed, name, first + i)))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(draw_every_nth, range(threads)))
     return values[start - first * BLOCK : stop - first * BLOCK]
