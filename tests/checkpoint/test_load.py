@@ -6,7 +6,7 @@ import pickle
 import shutil
 import warnings
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,11 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, ste
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, read_manifest
+from titanlite.checkpoint.resume import saved_model
 from titanlite.config.load import ConfigError
+from titanlite.config.rules.weights import check_model
 from titanlite.errors import UserError
+from titanlite.models import gpt2, llama3
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +201,74 @@ def test_exclude_from_loading_is_refused_or_named_where_it_excludes_nothing(pool
     (found,) = pool.run(weights_of, argv, str(tmp_path), world=1)
     scratch = f"starting from scratch: no checkpoint in {tmp_path}/checkpoint"
     assert f"{scratch}; no effect: checkpoint.exclude_from_loading" in found["log"]
+
+
+LLAMA = llama3.FLAVORS["debugmodel"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_theta": 5e5}, "model.overrides.rope_theta: 500000.0 in the checkpoint, 10000.0 in this run"),
+        ({"norm_eps": 0.5}, "model.overrides.norm_eps: 0.5 in the checkpoint, 1e-05 in this run"),
+        (
+            {"n_heads": 4, "n_kv_heads": 2},
+            "model.overrides.n_heads: 4 in the checkpoint, 8 in this run\n  model.over",
+        ),
+        (
+            {"rope_scaling": {"factor": 8.0}},
+            'model.overrides.rope_scaling: {"factor": 8.0} in the checkpoint, null in',
+        ),
+        ({"max_seq_len": 64}, ""),
+        ({"a_field_of_another_version": 1}, ""),
+    ],
+)
+def test_weights_of_a_model_with_other_fields_are_refused_with_both_values(change, says):
+    saved = {**asdict(LLAMA), **change}
+    if not says:
+        assert check_model("step-1", saved, llama3.SPEC, LLAMA, ["optimizer"]) == ["optimizer"]
+        return
+    with pytest.raises(UserError, match="step-1 has weights of another llama3; nothing was loaded") as caught:
+        check_model("step-1", saved, llama3.SPEC, LLAMA, ["model.overrides.dim"])
+    assert says in str(caught.value)
+    for patterns, rest in (
+        ([f"model.overrides.{name}" for name in change], []),
+        (["model.overrides.*", "optimizer"], ["optimizer"]),
+        (["model"], ["model"]),
+    ):
+        assert check_model("step-1", saved, llama3.SPEC, LLAMA, patterns) == rest
+
+
+def test_dropout_may_change_on_the_same_weights():
+    flavor = gpt2.FLAVORS["debugmodel"]
+    assert check_model("step-1", {**asdict(flavor), "dropout": 0.5}, gpt2.SPEC, flavor, []) == []
+    with pytest.raises(UserError, match="norm_eps: 0.5 in the checkpoint, 1e-05 in this run"):
+        check_model("step-1", {**asdict(flavor), "norm_eps": 0.5}, gpt2.SPEC, flavor, [])
+
+
+def test_a_run_neither_starts_from_nor_resumes_weights_of_another_model(pool, run, tmp_path):
+    theta = "--model.overrides.rope_theta=2e4"
+    says = "model.overrides.rope_theta: 10000.0 in the checkpoint, 20000.0 in this run"
+    weights_only = [*TINY, theta, f"--checkpoint.initial_load_path={run}/checkpoint"]
+    assert all(says in start[1] for start in pool.run(start, weights_only, str(tmp_path), world=2))
+    ((step, message, _),) = pool.run(start, [*SAVING, theta], str(run), world=1)
+    assert step == -1 and says in message and steps_in(run) == ["step-1", "step-2", "step-3"]
+    on_purpose = '--checkpoint.exclude_from_loading=["model.overrides.rope_theta"]'
+    assert pool.run(start, [*SAVING, theta, on_purpose], str(run), world=1)[0][0] == 3
+    typo = '--checkpoint.exclude_from_loading=["model.overrides.rope_teta"]'
+    assert "matches nothing" in pool.run(start, [*SAVING, typo], str(run), world=1)[0][1]
+
+
+def test_a_checkpoint_from_before_fields_were_saved_is_compared_by_its_config(run):
+    folder = run / "checkpoint/step-3"
+    environment = json.loads((folder / "environment.json").read_text())
+    fields = environment.pop("model")
+    assert fields == saved_model(folder, llama3.SPEC) == asdict(job(TINY, 1).model)
+    plant(folder, "environment.json", json.dumps(environment).encode())
+    assert saved_model(folder, llama3.SPEC) == fields
+    config = (folder / "config.toml").read_text()
+    plant(folder, "config.toml", config.replace('flavor = "debugmodel"', 'flavor = "no more"').encode())
+    assert saved_model(folder, llama3.SPEC) == {}, "then only tensors are compared"
 
 
 class Payload:

@@ -1,5 +1,6 @@
 """`titanlite checkpoint …` and `generate` on a checkpoint of another mesh, in one process without process groups."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from tests.jobs import PARROT, TINY
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
+from titanlite.models import llama3
 from titanlite.tools.tour import _kill_all
 
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
@@ -107,6 +109,15 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
         and "num_hidden_layers 2, but the model has 3" in out
     )
     assert not (tmp_path / "other").exists()
+
+
+def test_an_export_is_of_the_model_that_was_trained_though_its_flavor_was_edited(saved, tool, tmp_path, monkeypatch):
+    edited = replace(llama3.FLAVORS["debugmodel"], rope_theta=5.0)
+    monkeypatch.setitem(llama3.FLAVORS, "debugmodel", edited)
+    code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
+    assert code == 0 and json.loads((tmp_path / "hf/config.json").read_text())["rope_theta"] == 10000.0
+    code, out = tool("generate", "--config", saved / "config.toml", "--tokens", "1")
+    assert code == 2 and "model.overrides.rope_theta: 10000.0 in the checkpoint, 5.0 in this run" in out
 
 
 def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):

@@ -36,9 +36,10 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.resume import Resume, checkpoint_root
+from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
+from titanlite.config.rules.weights import check_model
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
@@ -155,6 +156,8 @@ class Checkpoints:
             resume = Resume(path, hf=hf)
         elif resume is None and settings.initial_load_path:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
+        if resume and resume.manifest and resume.folder:
+            exclude = check_model(resume.folder, saved_model(resume.folder, job.spec), job.spec, job.model, exclude)
         return replace(resume or Resume(), exclude=exclude)
 
     def restore(self, resume: Resume, state: TrainingState) -> None:

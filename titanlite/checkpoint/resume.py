@@ -4,9 +4,9 @@ No torch: the launcher asks whether a run is finished before there is a worker. 
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,12 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.config.job import Job
+from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, tomllib
 from titanlite.errors import UserError
 from titanlite.observe.run_folder import archive_previous_files
+from titanlite.registry import ModelSpec
 from titanlite.runtime import lock, store
 
 if TYPE_CHECKING:
@@ -107,17 +109,22 @@ class Resume:
         return lines
 
 
+def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of the model that a checkpoint's weights belong to; none if they are not known any more."""
+    if (fields := json.loads(store.read(folder / ENVIRONMENT)).get("model")) is not None:
+        return fields
+    given = tomllib.loads(store.read(folder / CONFIG).decode())["model"]
+    with suppress(UserError):  # saved before fields were: what its flavor means today
+        return asdict(spec.configure(given["flavor"], given["overrides"]))
+    return {}
+
+
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
-
-
-def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches a name or a prefix of it: "optimizer" means all of the optimizer's state."""
-    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def checkpoint_root(config: JobConfig) -> Path:

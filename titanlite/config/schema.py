@@ -294,8 +294,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
     exclude_from_loading: list[str] = []
-    """What may differ from the checkpoint: patterns of names ("optimizer", "model.output.*"), or "data" for the
-    position in the data."""
+    """What may differ from the checkpoint: patterns of names ("optimizer", "model.output.*", or a field of the model,
+    "model.overrides.rope_theta"), or "data" for the position in the data."""
     last_save_model_only: bool = False
     """Save only the weights in the last checkpoint."""
     last_save_in_hf: bool = False

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +70,7 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
         "host": platform.node(),
         "world_size": job.layout.world,
         "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
+        "model": asdict(job.model),
         "seed": seed,
     }
 

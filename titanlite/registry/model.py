@@ -133,6 +133,8 @@ class ModelSpec:
     """Modules that run after the blocks."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
+    unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
+    """Fields that may differ from those that loaded weights were trained with, since these mean the same with any."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
         """Return the flavor's config with some fields replaced; an error names all that do not fit."""

@@ -13,6 +13,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
+from titanlite.checkpoint.resume import saved_model
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
@@ -250,7 +252,8 @@ def _hf_folder(
             f"--model.package {config.model.package}"
         )
     spec = get_model(config.model.name, arguments.package)
-    translation = Translation(spec, spec.configure(config.model.flavor, config.model.overrides))
+    overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
+    translation = Translation(spec, spec.configure(config.model.flavor, overrides))
     saved = {
         name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
     }
@@ -282,8 +285,9 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"{target} has checkpoints already; import into another folder")
     config = _load_config(overrides, os.environ)
     spec = get_model(config.model.name, config.model.package)
-    weights = HuggingFaceFolder(source, spec, spec.configure(config.model.flavor, config.model.overrides))
-    environment = {"versions": versions(), "mesh": {}, "imported_from": str(source)}
+    flavor = spec.configure(config.model.flavor, config.model.overrides)
+    weights = HuggingFaceFolder(source, spec, flavor)
+    environment = {"versions": versions(), "mesh": {}, "model": asdict(flavor), "imported_from": str(source)}
     dtype = getattr(torch, config.training.dtype)
     with writing(target):
         clear_leftovers(target)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint, faults, read_manifest, read_state
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.resume import checkpoint_root, saved_model
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.rules.weights import check_model
 from titanlite.errors import some_of
 from titanlite.tools.checkpoint import find_checkpoint
 
@@ -59,6 +60,9 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     full = job.config.checkpoint.verify_on_load == "full"
     if damage := faults(folder, manifest, manifest.files if full else ()):
         raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")
+    check_model(
+        folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
+    )
     model, _ = build_model(job)
     allocate(model, device)
     load_weights(folder, model)
