@@ -27,6 +27,8 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "parts-orthogonalized": "after 1 Muon step: layers.",
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
+    "documents-mixed": "gradient of ",
+    "loss-in-bf16": "loss differs by ",
     "names-wrapped": "layers.0.wrapped.",
 }
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
-from titanlite.verify.table import INDUCTOR, Row, choices, full, pairwise
+from titanlite.verify.table import EXTRA, INDUCTOR, Row, choices, full, pairwise
 
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
@@ -57,8 +57,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.fault:
         return _run_rows(model, fault_rows(model, arguments.fault), arguments)
     columns = choices(model.layouts, list(model.variants))
-    compiled = [row for row in INDUCTOR if row.layout in model.layouts]
-    return _run_rows(model, [*(full(columns) if arguments.full else pairwise(columns)), *compiled], arguments)
+    single = [row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts]
+    return _run_rows(model, [*(full(columns) if arguments.full else pairwise(columns)), *single], arguments)
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:

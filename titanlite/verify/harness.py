@@ -30,7 +30,7 @@ from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
-def measure(overrides: list[str], reference: str, bound: float, fault: str = "") -> Mismatch:
+def measure(overrides: list[str], reference: str, precision: str, extra: str = "", fault: str = "") -> Mismatch:
     """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
 
     A job that does not run raises RowFailed, so that the pool ends the ranks that wait for this one.
@@ -43,13 +43,14 @@ def measure(overrides: list[str], reference: str, bound: float, fault: str = "")
     trainer: InstrumentedTrainer | None = None
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
-            trainer = InstrumentedTrainer(build_job(overrides, world), RankInfo(rank, world, rank, f"rank{rank}"))
+            rank_info = RankInfo(rank, world, rank, f"rank{rank}")
+            trainer = InstrumentedTrainer(build_job(overrides, world), rank_info, extra)
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
-    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), bound)
-    if mismatch.error <= bound and (difference := trainer.gathered_out_of_order()):
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision)
+    if mismatch.error <= measurements.BOUNDS[precision] and (difference := trainer.gathered_out_of_order()):
         return Mismatch("all-gathers:", difference)
     return mismatch
 
@@ -61,10 +62,10 @@ class RowFailed(Exception):
 class InstrumentedTrainer(Trainer):
     """The trainer on a fixed batch, measured while it steps."""
 
-    def __init__(self, job: Job, rank_info: RankInfo) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo, extra: str = "") -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
         super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
-        global_batch = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len).rows
+        global_batch = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, extra).rows
         own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
         self.micro_batches = [MicroBatch(rows) for rows in own_rows.chunk(self.rank_slice.accumulation)]
         self.measured: Measured = {}

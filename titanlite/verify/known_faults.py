@@ -6,6 +6,7 @@ Each is put into the trainer on every rank, never into the reference. A fault na
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+import titanlite.train.loss as loss
 import titanlite.train.step as step
 import titanlite.train.trainer as trainer
+from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
@@ -208,6 +211,14 @@ def _labels_per_rank() -> Patch:
 def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
     return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
+
+
+@_fault(
+    "tensor parallel computes the loss in bfloat16 where the model computes in it", Row("tp2", precision="bfloat16")
+)
+def _loss_in_bf16() -> Patch:
+    not_promoted = SimpleNamespace(**{**vars(torch), "promote_types": lambda logits, float32: logits})
+    return patch.multiple(loss, torch=not_promoted)
 
 
 @_fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))

@@ -48,6 +48,8 @@ class ModelUnderTest:
     """Its [model] section."""
     variants: Mapping[str, tuple[str, ...]]
     """The further overrides of each variant that it has."""
+    kept_whole: str
+    """The override that replicates its small parameters."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
     layouts: tuple[str, ...]
@@ -56,7 +58,7 @@ class ModelUnderTest:
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard."""
-        model = [*self.overrides, *self.variants[row.variant]]
+        model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
         paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
         return [*model, *row.overrides(), f"--training.max_norm={max_norm}", *paths]
 
@@ -95,11 +97,16 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if "tied" in fields:
         other = toml_value(not fields["tied"])
         variants["untied" if fields["tied"] else "tied"] = (f"--model.overrides.tied={other}",)
-    tied = any(rule.tied for rule in spec.rules(spec.configure(model.flavor, model.overrides)))
+    rules = spec.rules(spec.configure(model.flavor, model.overrides))
+    small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
+    kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}"
+    tied = any(rule.tied for rule in rules)
     refused = _refused_layouts(section)
     layouts = tuple(layout for layout in LAYOUTS if layout not in refused)
     modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
-    return ModelUnderTest(f"{model.name} {model.flavor}", modules, section, variants, tied, layouts, refused)
+    return ModelUnderTest(
+        f"{model.name} {model.flavor}", modules, section, variants, kept_whole, tied, layouts, refused
+    )
 
 
 def _freezing(model: Model, spec: ModelSpec) -> str:

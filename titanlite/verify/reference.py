@@ -16,11 +16,12 @@ from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measure
 from titanlite.verify.model_under_test import build_job
 
 
-def measure_reference(overrides: list[str], path: str) -> float:
+def measure_reference(overrides: list[str], path: str, extra: str) -> float:
     """Write the plain module's measurements to a file, and return the norm it clipped to: half of its own."""
     job = build_job(overrides, 1)
     config = job.config
-    batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len)
+    batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len, extra)
+    documents = batch.tokens.split(measurements.lengths_of(config.training.seq_len, extra), dim=1)
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
@@ -31,7 +32,8 @@ def measure_reference(overrides: list[str], path: str) -> float:
         for _ in range(steps):
             step += 1
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+            logits = torch.cat([model(document) for document in documents], dim=1)
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             if step == 1:
                 grads = measurements.gradients(model)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 
 from rich.console import Console
@@ -27,11 +26,12 @@ class TablePrinter:
         self._console.print(Text("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"])))
 
     def row(self, number: int, result: Result) -> None:
-        cells = _cells(asdict(result.row))
+        cells = _cells({column: getattr(result.row, column) for column in COLUMNS})
         verdict = Text("pass", "green") if result.passed else Text("FAIL", "bold red")
         numbers = f"{_error(result.error):>7}  {result.bound:.0e}"
         rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
-        self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {result.what}{rank}"))
+        what = f"{result.row.extra}: {result.what}" if result.row.extra else result.what
+        self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}"))
 
     def foot(self, results: Sequence[Result], seconds: float) -> None:
         failed = [result for result in results if not result.passed]

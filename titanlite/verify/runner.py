@@ -16,7 +16,7 @@ from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
-from titanlite.verify.table import LAYOUTS, SAMPLES, Row
+from titanlite.verify.table import BATCHES, LAYOUTS, SAMPLES, Row
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
@@ -58,7 +58,7 @@ class RowRunner:
 
     def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool) -> None:
         self._model, self._folder, self._pool = model, folder, pool
-        self._references: dict[tuple[str, str], tuple[str, float]] = {}
+        self._references: dict[tuple[str, ...], tuple[str, float]] = {}
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
@@ -71,7 +71,7 @@ class RowRunner:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
-                arguments = (overrides, reference, BOUNDS[row.precision], fault)
+                arguments = (overrides, reference, row.precision, row.extra, fault)
                 worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
             worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
@@ -81,10 +81,11 @@ class RowRunner:
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
-        key = (row.variant, precision)
+        batch = row.extra if row.extra in BATCHES else ""
+        key = (row.variant, precision, batch)
         if key not in self._references:
-            path = str(self._folder / f"{row.variant}-{precision}.pt")
+            path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
-            max_norm = pool.run(measure_reference, overrides, path, world=1, timeout=TIMEOUT_SECONDS)[0]
+            max_norm = pool.run(measure_reference, overrides, path, batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

@@ -56,6 +56,17 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
     },
 }
 """What each choice adds to the command line; what layouts and variants add is computed."""
+EXTRAS: dict[str, list[str]] = {
+    "": [],
+    "deferred": ["--parallelism.defer_gradient_sync=true"],
+    "kept whole": [],  # what of the model is, is computed
+    "offloaded": [_TRAINING + "enable_cpu_offload"],
+    "documents": [],  # each sample has two, which the reference reads one by one
+    "one slice": [],  # no token or label is in the second half of the vocabulary
+}
+"""What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
+BATCHES = ("documents", "one slice")
+"""Those that change the batch, and so the reference."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class Row:
     reshard: str = "default"
     variant: str = "plain"
     precision: str = "float64"
+    extra: str = ""
 
     @property
     def mesh(self) -> Layout:
@@ -83,19 +95,30 @@ class Row:
             f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
             f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
             *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
+            *EXTRAS[self.extra],
         ]
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+        return ", ".join(f"{column} {getattr(self, column)}" for column in COLUMNS) + f", {self.extra}" * bool(
+            self.extra
+        )
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
 INDUCTOR = (
     Row("dp2", "op", "inductor", precision="float32"),
     Row("dp2 x tp2", "full", "inductor", "3", precision="float32"),
 )
 """Rows compiled by inductor, each in new processes. Not in float64: torch 2.11's inductor then mistakes the dtype of
 what attention saves for its backward pass (2.13's does not)."""
+EXTRA = (
+    Row("hsdp2x2", accumulation="3", extra="deferred"),
+    Row("dp2", accumulation="3", extra="kept whole"),
+    Row("dp2", extra="offloaded"),
+    Row("tp2", extra="documents"),
+    Row("tp2", "full", extra="one slice"),
+)
+"""Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have."""
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
@@ -123,7 +146,7 @@ def pairs(of: Choices) -> set[_Pair]:
 
 
 def pairs_in(row: Row) -> set[_Pair]:
-    return {frozenset(pair) for pair in combinations(zip(COLUMNS, astuple(row), strict=True), 2)}
+    return {frozenset(pair) for pair in combinations(zip(COLUMNS, astuple(row), strict=False), 2)}
 
 
 def pairwise(of: Choices) -> list[Row]:
