@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 from tests.config.test_nothing_ignored import is_not_built
 from tests.jobs import TINY, job
+from titanlite.config.job import Job
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import KEYS, Mixture, value_of
 from titanlite.config.toml import toml_value
@@ -130,11 +133,16 @@ def test_every_key_has_a_run_in_which_it_is_moot_or_never_is():
     assert KEYS.keys() - NO_EFFECT.keys() - REFUSED.keys() - unbuilt == set(NEVER_MOOT)
 
 
+@cache
+def job_with(options: str) -> Job:
+    return job([*TINY, *options.split()], world=1)
+
+
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_a_key_without_effect_is_named_with_the_reason_and_does_nothing(key):
     """The run is given the same config as without the key; only what is written to files has its value."""
     value, why, others = NO_EFFECT[key]
-    plain = job([*TINY, *others.split()], world=1)
+    plain = job_with(others)
     flipped = job([*TINY, *others.split(), f"--{key}={value}"], world=1)
     reasons = dict(part.split(": ") for part in flipped.no_effect.removeprefix("no effect ").split("; "))
     assert key in reasons[why].split(", ")

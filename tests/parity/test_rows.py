@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
-from titanlite.verify.table import LAYOUTS, Row, choices, pairwise
+from titanlite.verify.table import EXTRA, LAYOUTS, Row, choices, pairwise
 
-SAMPLES = {  # model: layouts; every layout occurs, and tensor parallel in both models that have it
-    "llama3": ["1", "dp3", "hsdp2x2", "tp2"],
-    "gpt2": ["dp2", "dp4", "replicate4", "dp2 x tp2"],
-    "parrot": ["dp2", "hsdp2x2"],
-    "scaled": ["tp2"],  # has replicated parameters by its table, and norms inside of attention
+SAMPLES = {  # model: layouts, each with a precision
+    "llama3": {"1": "float64", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64"},
+    "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "pure bf16", "dp2 x tp2": "bfloat16"},
+    "parrot": {"dp2": "bfloat16", "hsdp2x2": "float64"},
+    "scaled": {"tp2": "pure bf16"},  # has replicated parameters by its table, and norms inside of attention
 }
 LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1"), ("gpt2", "dp2")}
 ONLY_BY_COMMAND = {"hsdp2x2 x tp2"}
@@ -24,15 +25,18 @@ def argv_of(name: str) -> list[str]:
 
 
 def sampled_row(name: str, layout: str) -> Row:
-    """Return one row of a layout, each with other recomputation; only the command runs compiled ones."""
+    """Return the row of a layout and its precision; only the command runs compiled ones."""
     model = read_model(argv_of(name), {})
     rows = pairwise(choices(model.layouts, list(model.variants)))
-    rows = [row for row in rows if row.compile == "off" and row.layout == layout]
-    return rows[SAMPLES[name].index(layout) % len(rows)]
+    wanted = (layout, SAMPLES[name][layout], "off")
+    return next(row for row in rows if (row.layout, row.precision, row.compile) == wanted)
 
 
-def test_every_layout_is_sampled():
+def test_every_layout_and_precision_is_sampled_and_tensor_parallel_in_all_but_float32():
     assert {layout for layouts in SAMPLES.values() for layout in layouts} | ONLY_BY_COMMAND == LAYOUTS.keys()
+    sampled = [(layout, precision) for layouts in SAMPLES.values() for layout, precision in layouts.items()]
+    assert {precision for _, precision in sampled} == BOUNDS.keys()
+    assert {precision for layout, precision in sampled if "tp" in layout} == {"float64", "bfloat16", "pure bf16"}
 
 
 @pytest.fixture(scope="module")
@@ -56,4 +60,11 @@ def runners(pool):
 def test_training_equals_the_plain_module_in_one_process(runners, name, layout):
     row = sampled_row(name, layout)
     result = runners[name](row)
+    assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", EXTRA, ids=lambda row: row.extra)
+def test_a_technique_of_a_whole_run_equals_the_plain_module(runners, row):
+    result = runners["llama3"](row)
     assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"

@@ -12,6 +12,8 @@ from titanlite.verify.command import ResultCache, fault_rows, source_files
 from titanlite.verify.model_under_test import build_job, read_model
 from titanlite.verify.table import (
     EXCLUDED_PAIR,
+    EXTRA,
+    EXTRAS,
     INDUCTOR,
     LAYOUTS,
     SAMPLES,
@@ -55,10 +57,11 @@ def test_prefetch_and_reshard_need_sharding():
 def test_every_row_is_a_valid_config(tmp_path, name):
     model = model_of("--model.name", name)
     assert model.layouts == tuple(LAYOUTS)
-    for row in {*pairwise(choices(model.layouts, list(model.variants))), *INDUCTOR}:
+    for row in {*pairwise(choices(model.layouts, list(model.variants))), *EXTRA, *INDUCTOR}:
         job = build_job(model.command_line(row, tmp_path), row.mesh.world)
         assert (job.layout, job.batch.total, job.batch.accumulation) == (row.mesh, SAMPLES, int(row.accumulation))
-        assert getattr(job.model, "dropout", 0.0) == 0.0
+        assert getattr(job.model, "dropout", 0.0) == 0.0 and not job.no_effect
+    assert {"", *(row.extra for row in EXTRA)} == EXTRAS.keys()
 
 
 def test_variants_follow_from_the_fields_of_a_model():

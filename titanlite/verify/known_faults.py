@@ -213,9 +213,12 @@ def _reduction_in_bf16() -> Patch:
     return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
-@_fault(
-    "tensor parallel computes the loss in bfloat16 where the model computes in it", Row("tp2", precision="bfloat16")
-)
+@_fault("attention crosses from one document to the next", Row("tp2", extra="documents"))
+def _documents_mixed() -> Patch:
+    return patch.multiple(MicroBatch, documents=None)
+
+
+@_fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))
 def _loss_in_bf16() -> Patch:
     not_promoted = SimpleNamespace(**{**vars(torch), "promote_types": lambda logits, float32: logits})
     return patch.multiple(loss, torch=not_promoted)
