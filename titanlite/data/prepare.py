@@ -273,7 +273,7 @@ def locked_cache(root: Path, name: str) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = (folder / f"{name}.lock").open("w")
     except (OSError, RuntimeError) as error:  # a random user id has no home
-        why = f"{root} can't be written to, nor can the user's cache: {error}"
+        why = f"{root} can't be written to, nor can the user's cache: {error}".rstrip(".")
         raise UserError(f"{why}; name a folder for tokens and packing plans in XDG_CACHE_HOME") from None
     with lock_file as lock:
         with suppress(OSError):
