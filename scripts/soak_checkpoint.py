@@ -5,8 +5,9 @@
 
 Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a failpoint of a
 save, otherwise at a random moment; all rounds use one folder, which is watched all the time. Then everything is
-compared bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; and 50 saves
-on four ranks must not grow the memory. The last line is the result, and the exit code is 1 if anything failed.
+compared bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; 50 saves on
+four ranks must not grow the memory; and state saved on each of eight layouts loads on all of them. The last line is
+the result, and the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere  # noqa: E402
 from tests.faults.rounds import RANKS, Soak, Watcher, memory_of_saves, planned, slow_save  # noqa: E402
 from titanlite.checkpoint.commit import FAILPOINTS  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
@@ -37,7 +39,7 @@ def main() -> int:
         numbers = [arguments.round] if one_round else range(arguments.rounds)
         failures, soak = _rounds(Path(folder), list(numbers), arguments.seed)
         if not one_round:
-            failures += _slow_disk(Path(folder)) + _memory(Path(folder))
+            failures += _slow_disk(Path(folder)) + _memory(Path(folder)) + _layouts(Path(folder))
     for failure in failures:
         print(failure)
     fewest = min(soak.hits[point] for point in FAILPOINTS)
@@ -80,6 +82,14 @@ def _memory(folder: Path) -> list[str]:
     growth = [max(found[10:]) / found[9] - 1 for found in ranks]
     print(f"50 saves on 4 ranks: memory after the tenth {', '.join(f'{100 * g:+.1f} %' for g in growth)}", flush=True)
     return [] if max(growth) <= 0.05 and all(len(found) == 50 for found in ranks) else [f"memory grew: {growth}"]
+
+
+def _layouts(folder: Path) -> list[str]:
+    pool = Pool(8, preload=["titanlite.train.trainer"])
+    wrong = save_and_load_everywhere(pool, folder / "layouts", LAYOUTS)
+    pool.close()
+    print(f"saved and loaded on {', '.join(LAYOUTS)}: {len(LAYOUTS) ** 2} pairs, {len(wrong)} differ", flush=True)
+    return wrong
 
 
 if __name__ == "__main__":

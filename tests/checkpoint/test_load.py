@@ -74,13 +74,16 @@ def start(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
         return -1, str(error), lines
 
 
-def test_a_damaged_checkpoint_is_skipped(pool, run):
-    flip(run / "checkpoint/step-3/__1_0.distcp", 5000)
+def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run):
+    smaller, largest = sorted(run.glob("checkpoint/step-3/__*"), key=lambda path: path.stat().st_size)
+    damaged = [largest, run / "checkpoint/step-2" / smaller.name]
+    for path in damaged:
+        flip(path, 5000)
     for step, _, log in pool.run(start, SAVING, str(run), world=2):
-        assert step == 2
-        assert log[0] == f"skipping checkpoint: {run}/checkpoint/step-3/__1_0.distcp: checksum mismatch"
-        assert f"resumed step 2 from {run}/checkpoint/step-2" in log
-    assert steps_in(run) == ["step-1", "step-2"] and len(list(run.glob("previous/*/checkpoint/step-3"))) == 1
+        assert step == 1
+        assert log[:2] == [f"skipping checkpoint: {path}: checksum mismatch" for path in damaged]
+        assert f"resumed step 1 from {run}/checkpoint/step-1" in log
+    assert steps_in(run) == ["step-1"] and len(list(run.glob("previous/*/checkpoint/step-[23]"))) == 2
 
 
 def test_verify_on_load_sizes_reads_only_small_files(pool, run):

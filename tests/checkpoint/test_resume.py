@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.saved import SAVING, digests, everyone, keeping_log, run_until, steps_in
-from tests.jobs import QUIET, TINY, trainer
-from titanlite.checkpoint.load import at_path, restore
+from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
+from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
+from tests.jobs import QUIET, trainer
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.resume import Resume
 from titanlite.errors import UserError
@@ -35,7 +35,8 @@ def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
     begun, data, parts = [], {}, []
     for cut in cuts:  # loader workers take time to start: they read the part that begins at the edge and ends in it
         reading = ["--training.dataloader.num_workers=1"] if cut == again_in_it else []
-        parts = pool.run(run_until, [*argv, *reading], str(tmp_path / "cut"), cut, world=2)
+        saving = [f"--checkpoint.async_mode={'disabled' if cut in (epoch_edge, right_after) else 'async'}"]
+        parts = pool.run(run_until, [*argv, *reading, *saving], str(tmp_path / "cut"), cut, world=2)
         begun.append(parts[0]["begun"])
         data |= parts[1]["data"]
     assert begun == [0, *cuts[:-1]]
@@ -45,36 +46,10 @@ def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
     assert steps_in(tmp_path / "cut") == ["step-11", "step-12"]
 
 
-LAYOUTS = {
-    "one": (1, []),
-    "dp2": (2, []),
-    "dp3": (3, []),
-    "dp4": (4, []),
-    "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2"]),
-    "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"]),
-}
-WIDE = [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.n_layers=1"]
-
-
-def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str, dict]:
-    """Return the digests of the state after loading each checkpoint."""
-    run = trainer(argv, folder)
-    found = {}
-    for name, path in sources.items():
-        restore(at_path(Path(path), True, everyone(), weights_only=False), run.state, everyone())
-        found[name] = digests(run)
-    return found
-
-
 @pytest.mark.long
 def test_state_saved_on_any_layout_loads_on_any_other(pool, tmp_path):
-    saved, sources = {}, {}
-    for name, (world, layout) in LAYOUTS.items():
-        argv = [*WIDE, *layout, "--checkpoint.enable", "--training.steps=2"]
-        saved[name] = pool.run(run_until, argv, str(tmp_path / name), world=world)[0]["state"]
-        sources[name] = str(tmp_path / name / "checkpoint")
-    for world, layout in LAYOUTS.values():
-        assert pool.run(load_all, [*WIDE, *layout], str(tmp_path / "to"), sources, world=world) == [saved] * world
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= 4}
+    assert {"tp2", "dp2tp2"} <= layouts.keys() and save_and_load_everywhere(pool, tmp_path, layouts) == []
 
 
 def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path):
@@ -138,7 +113,7 @@ def refused(argv: list[str], folder: str) -> tuple[str, list[str]]:
 
 
 def test_other_data_or_another_seed_is_refused(pool, tmp_path):
-    pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
+    (first,) = pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
     fingerprint = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())["position"]["fingerprint"]
     ((message, _),) = pool.run(
         refused, [*SAVING, "--training.dataset=python-stdlib-validation"], str(tmp_path), world=1
@@ -148,6 +123,11 @@ def test_other_data_or_another_seed_is_refused(pool, tmp_path):
     assert "debug.seed = 5" in message and "trained with 0" in message
     argv = [*SAVING, "--debug.seed=5", '--checkpoint.exclude_from_loading=["data"]']
     assert pool.run(refused, argv, str(tmp_path), world=1)[0][0] == "nothing"
+    argv = [*SAVING, "--training.steps=2", '--checkpoint.exclude_from_loading=["data"]']
+    (over,) = pool.run(run_until, argv, str(tmp_path), world=1)
+    assert over["begun"] == 1 and over["data"] == {2: first["data"][1]}, "the data starts over"
+    position = json.loads((tmp_path / "checkpoint/step-2/state.json").read_text())["position"]
+    assert (position["tokens"], position["consumed"]) == (2 * 2 * 16, 2)
 
 
 @pytest.mark.long

@@ -3,18 +3,24 @@
 import errno
 import json
 import os
+import threading
 import time
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, manager
 from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -27,7 +33,8 @@ from titanlite.checkpoint.manifest import (
     steps_to_delete,
 )
 from titanlite.checkpoint.state import TrainingState
-from titanlite.errors import RunFailed
+from titanlite.errors import RunFailed, UserError
+from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock
 
 
@@ -57,6 +64,90 @@ def changed_right_after(folder: str, mode: str) -> bool:
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_the_state_at_the_call_is_saved(pool, tmp_path, mode):
     assert pool.run(changed_right_after, str(tmp_path), mode, world=2) == [True, True]
+
+
+class LateStream(TorchDispatchMode):
+    """Stands in for a stream of a GPU: what it is given is done as late as it may, when something waits for it."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events, self.work, self.done = events, [], threading.Event()
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None) -> Any:
+        self.work.append((func, args))
+        return args[0]
+
+    def wait_stream(self, stream) -> None: ...
+
+    def record_event(self) -> "LateStream":
+        return self
+
+    def wait(self) -> None:
+        if not self.done.is_set():
+            for func, args in self.work:
+                func(*args)
+            self.events.append("copied")
+            self.done.set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(60)
+
+
+def copied_beside_training(folder: str) -> tuple[list[str], bool]:
+    """Save as with pinned memory a model with a buffer that the forward pass changes; return the order of what
+    happened, and whether each checkpoint holds the state at the call."""
+    run, events, saved = trainer(SAVING, folder), [], {}
+    (model,), checkpoints = run.parts, run.checkpoints
+    passes = torch.zeros(1)
+
+    def change_buffer(*_) -> None:
+        passes.add_(1)
+
+    model.register_buffer("passes", passes)
+    model.register_forward_hook(change_buffer)
+    checkpoints.settings = checkpoints.settings.model_copy(update={"async_mode": "async_with_pinned_mem"})
+    checkpoints._host_memory = {name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()}
+
+    def noted(function, name: str):
+        def call(*args):
+            result = function(*args)
+            events.append(name)
+            return result
+
+        return call
+
+    run.runner.forward_backward = noted(run.runner.forward_backward, "forward and backward")  # type: ignore
+    run.runner.update = noted(run.runner.update, "update")  # type: ignore[method-assign]
+    finish_save, save = checkpoints.finish_save, noted(run.save, "save returned")
+
+    def save_noting_the_state() -> None:
+        saved[run.step] = {name: full(tensor) for name, tensor in run.state.tensors().items()}
+        save()
+
+    def finish_save_at_last() -> None:
+        if checkpoints._copied:  # no update waits for the copy of the last step
+            checkpoints._copied.wait()
+        finish_save()
+
+    run.save, checkpoints.finish_save = save_noting_the_state, finish_save_at_last  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda: LateStream(events))
+        patch.setattr(torch.cuda, "stream", lambda stream: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda: None)
+        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        run.train()
+    same = True
+    for step, expected in saved.items():
+        found = load_tensors(Path(folder) / f"checkpoint/step-{step}")
+        same &= found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return events, same
+
+
+def test_a_copy_into_pinned_memory_runs_beside_training_until_the_optimizer_changes_the_state(pool, tmp_path):
+    ((events, same),) = pool.run(copied_beside_training, str(tmp_path), world=1)
+    step = ["forward and backward", "copied", "update", "save returned"]
+    assert events == [*(word for word in step if word != "copied"), *step, *step, "copied"]
+    assert same, "the state is as it was when it was saved, buffers that the forward pass changes too"
 
 
 def fails_at(
@@ -233,11 +324,52 @@ def test_a_save_in_progress_is_deleted_only_under_a_lock(pool, tmp_path):
     assert pool.run(leftovers, True, str(tmp_path), world=1) == [[]]
 
 
-def test_the_run_keeps_the_latest_and_every_nth(pool, tmp_path):
+def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
+    """Train; return what was still to be deleted when each save ended on this rank."""
+    run, left, delete = trainer(argv, folder), [], commit.delete
+    write, settings = run.checkpoints._write, run.checkpoints.settings
+
+    def slow(folder: Path) -> None:
+        time.sleep(0.03)
+        delete(folder)
+
+    def write_and_note(*args) -> None:
+        write(*args)
+        left.append(steps_to_delete(run.checkpoints.root, settings.keep_latest_k, settings.keep_every))
+
+    run.checkpoints._write = write_and_note  # type: ignore[method-assign]
+    commit.delete = slow
+    try:
+        run.train()
+    finally:
+        commit.delete = delete
+    return left
+
+
+def test_the_run_keeps_the_latest_and_every_nth_and_no_rank_runs_ahead_of_a_deletion(pool, tmp_path):
     argv = [*SAVING, "--training.steps=7", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3"]
-    pool.run(run_until, argv, str(tmp_path), world=2)
+    assert pool.run(with_slow_deletions, argv, str(tmp_path), world=2) == [[[]] * 7] * 2
     assert steps_in(tmp_path) == ["step-3", "step-6", "step-7"]
     assert (tmp_path / "checkpoint/latest").read_text() == "step-7\n"
+
+
+def on_a_disk_of_its_own(folder: str) -> str:
+    """Return why a run whose ranks have different disks does not start."""
+    clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "time", clock)  # a network folder gets five seconds to show a file
+        with pytest.raises(UserError) as error:
+            trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
+    return str(error.value)
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tmp_path):
+    for number, message in enumerate(pool.run(on_a_disk_of_its_own, str(tmp_path), world=2)):
+        assert message == (
+            f"checkpoint.folder {tmp_path}/{number}/checkpoint (on rank 0's host host0) is not writable from "
+            "rank 1 on host1: all ranks write into one folder, so job.dump_folder must be on shared storage"
+        )
+    assert [*(tmp_path / "0/checkpoint").iterdir()] == []
 
 
 def uneven(folder: str) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.layouts import load_all
 from tests.checkpoint.saved import run_until
-from tests.checkpoint.test_resume import load_all
 from tests.jobs import FLOAT64, TINY, relative_error, trainer, weights
 from tests.lanes import sample
 from titanlite.optim import muon, optimizer_bytes

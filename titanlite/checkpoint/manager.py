@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -50,16 +50,6 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_objects
 
 Tensors = dict[str, torch.Tensor]
-
-
-def copy_beside(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Copy into page-locked memory beside what the device is given next, and return the event of the end."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    return stream.record_event()
 
 
 class PendingSave(threading.Thread):
@@ -224,8 +214,7 @@ class Checkpoints:
         return bool(due)
 
     def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
-        """Save the state as it is now. Return when it is committed, with async_mode when it is copied, or with pinned
-        memory at once: `before_update` waits for the copy."""
+        """Save the state as it is now. Return when it is committed; with async_mode when it is copied, or will be."""
         self._last_save = began = time.monotonic()
         if self._pending and self._pending.is_alive():
             self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
@@ -242,8 +231,7 @@ class Checkpoints:
         self._pending = pending
         pending.costs["staging"] = (time.monotonic() - copying) * asynchronous
         pending.start()
-        if not asynchronous:
-            pending.join()
+        pending.join(0 if asynchronous else None)
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
             self.finish_save()
@@ -261,7 +249,13 @@ class Checkpoints:
                 later.append((copy, tensor.detach()))
             else:
                 copy.copy_(tensor.detach(), non_blocking=pinned)
-        self._copied = copy_beside(later) if pinned else None
+        if pinned:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for copy, tensor in later:
+                    copy.copy_(tensor, non_blocking=True)
+            self._copied = stream.record_event()
         return {name: self._host_memory[name] for name in tensors}
 
     def before_update(self) -> None:
@@ -317,10 +311,11 @@ class Checkpoints:
         remaining = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = pending.error or f"the save of step {pending.step} failed on another rank"
         message = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
-        if pending.step == self._job.config.training.steps:  # no other save makes up for it
-            raise RunFailed(f"{message}; {remaining}")
-        if self.settings.on_failure == "stop":
-            raise RunFailed(f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)')
+        last = pending.step == self._job.config.training.steps  # no other save makes up for it
+        if last or self.settings.on_failure == "stop":
+            raise RunFailed(
+                f"{message}; {remaining}" + ' (checkpoint.on_failure = "warn" would continue)' * (not last)
+            )
         self._log.warning(f"{message}; {remaining}; training continues")
         assert self.group is not None
         dist.destroy_process_group(self.group)  # the failed group may hold unmatched collectives

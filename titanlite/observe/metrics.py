@@ -103,13 +103,11 @@ class JsonLines:
         if path.exists():
             _drop_later(path, after)
         self._file = path.open("ab", buffering=0)
+        self.close = self._file.close
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
         finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
         _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class TensorBoard:
@@ -120,7 +118,7 @@ class TensorBoard:
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
-        self._records = RecordWriter(SimpleNamespace(write=partial(_append, file), close=file.close))
+        self._records, self.close = RecordWriter(SimpleNamespace(write=partial(_append, file))), file.close
         self._event = import_module("tensorboard.compat.proto.event_pb2").Event  # a type checker would not find it
         self._add(file_version="brain.Event:2")
         if after:
@@ -131,9 +129,6 @@ class TensorBoard:
 
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def close(self) -> None:
-        self._records.close()
 
 
 def _append(file: FileIO, record: bytes) -> None:

@@ -1,0 +1,47 @@
+"""State saved on one layout and loaded on another: all of it, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint.saved import digests, everyone, run_until
+from tests.jobs import TINY, trainer
+from titanlite.checkpoint.load import at_path, restore
+from titanlite.verify.pool import Pool
+
+_TP2, _HSDP = "--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_replicate_degree=2"
+LAYOUTS = {
+    "one": (1, []),
+    "dp2": (2, []),
+    "dp3": (3, []),
+    "dp4": (4, []),
+    "tp2": (2, [_TP2]),
+    "dp2tp2": (4, [_TP2]),
+    "hsdp2x2": (4, [_HSDP]),
+    "hsdp2x2xtp2": (8, [_HSDP, _TP2]),
+}
+WIDE = [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.n_layers=1"]
+
+
+def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str, dict]:
+    """Return the digests of the state after loading each checkpoint."""
+    run = trainer(argv, folder)
+    found = {}
+    for name, path in sources.items():
+        restore(at_path(Path(path), True, everyone(), weights_only=False), run.state, everyone())
+        found[name] = digests(run)
+    return found
+
+
+def save_and_load_everywhere(pool: Pool, folder: Path, layouts: dict[str, tuple[int, list[str]]]) -> list[str]:
+    """Save on each layout and load on all; return the pairs whose state differs."""
+    saved, sources = {}, {}
+    for name, (world, layout) in layouts.items():
+        argv = [*WIDE, *layout, "--checkpoint.enable", "--training.steps=2"]
+        saved[name] = pool.run(run_until, argv, str(folder / name), world=world)[0]["state"]
+        sources[name] = str(folder / name / "checkpoint")
+    wrong = set()
+    for target, (world, layout) in layouts.items():
+        for found in pool.run(load_all, [*WIDE, *layout], str(folder / "to"), sources, world=world):
+            wrong |= {f"saved on {name}, loaded on {target}: differs" for name in saved if found[name] != saved[name]}
+    return sorted(wrong)
