@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from titanlite.models.common.attention import Mask, document_mask
+
 Head = Callable[[Tensor, nn.Module], Tensor]
 
 
@@ -15,6 +17,8 @@ class Decoder(nn.Module):
     """The blocks of this stage, by their number in the whole model."""
     norm: nn.Module | None
     output: nn.Module | None
+    attention_dropout: float = 0.0
+    """The probability with which training drops one token's attention to another."""
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return hidden states of (batch, tokens); only called where there is an embedding."""
@@ -24,6 +28,13 @@ class Decoder(nn.Module):
     def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
         """Return what every block receives after the hidden states, such as rotary tables."""
         return ()
+
+    def attention_mask(self, documents: Tensor, h: Tensor) -> Mask:
+        """Return what every block receives last and hands to its CausalAttention, for hidden states `h`.
+
+        Context parallel replaces this method, to mask its rank's queries and all keys, and every CausalAttention.
+        """
+        return document_mask(documents, h.dtype, self.attention_dropout if self.training else 0.0)
 
     def forward(
         self,
@@ -38,8 +49,9 @@ class Decoder(nn.Module):
         """
         h = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
         inputs = self.block_inputs(positions, tokens.size(1))
+        mask = None if documents is None else self.attention_mask(documents, h)
         for block in self.layers.values():
-            h = block(h, *inputs, documents)
+            h = block(h, *inputs, mask)
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h

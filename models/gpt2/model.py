@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.attention import CausalAttention, Mask
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.gpt2 import GPT2Config
 
@@ -20,11 +20,11 @@ class Attention(nn.Module):
         self.core = CausalAttention(c.dropout)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: Mask | None) -> torch.Tensor:
         def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), documents)
+        values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), mask)
         return self.dropout(self.wo(values.transpose(1, 2).flatten(-2)))
 
 
@@ -47,8 +47,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(self, h: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        h = h + self.attention(self.attention_norm(h), documents)
+    def forward(self, h: torch.Tensor, mask: Mask | None) -> torch.Tensor:
+        h = h + self.attention(self.attention_norm(h), mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -58,7 +58,7 @@ class GPT2(Decoder):
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
         # As many as the flavor has, whatever `positions` is: the weights must fit runs of any length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout, self.attention_dropout = nn.Dropout(c.dropout), c.dropout
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)

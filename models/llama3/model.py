@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.attention import CausalAttention, Mask
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.rope import Rope, rotate
 from titanlite.models.llama3 import LlamaConfig
@@ -19,12 +19,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
-        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, documents)
+        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return self.wo(values.transpose(1, 2).flatten(-2))
 
 
@@ -47,8 +47,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), cos, sin, documents)
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 

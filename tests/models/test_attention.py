@@ -1,18 +1,145 @@
-"""The attention kernels give equal results."""
+"""Document masks: both kinds give equal results, and one is made per micro-batch, outside of the blocks."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from titanlite.models.common.attention import CausalAttention, flex_document_attention
+from tests.jobs import FLOAT64, TINY, gradients, job, relative_error, trainer
+from tests.lanes import sample
+from tests.models.test_gpt2 import GPT2Config
+from tests.models.test_gpt2 import build as build_gpt2
+from tests.models.test_llama3 import SMALL, build
+from titanlite.data.loader import MicroBatch
+from titanlite.models.common import attention
+from titanlite.models.common.attention import CausalAttention, document_mask
+from titanlite.parallel import compile, recompute
+from titanlite.parallel.build import Context
+from titanlite.runtime.torch_private import compiled_graphs
+
+DOCUMENTS = torch.stack([torch.arange(40) // 7, torch.arange(40) // 23])
+DENSE = 0.5
+"""A probability of dropout: FlexAttention has none, so the mask is dense."""
+
+
+def take_the_cpu_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let FlexAttention run with its backward pass, as slow as it is uncompiled."""
+    patch.setattr(attention, "FLEX_DEVICES", ("cpu",))
+    patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    patch.setattr(attention, "_compiled", lambda function: function)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    take_the_cpu_for_a_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_flex_attention_equals_the_masked_kernel(kv_heads):
+def test_flex_attention_equals_the_masked_kernel(kv_heads, as_on_a_gpu):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 40, 16, generator=generator)
     k, v = (torch.randn(2, kv_heads, 40, 16, generator=generator) for _ in range(2))
-    documents = torch.stack([torch.arange(40) // 7, torch.arange(40) // 23])
     with torch.no_grad():
-        expected = CausalAttention()(q, k, v, documents)
-        assert (flex_document_attention(q, k, v, documents) - expected).abs().max() <= 1e-6
+        expected = CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))
+        assert (CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype)) - expected).abs().max() <= 1e-6
         assert (CausalAttention()(q, k, v) - expected).abs().max() > 1e-2, "the mask must matter"
+
+
+def test_layers_share_one_dense_mask():
+    """Neither do they keep one of their own for the backward pass."""
+    model: Any = build(SMALL)[0]
+    kept = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (40, 40):
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 40, dtype=torch.int64), documents=DOCUMENTS)
+    assert len(model.layers) == 2 and len(kept) == 1
+
+
+def test_dropout_of_attention_is_never_left_out(as_on_a_gpu):
+    """FlexAttention has none: it is for evaluation, and for models without dropout."""
+    model: Any = build_gpt2(GPT2Config(32, 2, 4, vocab_size=99, max_seq_len=64, dropout=0.1))[0]
+    hidden = torch.zeros(2, 40, 32)
+    assert isinstance(model.attention_mask(DOCUMENTS, hidden), torch.Tensor)
+    mask = model.eval().attention_mask(DOCUMENTS, hidden)
+    assert isinstance(mask, BlockMask)
+    q = torch.zeros(2, 4, 40, 8)
+    with pytest.raises(AssertionError, match="dropout"):
+        CausalAttention(0.1)(q, q, q, mask)
+
+
+def recording_backend(graphs: list[Counter[str]]) -> Any:
+    """Return a backend for torch.compile that splits graphs as inductor does, and lists the operations of each."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def record(graph: Any, _: Any) -> Any:
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph.forward)
+
+    compilers: Any = {"fw_compiler": record, "bw_compiler": record}
+    return partial(aot_module_simplified, **compilers, partition_fn=min_cut_rematerialization_partition)
+
+
+@pytest.mark.parametrize("mode", sample(["none", "full", "selective"], "selective"))
+def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a_gpu):
+    """With recomputation too; only full recomputation attends again. One graph serves all blocks and documents."""
+    from torch._dynamo import register_backend
+
+    graphs: list[Counter[str]] = []
+    register_backend(recording_backend(graphs), name=f"recorded-{mode}")
+    argv = [*TINY, "--compile.enable", f"--compile.backend=recorded-{mode}", f"--activation_checkpoint.mode={mode}"]
+    context = Context(job(argv, 1), None, {}, torch.device("cpu"))  # type: ignore[arg-type]
+    model, dense = (build(SMALL)[0] for _ in range(2))
+    vars(dense)["attention_dropout"] = DENSE
+    recompute.apply(model, context)
+    compile.apply(model, context)
+    before = compiled_graphs()
+    for documents in (DOCUMENTS, DOCUMENTS.flip(0)):
+        for either in (model, dense):
+            either(torch.arange(80).view(2, 40) % 7, documents=documents).square().sum().backward()
+    assert compiled_graphs() == before + 1
+    for (name, found), expected in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        assert relative_error(found.grad, expected.grad) <= 1e-5, name
+    forward, backward = graphs
+    assert not [name for name in forward | backward if "sort" in name or "scaled_dot_product" in name]
+    assert (forward["flex_attention"], backward["flex_attention_backward"]) == (1, 1)
+    assert backward["flex_attention"] == (mode == "full")
+
+
+def gradients_under_a_mask(argv: list[str], folder: str, flex: bool) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        if flex:
+            take_the_cpu_for_a_gpu(patch)
+        run = trainer([*argv, *FLOAT64], folder)
+        tokens = torch.arange(80).view(2, 40) % 7
+        rows = torch.stack([tokens, tokens, DOCUMENTS, torch.arange(40).expand(2, 40)], dim=1)
+        run.runner.forward_backward(1, [MicroBatch(rows)], torch.tensor(80))
+        return gradients(run)
+
+
+COMPILED = "--compile.enable --compile.backend=aot_eager"
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [f"full {TP} {COMPILED}", f"selective {COMPILED}", f"selective {TP}"],
+    ids=["full tp compiled", "selective compiled", "selective tp"],
+)
+def test_flex_attention_trains_like_the_masked_kernel_on_any_mesh(pool, tmp_path, words):
+    argv = [*TINY, "--model.overrides.n_kv_heads=2", "--training.seq_len=40"]
+    argv += f"--activation_checkpoint.mode={words}".split()
+    dense, flex = (pool.run(gradients_under_a_mask, argv, str(tmp_path), kind, world=4) for kind in (False, True))
+    for expected, found in zip(dense, flex, strict=True):
+        for name, gradient in expected.items():
+            assert relative_error(found[name], gradient) <= 1e-10, name

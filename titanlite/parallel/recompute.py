@@ -16,6 +16,7 @@ from titanlite.runtime.torch_private import ATTENTION_OPERATIONS, REDUCE_SCATTER
 
 _EXPENSIVE = (
     *ATTENTION_OPERATIONS,
+    torch.ops.higher_order.flex_attention,
     REDUCE_SCATTER_OPERATION,
     torch.ops.aten.max.default,  # the largest value that float8 scales by: an all-reduce hangs on it
 )
