@@ -15,7 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saved import everyone, keeping_log
+from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY, job, trainer, weights
+from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
 from titanlite.checkpoint.hf.config_json import complete, config_faults
@@ -23,6 +25,8 @@ from titanlite.checkpoint.hf.export import export, export_live
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.load import ConfigError
+from titanlite.data.documents import text_files
+from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.models import gpt2, llama3
@@ -482,17 +486,48 @@ def trained(argv: list[str], folder: str) -> dict[str, Any]:
     return {"weights": weights(run), "log": lines}
 
 
-def test_the_last_weights_are_exported(pool, tmp_path):
-    tokenizer = tmp_path / "assets"
-    tokenizer.mkdir()
-    argv = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16"]
-    found = pool.run(trained, argv, str(tmp_path), world=2)[0]
-    target = tmp_path / "checkpoint/hf-step-3"
+def prepared_shards(root: Path) -> tuple[Path, int]:
+    """Return a folder of shards with their own tokenizer, and the number of its ids; the last one ends documents."""
+    from tokenizers import Tokenizer
+
+    for name in ("assets", "text"):
+        (root / name).mkdir()
+    (root / "text/a.txt").write_text("the cat sat on the mat. " * 40)
+    backend = Tokenizer.from_file(
+        str(make_assets(root / "assets", ["the cat sat on the mat"], 300) / "tokenizer.json")
+    )
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(root / "assets/tokenizer.json"))
+    (root / "assets/tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    prepare({"text": text_files("text", str(root / "text"))}, str(root / "assets"), root / "shards", 1)
+    shutil.rmtree(root / "assets")
+    return root / "shards", backend.get_vocab_size()
+
+
+def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tmp_path, capsys):
+    shards, ids = prepared_shards(tmp_path)
+    argv = [*TINY, "--training.dataset=tokens", f"--training.dataset_path={shards}"]
+    argv += [f"--model.overrides.vocab_size={ids}", "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    found = pool.run(trained, [*argv, "--checkpoint.export_dtype=bfloat16"], str(tmp_path), world=2)[0]
+    target, by_command = tmp_path / "checkpoint/hf-step-3", tmp_path / "by-command"
     assert f"exported step 3 for Hugging Face: {target}" in found["log"]
-    exported_folder = HuggingFaceFolder(target, llama3.SPEC, job(TINY, 1).model)
+    exported_folder = HuggingFaceFolder(target, llama3.SPEC, job(argv, 1).model)
     for name, tensor in found["weights"].items():
         assert torch.equal(exported_folder.read(name), tensor.to(torch.bfloat16))
-    assert json.loads((target / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == ids - 1
+
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(by_command)]) == 0
+    names = {path.name for path in target.iterdir()}
+    assert names == {path.name for path in by_command.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    assert all((target / name).read_bytes() == (by_command / name).read_bytes() for name in names)
+
+    shutil.move(shards, tmp_path / "elsewhere")
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
+    assert f"no tokenizer is exported: {shards} has no tokenizer.json" in capsys.readouterr().err
+    assert json.loads((tmp_path / "alone/config.json").read_text())["eos_token_id"] is None
+    named = ["--tokenizer", str(tmp_path / "elsewhere")]
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(tmp_path / "named"), *named]) == 0
+    assert (tmp_path / "named/config.json").read_bytes() == (target / "config.json").read_bytes()
 
 
 def test_tokenizer_files_are_exported(tmp_path):

@@ -272,8 +272,9 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "checkpoint.initial_load_path": LOAD + "test_initial_load_path_loads_weights_or_everything",
     "checkpoint.initial_load_model_only": LOAD + "test_initial_load_path_loads_weights_or_everything",
     "checkpoint.initial_load_in_hf": HUGGING_FACE + "test_each_rank_reads_what_its_shards_need",
-    "checkpoint.last_save_in_hf": HUGGING_FACE + "test_the_last_weights_are_exported",
-    "checkpoint.export_dtype": HUGGING_FACE + "test_the_last_weights_are_exported",
+    "checkpoint.last_save_in_hf": HUGGING_FACE
+    + "test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards",
+    "checkpoint.export_dtype": HUGGING_FACE + "test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards",
     "checkpoint.exclude_from_loading": LOAD + "test_exclude_from_loading_lists_what_may_differ",
     "checkpoint.verify_on_load": LOAD + "test_verify_on_load_sizes_reads_only_small_files",
     "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_on_failure_warn_continues_and_saves_again",

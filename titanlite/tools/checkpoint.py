@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from titanlite.checkpoint.hf.names import HFTensor
+    from titanlite.data.tokenizer import Tokenizer
 
 Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
@@ -81,7 +82,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     out.add_argument("--format", choices=("hf", "safetensors"), default="hf", help="default: hf")
     dtypes = ("float32", "bfloat16", "float16")
     out.add_argument("--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype")
-    out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the config's model.hf_assets_path")
+    out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the run's own")
     checks = ("full", "sizes")
     out.add_argument("--verify", choices=checks, default="full", help="what to check first (default: full)")
     about = "the package the model is in; needed if the checkpoint's config names one"
@@ -243,7 +244,6 @@ def _hf_folder(
 ) -> tuple[list[HFTensor], dict[str, bytes]]:
     """Return the tensors and documents of the model's Hugging Face folder."""
     from titanlite.checkpoint.hf.names import Translation, documents
-    from titanlite.data.tokenizer import ByteTokenizer, JsonTokenizer
     from titanlite.registry import get_model
 
     if config.model.package and not arguments.package:
@@ -253,23 +253,34 @@ def _hf_folder(
         )
     spec = get_model(config.model.name, arguments.package)
     overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
-    translation = Translation(spec, spec.configure(config.model.flavor, overrides))
+    flavor = spec.configure(config.model.flavor, overrides)
+    translation = Translation(spec, flavor)
     saved = {
         name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
     }
     if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
         raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
-    assets = arguments.tokenizer or config.model.hf_assets_path
-    if not assets:
-        tokenizer = ByteTokenizer()
-    elif (Path(assets) / "tokenizer.json").is_file():
-        tokenizer = JsonTokenizer(Path(assets))
-    elif arguments.tokenizer:
-        raise UserError(f"--tokenizer {assets}: it has no tokenizer.json")
-    else:
-        tokenizer, what = None, f"{assets} has no tokenizer.json; name its folder with --tokenizer"
-        print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
+    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
     return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
+
+
+def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
+    """Return the tokenizer of a folder named by --tokenizer, or the run's own; say so if it is not here."""
+    from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
+
+    if named and not (Path(named) / "tokenizer.json").is_file():
+        raise UserError(f"--tokenizer {named}: it has no tokenizer.json")
+    if named:
+        return load_tokenizer(named)
+    parts, assets = config.training.mixture or [config.training], config.model.hf_assets_path
+    folders = [assets] if assets else [part.dataset_path for part in parts if part.dataset == "tokens"]
+    here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
+    is_known = here or (not assets and all(map(os.path.exists, folders)))
+    if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
+        return tokenizer
+    what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
+    print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
+    return None
 
 
 def _import(arguments: Namespace, overrides: list[str]) -> int:
