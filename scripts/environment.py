@@ -22,6 +22,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+PLACE = VENV / "titanlite-place"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = (
@@ -67,7 +68,19 @@ def marker(dev: bool) -> Path:
 
 
 def is_made(dev: bool) -> bool:
-    return PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
+    """Return whether `.venv` is complete; a copied or moved one runs another checkout's code, or none."""
+    complete = PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
+    return complete and made_for() == this_place()
+
+
+def this_place() -> str:
+    """Return where `.venv` is, and which interpreter it runs, which an upgrade of the system may change."""
+    return f"{ROOT}\n{os.path.realpath(PYTHON)}\n"
+
+
+def made_for() -> str:
+    """Return the place and the interpreter that `.venv` was made for; empty if an older titanlite made it."""
+    return PLACE.read_text() if PLACE.exists() else ""
 
 
 def make(dev: bool) -> None:
@@ -80,10 +93,13 @@ def make(dev: bool) -> None:
             f"{sys.executable} has no working venv module; install it (Debian, Ubuntu: "
             f"apt install python3-venv), or activate an environment with titanlite in it"
         )
-    if not site_packages().exists():  # none yet, or another Python's
+    moved = made_for() not in ("", this_place())
+    if moved or not site_packages().exists():  # none yet, or another Python's
+        if moved:
+            say(f"{VENV} was made for {' and '.join(made_for().splitlines())}, and is made again")
         try:
             venv.create(VENV, with_pip=True, symlinks=True, clear=VENV.exists())
-        except subprocess.CalledProcessError as error:
+        except (OSError, subprocess.CalledProcessError) as error:
             fail(f"{sys.executable} could not make {VENV}: {error}")
     if torch_folder := folder_of_active_torch():
         (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
@@ -103,6 +119,7 @@ def make(dev: bool) -> None:
     ]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         fail(f"the installation failed; see above. To start over: rm -r {VENV}")
+    PLACE.write_text(this_place())
     marker(dev).touch()
 
 
@@ -135,7 +152,13 @@ class lock:
     """A file lock, which the system releases when the process ends or is killed."""
 
     def __enter__(self) -> None:
-        self.file = (ROOT / ".venv.lock").open("w")
+        try:
+            self.file = (ROOT / ".venv.lock").open("w")
+        except OSError as error:
+            fail(
+                f"{VENV} cannot be made: {error}. Copy the checkout to a folder that can be written to, or activate "
+                f"an environment in which this ran: pip install -e {ROOT}"
+            )
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

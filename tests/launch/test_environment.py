@@ -1,9 +1,11 @@
 """scripts/environment.py: the first start makes `.venv`, concurrent starts wait, later starts find it."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -64,6 +66,66 @@ def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout)
     (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
     fourth = start(checkout)
     assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"
+
+
+@pytest.mark.long
+def test_a_copied_checkout_gets_an_environment_of_its_own(checkout, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("other") / "copy"
+    for folder in (checkout, copy):
+        process = start(folder)
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0 and out.strip() == str(folder / ".venv/bin/python"), error
+        assert ("was made for" in error) == (folder == copy)
+        if folder == checkout:
+            shutil.copytree(checkout, copy, symlinks=True)
+    assert (copy / ".venv/bin/pip").read_text().startswith(f"#!{copy}/")
+
+
+def load(checkout: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("environment", checkout / "scripts/environment.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_copied_or_moved_checkout_or_one_whose_python_changed_makes_its_environment_again(
+    checkout, tmp_path_factory, monkeypatch, capsys
+):
+    created = []
+
+    def create(folder: Path, clear: bool, **_: object) -> None:
+        created.append((folder, clear))
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").symlink_to(sys.executable)
+        load(folder.parent).site_packages().mkdir(parents=True)
+
+    monkeypatch.setattr("venv.create", create)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: subprocess.CompletedProcess("", 0))
+    load(checkout).make(dev=False)
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(checkout, other / "copied", symlinks=True)
+    shutil.copytree(checkout, other / "upgraded", symlinks=True)
+    assert load(checkout).is_made(dev=False), "as long as it stays where it is"
+    shutil.move(checkout, other / "moved")
+    for name in ("copied", "moved", "upgraded"):
+        found = load(other / name)
+        assert not found.is_made(dev=False)
+        found.make(dev=False)
+        assert f"{found.VENV} was made for {checkout} and " in capsys.readouterr().err
+        assert found.is_made(dev=False) and created[-1] == (found.VENV, True)
+    found.PYTHON.unlink()
+    found.PYTHON.symlink_to("/bin/sh")  # such as /usr/bin/python3 after an upgrade of the system
+    assert not found.is_made(dev=False)
+
+
+def test_a_checkout_that_cannot_be_written_to_is_one_line(checkout):
+    (checkout / ".venv.lock").mkdir()  # root may write into any folder, but opens none as a file
+    process = start(checkout)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and len(error.splitlines()) == 1
+    assert f"{checkout}/.venv cannot be made" in error and "Copy the checkout to a folder that can be" in error
 
 
 def test_python_without_ensurepip_names_the_package_to_install(checkout):
