@@ -32,7 +32,7 @@ FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """Return the dump folder and the console of a run of 3 steps on 2 ranks."""
-    folder = tmp_path_factory.mktemp("finished")
+    folder = tmp_path_factory.mktemp("a finished run")
     argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
     code, out = train([*argv, "--validation.steps=1", "--validation.freq=2"], folder, NGPU="2")
     assert code == 0, out

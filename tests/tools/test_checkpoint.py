@@ -20,7 +20,7 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
 from titanlite.models import llama3
-from titanlite.tools.tour import _kill_all
+from titanlite.tools import tour
 
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
 
@@ -213,6 +213,22 @@ def test_wrong_arguments_are_named(tool, tmp_path):
         assert code == 2 and says in out
 
 
+def test_the_tour_takes_a_folder_with_blanks(monkeypatch, tmp_path):
+    commands, folder = [], tmp_path / "a b"
+    monkeypatch.setattr(tour, "_python", lambda *arguments, **_: commands.append(arguments) or "")
+    tour._titanlite("checkpoint export", folder / "run", folder / "out", NGPU="1")
+
+    def start(command, **_):
+        commands.append(command)
+        raise InterruptedError
+
+    monkeypatch.setattr(tour.subprocess, "Popen", start)
+    with pytest.raises(InterruptedError):
+        tour._train_and_kill(folder)
+    assert commands[0][-2:] == (f"{folder}/run", f"{folder}/out")
+    assert commands[1][-2:] == ["--job.dump_folder", str(folder)]
+
+
 def test_the_tour_kills_processes_in_their_own_sessions():
     """The tour itself takes a minute; it is one command, and every promise that it shows has a test of its own."""
     child = "import subprocess as s, time; p = s.Popen(['sleep', '60'], start_new_session=True)"
@@ -220,7 +236,7 @@ def test_the_tour_kills_processes_in_their_own_sessions():
     process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
     assert process.stdout is not None
     grandchild = int(process.stdout.readline())
-    _kill_all(process)
+    tour._kill_all(process)
     for _ in range(100):
         state = subprocess.run(["ps", "-o", "stat=", "-p", str(grandchild)], capture_output=True, text=True).stdout
         if not state.strip() or state.startswith("Z"):

@@ -6,6 +6,7 @@ Every step is a command that a person could type, and prints what it proves; the
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from titanlite.errors import UserError
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
 RUN = f"--training.steps {STEPS} --training.seq_len 64 --training.global_batch_size 8 --training.local_batch_size 2"
 RUN += f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} --job.device cpu --generate.no_at_end"
-RUN += f" --validation.freq {STEPS} --validation.steps 5 --metrics.no_enable_tensorboard"
+RUN += f" --validation.freq {STEPS} --validation.steps 5 --metrics.no_enable_tensorboard --job.dump_folder"
 SECONDS_TO_START = 300
 _COMPARE = """
 import sys, torch
@@ -62,22 +63,22 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     _check(recent, f"killed at step {killed_at}, and checkpoint step-{saved} is complete")
 
     _print("2  Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
-    out = _titanlite(f"train {RUN} --job.dump_folder {dump}", NGPU="2")
+    out = _titanlite(f"train {RUN}", dump, NGPU="2")
     _check(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh without any option")
     steps = [record["step"] for record in _records(dump) if "loss" in record]
     _check(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has each of the {STEPS} steps once")
 
     _print("3  Run the same training uninterrupted in one process.")
-    _titanlite(f"train {RUN} --job.dump_folder {single}", NGPU="1")
+    _titanlite(f"train {RUN}", single, NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
     worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
     _check(worst < 1e-4, f"training and validation losses differ by at most {worst:.1e}")
 
     _print("4  List and verify the checkpoints, and export the last one to Hugging Face's format.")
-    print(_titanlite(f"checkpoint ls {dump} --full"), end="")
-    _titanlite(f"checkpoint verify {dump}")
+    print(_titanlite("checkpoint ls --full", dump), end="")
+    _titanlite("checkpoint verify", dump)
     _check(True, "every byte matches its checksum")
-    _titanlite(f"checkpoint export {dump} {exported}")
+    _titanlite("checkpoint export", dump, exported)
     names = sorted(path.name for path in exported.iterdir())
     _check("config.json" in names, f"exported {', '.join(names)}")
 
@@ -89,7 +90,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         print("   skipped: transformers is not installed")
 
     _print("6  Generate text with the model after so few steps:")
-    print(_titanlite(f"generate --config {dump}/config.toml --tokens 60 --prompt def").rstrip())
+    print(_titanlite("generate --tokens 60 --prompt def --config", dump / "config.toml").rstrip())
     print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
     return 0
 
@@ -104,9 +105,12 @@ def _check(holds: bool, claim: str) -> None:
     print(f"   proved: {claim}", flush=True)
 
 
-def _titanlite(command: str, **environ: str) -> str:
-    print("   " + " ".join([*(f"{k}={v}" for k, v in environ.items()), "titanlite", command]), flush=True)
-    return _python("-m", "titanlite", *command.split(), **environ)
+def _titanlite(command: str, *paths: Path, **environ: str) -> str:
+    """Return what a command printed that ends in these paths, in which there may be blanks."""
+    arguments = [*command.split(), *map(str, paths)]
+    variables = [f"{name}={value}" for name, value in environ.items()]
+    print(f"   {shlex.join([*variables, 'titanlite', *arguments])}", flush=True)
+    return _python("-m", "titanlite", *arguments, **environ)
 
 
 def _python(*arguments: str, **environ: str) -> str:
@@ -128,9 +132,9 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 def _train_and_kill(run: Path) -> None:
     """Start a run on 4 ranks, and kill all its processes at once when it has reached step KILL_AFTER."""
-    arguments = f"train {RUN} --parallelism.tensor_parallel_degree 2 --job.dump_folder {run}"
-    print(f"   NGPU=4 titanlite {arguments}", flush=True)
-    command = [sys.executable, "-m", "titanlite", *arguments.split()]
+    arguments = [*f"train --parallelism.tensor_parallel_degree 2 {RUN}".split(), str(run)]
+    print(f"   NGPU=4 titanlite {shlex.join(arguments)}", flush=True)
+    command = [sys.executable, "-m", "titanlite", *arguments]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, env={**os.environ, "NGPU": "4"}, stdout=log, stderr=log)
         deadline = time.monotonic() + SECONDS_TO_START
