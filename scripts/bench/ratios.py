@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from titanlite.observe.run_folder import git_revision
 
 RESAMPLES = 2000
 
@@ -57,11 +58,10 @@ def _resampled(compare: Callable[[Any, Any], Any], ours: list[float], theirs: li
 def keep(path: Path, name: str, record: dict[str, Any]) -> None:
     """Store a record under its name in a JSON file, with the date, the command and the machine."""
     records = json.loads(path.read_text()) if path.exists() else {}
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
     records[name] = record | {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
-        "revision": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "revision": git_revision(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": machine(),

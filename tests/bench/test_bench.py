@@ -11,6 +11,7 @@ from scripts.bench import gpu, overhead, ratios
 from scripts.bench.plain import Plain, write_tokens
 from tests.launch.run import records
 from titanlite.models.llama3 import FLAVORS
+from titanlite.observe.run_folder import git_revision
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_the_plain_loop_shards_on_one_rank_and_compiles(pool, tmp_path):
         pool.run(plain_steps, str(tmp_path), compiler, world=1)[0] for compiler in ("", "aot_eager")
     )
     assert sharded and losses[1] < losses[0] and compiled == pytest.approx(losses, rel=1e-2)
+
+
+def test_a_record_is_kept_where_there_is_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    git_revision.cache_clear()
+    ratios.keep(tmp_path / "records", "row", {})
+    git_revision.cache_clear()
+    assert json.loads((tmp_path / "records").read_text())["row"]["revision"] is None
 
 
 def test_failed_rows_run_again_after_the_remaining_ones(tmp_path, monkeypatch, capsys):

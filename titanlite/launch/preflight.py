@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,8 @@ def check_machine(job: Job, device: str, processes: int) -> None:
             check(tensor.check, model, table, job.layout.tp)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
-            available = gpu_bytes() if device == "cuda" else machine_bytes() // processes
+            on_gpu = device == "cuda" and not job.config.training.enable_cpu_offload
+            available = gpu_bytes() if on_gpu else machine_bytes() // processes
             check(_check_memory, job, model, table, available)
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
@@ -77,6 +80,8 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     check(compile.check_backend, config.compile)
+    if config.compile.enable and config.compile.backend == "inductor" and device == "cuda":
+        check(_check_triton)
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
@@ -107,6 +112,17 @@ def _require_gpu(key: str, device: str) -> None:
         raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
 
 
+def _check_triton() -> None:
+    """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first step."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        remedy = "install gcc or clang, or let CC name a compiler"
+        raise UserError(f"compile.enable = true needs a C compiler on a GPU, where Triton calls it: {remedy}")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
+        remedy = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+        raise UserError(f"compile.enable = true needs {header} on a GPU, where Triton includes it: {remedy}")
+
+
 def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:
     """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
     from titanlite.parallel.build import build_meta_model
@@ -124,7 +140,7 @@ def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available:
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
         f"{format_bytes(per_rank)} on each of the {job.layout.splits} ranks that share them, "
-        f"and a rank has {format_bytes(available)}\n"
+        f"and a rank has {format_bytes(available)}{' of host memory' * job.config.training.enable_cpu_offload}\n"
         f"      would fit on ≥ {-(-total // available)} such ranks, or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
         + (f", or with --model.flavor {' or '.join(fitting)}" if fitting else "")
     )
