@@ -39,19 +39,22 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     groups = [[model.get_submodule(name) for name in group] for group in plan.groups]
     if plan.last_is_root:
         groups[plan.last] = [model]
+    # Replicas alone gather nothing, but FSDP2 copies what it would gather: freed, it would be copied again.
+    replicas_alone = job.layout.fsdp == 1 < job.layout.dp_replicate and not training.enable_cpu_offload
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The backward pass needs the last group again at once, so the default keeps it gathered.
-        reshard = policy == "always" or (policy == "default" and number != plan.last)
+        reshard = policy == "always" or (policy == "default" and number != plan.last and not replicas_alone)
         shard(modules, reshard_after_forward=policy if isinstance(policy, int) else reshard)
     if not plan.last_is_root:
         shard(model, reshard_after_forward=False)
     as_bytes = on_cpu and job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the valid tokens of all ranks, so gradients are summed; gloo can't scale
-            # while it reduces, hence the plain sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            if context.mesh.fsdp.size() > 1:  # on one rank FSDP2 would divide by this factor, in a pass of its own
+                # The loss is divided by the valid tokens of all ranks, so gradients are summed; gloo can't scale
+                # while it reduces, hence the plain sum.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
             if as_bytes:
                 module.set_custom_all_gather(bytes_all_gather())
     fsdp_schedule.set_prefetch([modules[0] for modules in groups], plan)
