@@ -20,6 +20,8 @@ from titanlite.runtime.determinism import derive_seed
 
 BLOCK = 65536
 _CHUNK_ELEMENTS = 64 * BLOCK
+_MAX_THREADS = 16
+"""More would use gigabytes, each having a chunk, where a process sees all cores of a large node."""
 
 
 def materialize(
@@ -66,26 +68,26 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     per_row = prod(shape[1:])
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     # Some rows at a time, so that a shard cut along columns never costs the memory of all full rows.
-    chunk_rows = max(1, torch.get_num_threads() * _CHUNK_ELEMENTS // per_row)
+    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    chunk_rows = max(1, threads * _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
         start = (offset[0] + row) * per_row
-        values = _draw(name, seed, start, start + rows * per_row, prod(shape)).view(rows, *shape[1:])
+        values = _draw(name, seed, start, start + rows * per_row, prod(shape), threads).view(rows, *shape[1:])
         local[row : row + rows] = values[(slice(None), *columns)].mul_(std)
 
 
-def _draw(name: str, seed: int, start: int, stop: int, numel: int) -> torch.Tensor:
+def _draw(name: str, seed: int, start: int, stop: int, numel: int, threads: int) -> torch.Tensor:
     """Return elements start to stop of the full tensor's standard normal values."""
     first = start // BLOCK
     values = torch.empty(min(numel, -(-stop // BLOCK) * BLOCK) - first * BLOCK, dtype=torch.float32)
     blocks = values.split(BLOCK)
-    threads = min(torch.get_num_threads(), len(blocks))
 
-    def draw_every_nth(first_one: int) -> None:
+    def draw_every_nth(thread: int) -> None:
         generator = torch.Generator()
-        for i in range(first_one, len(blocks), threads):  # normal_ releases Python's lock
+        for i in range(thread, len(blocks), threads):  # normal_ releases Python's lock
             blocks[i].normal_(generator=generator.manual_seed(derive_seed("init", seed, name, first + i)))
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(draw_every_nth, range(threads)))
+        list(pool.map(draw_every_nth, range(min(threads, len(blocks)))))
     return values[start - first * BLOCK : stop - first * BLOCK]
