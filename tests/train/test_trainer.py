@@ -219,6 +219,21 @@ def test_ranks_with_different_data_stop(pool, tmp_path):
         pool.run(other_data_on_rank_1, str(tmp_path / "out"), str(tmp_path), world=2)
 
 
+def other_torch_on_rank_1(folder: str) -> None:
+    import torch.distributed as dist
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", f"2.{dist.get_rank()}")
+        trainer(TINY, folder)
+
+
+def test_ranks_with_different_software_stop(pool, tmp_path):
+    with pytest.raises(
+        RankFailed, match=r"the software differs between ranks: .* torch 2.0, rank 1 has .* torch 2.1"
+    ):
+        pool.run(other_torch_on_rank_1, str(tmp_path), world=2)
+
+
 def nondeterministic(folder: str) -> str:
     trainer([*TINY, "--debug.deterministic"], folder)
     try:

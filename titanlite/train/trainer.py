@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from titanlite import __version__
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.state import TrainingState
@@ -56,6 +57,7 @@ class Trainer:
             use_deterministic_algorithms()
         self._require_equal("the config", _hash(job.given))
         self._require_equal("the kind of device", device.type)
+        self._require_equal("the software", f"titanlite {__version__}, torch {torch.__version__}")
         self.mesh = build_mesh(job.layout, device.type)
         self.checkpoints = Checkpoints(job, rank_info, device, log)
         self.resume = self.checkpoints.find()
