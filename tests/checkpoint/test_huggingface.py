@@ -363,6 +363,9 @@ REFUSED = [
         {"rope_scaling": {"factor": 2.0}},
         'rope_scaling {"rope_type": null, "factor": 2.0}, but the model has null',
     ),
+    (SMALL, {"rope_scaling": "linear"}, 'rope_scaling "linear", but the model has null'),
+    (SMALL, {"num_attention_heads": "4"}, 'num_attention_heads "4", but the model has 4'),
+    (SMALL, {"num_attention_heads": 0}, "num_attention_heads 0, but the model has 4"),
     (SCALED, {"rope_scaling": None}, 'rope_scaling null, but the model has {"rope_type": "llama3", "factor": 8.0'),
     (SMALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, but the model has 1.0"),
     (SMALL, {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but"),
@@ -399,7 +402,7 @@ HUB = """
     "_name_or_path": "x", "bos_token_id": 128000, "eos_token_id": [128001, 128008], "initializer_range": 0.02,
     "pad_token_id": 0, "pretraining_tp": 1, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
     "use_cache": true, "attention_dropout": 0.0, "unsloth_fixed": true, "rope_interleaved": false, "n_ctx": 1024,
-    "is_llama_config": true, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "is_llama_config": true, "predict_special_tokens": true, "transformers.js_config": {"kv_cache_dtype": {}},
     "summary_type": "cls_index", "summary_first_dropout": 0.1, "rope_scaling": null, "sliding_window": null,
     "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "resid_pdrop": 0.1
 """

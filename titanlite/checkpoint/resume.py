@@ -111,11 +111,10 @@ class Resume:
 
 def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of the model that a checkpoint's weights belong to; none if they are not known any more."""
-    if (fields := json.loads(store.read(folder / ENVIRONMENT)).get("model")) is not None:
-        return fields
+    fields = json.loads(store.read(folder / ENVIRONMENT)).get("model")
     given = tomllib.loads(store.read(folder / CONFIG).decode())["model"]
-    with suppress(UserError):  # saved before fields were: what its flavor means today
-        return asdict(spec.configure(given["flavor"], given["overrides"]))
+    with suppress(UserError):  # a checkpoint from before fields were saved: what its flavor means today
+        return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
     return {}
 
 

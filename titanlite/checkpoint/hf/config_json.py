@@ -20,9 +20,9 @@ _HARMLESS = """
     _* *_implementation *_token_id architectures auto_map torch_dtype dtype *transformers* unsloth* is_llama_config
     *_name_or_path *dropout* *_pdrop initializer_range init_std pretraining_tp gradient_checkpointing use_cache n_ctx
     chunk_size_feed_forward *return_dict* output_* id2label label2id num_labels problem_type finetuning_task summary_*
-    task_specific_params tokenizer_class model_max_length max_sequence_length seq_length reorder_and_upcast_attn
-    max_length min_length do_sample early_stopping num_beams num_beam_groups temperature top_k top_p typical_p
-    repetition_penalty length_penalty num_return_sequences
+    task_specific_params predict_special_tokens tokenizer_class model_max_length max_sequence_length seq_length
+    reorder_and_upcast_attn max_length min_length do_sample early_stopping num_beams num_beam_groups temperature top_k
+    top_p typical_p repetition_penalty length_penalty num_return_sequences
 """.split()
 """Patterns of keys that change no value which the weights compute: metadata, training, and how text is generated."""
 
@@ -45,11 +45,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def complete(config: Mapping[str, Any], hf: HuggingFace) -> dict[str, Any]:
     """Return a config.json with transformers' defaults for the keys that it lacks or that are null."""
+    given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
     try:
-        given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
-        return {**_NEUTRAL, **hf.defaults(given), **given}
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"config.json has a value that can't be used: {first_line(error)}") from None
+        defaults = hf.defaults(given)
+    except (TypeError, ValueError, ZeroDivisionError):  # a value of another type, which the comparison names
+        defaults = hf.defaults({})
+    return {**_NEUTRAL, **defaults, **given}
 
 
 def config_faults(config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]) -> list[str]:
@@ -74,7 +75,10 @@ def _one_form_of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary keys as transformers 4 writes them; transformers 5 has one table."""
     config = dict(config)
     tables = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
-    rope = dict(tables[0] or tables[1] or {})
+    rope = tables[0] or tables[1] or {}
+    if not isinstance(rope, dict):
+        return {**config, "rope_scaling": rope}
+    rope = dict(rope)
     kind = rope.pop("rope_type", rope.pop("type", None))
     config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if kind != "default" and (kind or rope):
