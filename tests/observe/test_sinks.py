@@ -3,20 +3,25 @@
 import json
 import math
 import os
+import re
 import resource
 import struct
 import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.jobs import TINY, run_to_end
+from tests.checkpoint.saved import keeping_log
+from tests.jobs import TINY, job, run_to_end
 from tests.launch.run import finish, start, train
+from titanlite.errors import RunFailed
 from titanlite.observe.metrics import JsonLines, TensorBoard, require_wandb
+from titanlite.train.report import Report
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="the package wandb is not installed")
 
@@ -108,6 +113,25 @@ def test_after_a_record_without_room_the_next_one_is_whole(tmp_path, sink_class)
     else:
         found = tensorboard(tmp_path / "records")["loss"]
     assert found == {1: 1.0, 3: 3.0}
+
+
+class Full:
+    def write(self, *record: object) -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+
+@pytest.mark.parametrize("words", ["no_enable", "enable", "enable --checkpoint.on_failure=warn"])
+def test_a_disk_without_room_for_metrics_ends_a_run_only_if_a_failed_save_would(words):
+    log, lines = keeping_log()
+    config = job([*TINY, *f"--checkpoint.{words}".split()], world=1)
+    report = SimpleNamespace(sinks=[Full(), Full()], job=config, log=log)
+    says = r"\[Errno 28\] No space left on device: 'metrics.jsonl'"
+    if words == "enable":
+        with pytest.raises(RunFailed, match=f"^metrics: {says}"):
+            Report._write(report, 3, {}, {})  # type: ignore[arg-type]
+    else:
+        Report._write(report, 3, {}, {})  # type: ignore[arg-type]
+        assert len(lines) == 2 and all(re.match(f"metrics of step 3 are lost: {says}", line) for line in lines)
 
 
 def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):

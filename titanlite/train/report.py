@@ -102,12 +102,13 @@ class Report:
             self._write(save.step, values, tags)
 
     def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        """Record numbers. Where a failed save does not end the run, a disk without room for them does not either."""
+        """Record numbers. A disk without room for them ends the run only if a failed save would."""
+        checkpoint = self.job.config.checkpoint
         for sink in self.sinks:
             try:
                 sink.write(step, values, tags)
             except OSError as error:
-                if self.job.config.checkpoint.on_failure == "stop":
+                if checkpoint.enable and checkpoint.on_failure == "stop":
                     raise RunFailed(f'metrics: {error} (checkpoint.on_failure = "warn" would continue)') from error
                 self.log.warning(f"metrics of step {step} are lost: {error}; training continues")
 
