@@ -5,15 +5,12 @@ number of each token's document and its position in it.
 """
 
 import hashlib
-from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.data.prepare import locked_cache
+from titanlite.data.prepare import cached_arrays
 from titanlite.data.sources import Source
 from titanlite.errors import UserError
-from titanlite.runtime import store
 
 IGNORED = -100  # the label of a position that does not count in the loss
 OPEN_WINDOWS = 1024  # first-fit closes the oldest window beyond these, which bounds time and memory
@@ -43,15 +40,7 @@ class Packed:
         require_ends(source, key)
         plan_of = f"{source.fingerprint} {source.state} {source.end} {seq_len} {OPEN_WINDOWS}"
         plan_hash = hashlib.sha256(plan_of.encode()).hexdigest()[:16]
-        with locked_cache(source.folder, f"packed-{plan_hash}.npz") as path:
-            if (plan := _load_plan(path)) is None:
-                starts, lengths = cut_documents(source.document_ends(), seq_len)
-                order, stops = first_fit(lengths, seq_len)
-                plan = [starts[order], lengths[order], stops]
-                draft = path.with_suffix(".draft.npz")
-                np.savez(draft, *plan)
-                store.sync(draft)
-                store.rename(draft, path)
+        plan = cached_arrays(source.folder, f"packed-{plan_hash}.npz", lambda: _plan(source.document_ends(), seq_len))
         self._starts, self._lengths, self._stops = plan
         self.samples = len(self._stops)
         if not self.samples:
@@ -71,13 +60,11 @@ class Packed:
             out[3] = _positions(out[2])
 
 
-def _load_plan(path: Path) -> list[np.ndarray] | None:
-    """Return the arrays of a packing plan; None if it is missing or damaged."""
-    try:
-        with np.load(path) as arrays:
-            return [arrays[f"arr_{number}"] for number in range(3)]
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-        return None
+def _plan(ends: np.ndarray, seq_len: int) -> list[np.ndarray]:
+    """Return the start and length of each piece in the order of the windows, and where each window's pieces stop."""
+    starts, lengths = cut_documents(ends, seq_len)
+    order, stops = first_fit(lengths, seq_len)
+    return [starts[order], lengths[order], stops]
 
 
 WindowSource = Concatenated | Packed

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -255,13 +256,28 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
 def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
     """Prepare a data set beside its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
-    with locked_cache(documents.root, key) as folder:
+    with _locked_cache(documents.root, key) as folder:
         prepare({name: documents}, tokenizer.assets, folder, workers=cores())
     return folder
 
 
+def cached_arrays(root: Path, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    """Return arrays from a cached .npz file; make them if it is missing or damaged."""
+    with _locked_cache(root, name) as path:
+        try:
+            with np.load(path) as arrays:
+                return [arrays[f"arr_{number}"] for number in range(len(arrays.files))]
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile):
+            arrays = make()
+        draft = path.with_suffix(".draft.npz")
+        np.savez(draft, *arrays)
+        store.sync(draft)
+        store.rename(draft, path)
+    return arrays
+
+
 @contextmanager
-def locked_cache(root: Path, name: str) -> Iterator[Path]:
+def _locked_cache(root: Path, name: str) -> Iterator[Path]:
     """Yield the path of a cache beside the data, or in the user's cache if that is not writable.
 
     One process writes it while the others wait. On a file system without locks nobody waits: prepare the data there.
