@@ -1,7 +1,7 @@
-"""One run a folder: a lock on a file, which the system releases when its holder ends. No torch.
+"""One run a folder: a POSIX record lock on a file, which the system releases when its holder ends. No torch.
 
-A POSIX record lock: network file systems pass it on, and children that a holder forks, such as data loaders, do not
-inherit it. Closing any descriptor of the file would release it, so a holder leaves the file alone.
+Network file systems pass it on, and children that a holder forks, such as data loaders, do not inherit it. Closing
+any descriptor of the file would release it, so a holder leaves the file alone.
 """
 
 import fcntl
@@ -13,9 +13,7 @@ from pathlib import Path
 
 from titanlite.errors import UserError
 
-RUN_LOCK = ".titanlite.lock"
-"""In a dump folder."""
-_BUSY = "busy"
+RUN_LOCK, _BUSY = ".titanlite.lock", "busy"
 _PATIENCE_SECONDS = 1.5  # the ranks of a killed launcher exit in less
 
 
@@ -30,8 +28,8 @@ def take(path: Path, folder: str) -> None:
             )
         time.sleep(0.1)
     if fault:
-        effects = "a second run there is not refused, and what killed saves leave is not deleted"
-        print(f"titanlite: {folder}: the file system has no locks ({fault}): {effects}", file=sys.stderr)
+        why = f"the file system has no locks ({fault}): a second run is not refused"
+        print(f"titanlite: {folder}: {why}, and what killed saves leave is not deleted", file=sys.stderr)
     os.truncate(file, 0)
     os.write(file, f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode())
     _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; nobody else can take it

@@ -94,8 +94,9 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
     with process_group(rank, device, config.comm, folder, environ):
         messages = ["", ""]
         if LAUNCHED not in environ:  # otherwise the launcher did this
-            start = partial(_start_in_folder, job) if rank.rank == 0 else messages.copy
-            messages = run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)
+            finished = finished_message(config) if rank.rank == 0 else ""
+            start = partial(take_folder, job.given) if rank.rank == 0 and not finished else str
+            messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
             dist.broadcast_object_list(messages)
         elif rank.rank == 0:
             lock.join(folder / lock.RUN_LOCK)
@@ -111,8 +112,3 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
-
-
-def _start_in_folder(job: Job) -> list[str]:
-    finished = finished_message(job.config)
-    return [finished, "" if finished else take_folder(job.given)]
