@@ -187,14 +187,6 @@ def test_never_resharding_keeps_blocks_gathered(pool, tmp_path):
     assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
 
 
-def test_replicas_alone_keep_what_they_would_only_copy_again(pool, tmp_path):
-    replicas = ["--parallelism.data_parallel_replicate_degree=2", "--training.mixed_precision_param=bfloat16"]
-    found = seen(pool, tmp_path, *replicas)["gathered"]
-    assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
-    offloaded = seen(pool, tmp_path, *replicas, "--training.enable_cpu_offload")["gathered"]
-    assert offloaded["forward 3"] == ["3"] and "3" not in offloaded["backward 0"]
-
-
 def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
     """FSDP2 would, with a factor of 1, in each of its groups."""
     casts = ["--training.mixed_precision_param=bfloat16"]

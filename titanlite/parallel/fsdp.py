@@ -39,11 +39,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     groups = [[model.get_submodule(name) for name in group] for group in plan.groups]
     if plan.last_is_root:
         groups[plan.last] = [model]
-    # Replicas alone gather nothing, but FSDP2 copies what it would gather: freed, it would be copied again.
-    replicas_alone = job.layout.fsdp == 1 < job.layout.dp_replicate and not training.enable_cpu_offload
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
         # The backward pass needs the last group again at once, so the default keeps it gathered.
-        reshard = policy == "always" or (policy == "default" and number != plan.last and not replicas_alone)
+        reshard = policy == "always" or (policy == "default" and number != plan.last)
         shard(modules, reshard_after_forward=policy if isinstance(policy, int) else reshard)
     if not plan.last_is_root:
         shard(model, reshard_after_forward=False)
