@@ -199,7 +199,7 @@ def test_exclude_from_loading_lists_what_may_differ(pool, saved, tmp_path):
 def test_exclude_from_loading_is_refused_or_named_where_it_excludes_nothing(pool, saved, tmp_path):
     path = str(saved / "checkpoint")
     ((message, same),) = pool.run(refused, TINY, str(tmp_path), path, ["data"], True, world=1)
-    assert '"data" matches nothing; only weights are loaded: model.NAME' in message and same
+    assert '"data" matches nothing; there is model.NAME alone' in message and same
     argv = [*TINY, "--checkpoint.enable", '--checkpoint.exclude_from_loading=["data"]']
     (found,) = pool.run(weights_of, argv, str(tmp_path), world=1)
     scratch = f"starting from scratch: no checkpoint in {tmp_path}/checkpoint"

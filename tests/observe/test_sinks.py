@@ -29,6 +29,7 @@ Points = dict[str, dict[int, float]]
 """Values by tag and step."""
 
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_SILENT": "true"}
+OFFLINE["WANDB__SERVICE_WAIT"] = "300"  # its own process starts slowly on a busy machine; the default is 30 s
 
 
 def run_offline(argv: list[str], folder: str, **environ: str) -> None:

@@ -142,9 +142,8 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
     for pattern in patterns:
         if not any(excluded(name, [pattern]) for name in names):
             close = nearest(pattern, names)
-            legal = f'there are model.NAME, optimizer.NAME.KEY and "{DATA}"'
-            legal = legal if DATA in names else "only weights are loaded: model.NAME"
-            hint = f"did you mean {close}?" if close else legal
+            more = f', optimizer.NAME.KEY and "{DATA}"' if DATA in names else " alone"
+            hint = f"did you mean {close}?" if close else f"there is model.NAME{more}"
             raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
 

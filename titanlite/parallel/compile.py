@@ -29,8 +29,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 
 def check_backend(settings: schema.Compile) -> None:
     """Raise a UserError if the compiler has no such backend; asking it takes seconds, so not for the usual ones."""
-    if not settings.enable or settings.backend in ("inductor", "aot_eager", "eager"):
-        return
-    if settings.backend not in torch.compiler.list_backends(exclude_tags=()):
+    backend, usual = settings.backend, ("inductor", "aot_eager", "eager")
+    if settings.enable and backend not in usual and backend not in torch.compiler.list_backends(exclude_tags=()):
         legal = ", ".join(["aot_eager", "eager", *torch.compiler.list_backends()])
-        raise UserError(f'compile.backend = "{settings.backend}" is not a backend of the compiler; legal: {legal}')
+        raise UserError(f'compile.backend = "{backend}" is not a backend of the compiler; legal: {legal}')
