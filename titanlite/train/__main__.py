@@ -5,13 +5,11 @@ titanlite's launcher starts it, or torchrun, or srun with one task per GPU; all 
 
 import os
 import sys
-from contextlib import suppress
 
 from titanlite.train.worker import main
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    with suppress(OSError):  # a full disk under the log
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)  # a normal interpreter exit can abort in a communication thread
