@@ -37,7 +37,7 @@ from titanlite.checkpoint.manifest import (
     steps_to_delete,
 )
 from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
-from titanlite.checkpoint.state import TrainingState
+from titanlite.checkpoint.state import Tensors, TrainingState
 from titanlite.config.job import Job
 from titanlite.config.rules.weights import check_model
 from titanlite.config.toml import to_toml
@@ -48,8 +48,6 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_objects
-
-Tensors = dict[str, torch.Tensor]
 
 
 class PendingSave(threading.Thread):
@@ -237,15 +235,14 @@ class Checkpoints:
             self.finish_save()
 
     def _copy(self, tensors: Tensors, buffers: set[str]) -> Tensors:
-        """Return copies in host memory that the next save uses again. Page-locked ones are made beside the next
-        forward and backward pass, which change nothing but the model's `buffers`."""
+        """Return copies in host memory that the next save uses again; page-locked ones are made beside training."""
         pinned, later = self.settings.async_mode == "async_with_pinned_mem", []
         for name, tensor in tensors.items():
             copy = self._host_memory.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
                 self._host_memory[name] = copy
-            if pinned and name not in buffers:
+            if pinned and name not in buffers:  # which alone a forward pass may change
                 later.append((copy, tensor.detach()))
             else:
                 copy.copy_(tensor.detach(), non_blocking=pinned)
@@ -311,11 +308,10 @@ class Checkpoints:
         remaining = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = pending.error or f"the save of step {pending.step} failed on another rank"
         message = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
-        last = pending.step == self._job.config.training.steps  # no other save makes up for it
-        if last or self.settings.on_failure == "stop":
-            raise RunFailed(
-                f"{message}; {remaining}" + ' (checkpoint.on_failure = "warn" would continue)' * (not last)
-            )
+        if pending.step == self._job.config.training.steps:  # no other save makes up for it
+            raise RunFailed(f"{message}; {remaining}")
+        if self.settings.on_failure == "stop":
+            raise RunFailed(f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)')
         self._log.warning(f"{message}; {remaining}; training continues")
         assert self.group is not None
         dist.destroy_process_group(self.group)  # the failed group may hold unmatched collectives

@@ -172,8 +172,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def is_complete(folder: Path, resumable: bool = False) -> bool:
     """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more than weights."""
     try:
-        manifest = read_manifest(folder)
-        return not faults(folder, manifest) and not (resumable and manifest.weights_only)
+        return not faults(folder, manifest := read_manifest(folder)) and not (resumable and manifest.weights_only)
     except CorruptCheckpoint:
         return False
 

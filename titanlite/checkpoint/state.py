@@ -18,6 +18,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.dtensor import plain
 
 Numbers = dict[str, float | int | bool]
+Tensors = dict[str, torch.Tensor]
 
 
 class TrainingState:

@@ -279,8 +279,8 @@ class Checkpoint(Section):
     interval_minutes: NonNegative = 0
     """Minutes between checkpoints, checked at logged steps; 0 saves by steps only."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: block until written; async: copy, then write in the background; async_with_pinned_mem: the same, with
-    the copy in page-locked memory (GPU only)."""
+    """disabled: block until written; async: copy, then write in the background; async_with_pinned_mem: also copy in
+    the background, into page-locked memory, before the next optimizer step (GPU only)."""
     keep_latest_k: Natural = 10
     """Checkpoints to keep that can be resumed; 0 keeps all."""
     keep_every: Natural = 0

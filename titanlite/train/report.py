@@ -103,12 +103,11 @@ class Report:
 
     def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
         """Record numbers. A disk without room for them ends the run only if a failed save would."""
-        checkpoint = self.job.config.checkpoint
         for sink in self.sinks:
             try:
                 sink.write(step, values, tags)
             except OSError as error:
-                if checkpoint.enable and checkpoint.on_failure == "stop":
+                if (checkpoint := self.job.config.checkpoint).enable and checkpoint.on_failure == "stop":
                     raise RunFailed(f'metrics: {error} (checkpoint.on_failure = "warn" would continue)') from error
                 self.log.warning(f"metrics of step {step} are lost: {error}; training continues")
 
