@@ -38,7 +38,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(store.read(path))
         if not isinstance(config, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a valid config.json: {first_line(error)}") from None
     return config
 
