@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.job import Job
 from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml, tomllib
+from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
 from titanlite.observe.run_folder import archive_previous_files
 from titanlite.registry import ModelSpec
@@ -91,20 +91,13 @@ class Resume:
         """Return lines for the log: what this run does differently from the saved one."""
         if not self.continues or self.folder is None:
             return []
-        old = _flatten(tomllib.loads(store.read(self.folder / CONFIG).decode()))
-        new = _flatten(tomllib.loads(to_toml(job.given)))
-        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        differences = [
-            f"{key} {json.dumps(old.get(key, 'none'))} -> {json.dumps(new.get(key, 'none'))}"
-            for key in changed
-            if not key.startswith(_IGNORED_SECTIONS)
-        ]
-        step = self.position.step
-        lines = [f"config changed since step {step} (new values apply): {', '.join(differences)}"] * bool(differences)
+        changed = toml_differences(store.read(self.folder / CONFIG).decode(), to_toml(job.given))
+        shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
+        lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
         old_mesh = json.loads(store.read(self.folder / ENVIRONMENT))["mesh"]
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         batch_keys = {"training.local_batch_size", "training.global_batch_size"}
-        if has_dropout and (old_mesh != new_mesh or batch_keys & set(changed)):
+        if has_dropout and (old_mesh != new_mesh or batch_keys & changed.keys()):
             lines.append("dropout masks will differ: mesh or batch size changed")
         return lines
 
@@ -116,14 +109,6 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     with suppress(UserError):  # a checkpoint from before fields were saved: what its flavor means today
         return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
     return {}
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def checkpoint_root(config: JobConfig) -> Path:

@@ -11,7 +11,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["to_toml", "toml_value", "tomllib"]
+__all__ = ["to_toml", "toml_differences", "toml_value", "tomllib"]
 
 
 def to_toml(config: JobConfig) -> str:
@@ -35,3 +35,21 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)
+
+
+def toml_differences(old: str, new: str) -> dict[str, str]:
+    """Return both values of each dotted key that differs between two TOML texts, for people."""
+    before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
+    return {
+        key: f"{json.dumps(before.get(key, 'none'))} -> {json.dumps(after.get(key, 'none'))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
