@@ -52,7 +52,7 @@ NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run
         ALONE,
         f"{ON} --{FLOAT8}.enable_fsdp_float8_all_gather",
     ),
-    f"{FLOAT8}.filter_fqns": ("['output']", f"without {FLOAT8}.enable", ""),
+    f"{FLOAT8}.filter_fqns": ("['wq']", f"without {FLOAT8}.enable", ""),
     f"{FLOAT8}.emulate": ("true", f"without {FLOAT8}.enable", ""),
     "checkpoint.folder": ("saved", "without checkpoint.enable", ""),
     "checkpoint.interval": ("7", "without checkpoint.enable", ""),
