@@ -89,3 +89,21 @@ def test_log_rank_may_list_several():
     assert shown_ranks({}) == {0} and shown_ranks({"LOG_RANK": "1,3"}) == {1, 3}
     with pytest.raises(UserError, match="LOG_RANK=all must be a rank"):
         shown_ranks({"LOG_RANK": "all"})
+
+
+def test_a_run_outlives_its_terminal(tmp_path):
+    """Where a hangup is ignored, writing to a terminal that is gone is an error, of which nobody need be told."""
+    controller, terminal = pty.openpty()
+    code = (
+        "import sys, time, pathlib; from titanlite.launch.terminal import Terminal; f = pathlib.Path(sys.argv[1])"
+        "\nwith Terminal({0: f / 'log'}, f / 'metrics', 9, color=True):"
+        "\n    while not (f / 'log').exists(): time.sleep(0.01)"
+        "\nprint('the summary')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, env=environment(), cwd=ROOT)
+    os.close(terminal)
+    assert os.read(controller, 1), "the live line has started"
+    os.close(controller)
+    (tmp_path / "log").write_text("step:  1\n")
+    assert process.communicate() == (None, b"") and process.returncode == 0
