@@ -46,7 +46,8 @@ def test_compiling_on_a_gpu_without_what_triton_needs_is_one_line(refused, monke
         monkeypatch.setattr(preflight.sysconfig, "get_path", lambda _: str(tmp_path))
     else:
         monkeypatch.setenv("CPATH", str(tmp_path))
-    says = {"compiler": "compile.enable = true needs a C compiler", "headers": f"needs {tmp_path}/Python.h on a GPU"}
-    lines = refused([*TINY, "--compile.enable"]).splitlines()
-    assert len(lines) == 2 and says[missing] in lines[1], lines
+    needed = {"compiler": "a C compiler", "headers": f"{tmp_path}/Python.h"}[missing]
+    for key in ("compile.enable", "training.document_mask"):
+        lines = refused([*TINY, f"--{key}"]).splitlines()
+        assert len(lines) == 2 and f"{key} = true needs {needed} on a GPU" in lines[1], lines
     assert not refused([*TINY, "--compile.enable", "--compile.backend=aot_eager"])

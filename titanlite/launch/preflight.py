@@ -80,8 +80,10 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     check(compile.check_backend, config.compile)
-    if config.compile.enable and config.compile.backend == "inductor" and device == "cuda":
-        check(_check_triton)
+    if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
+        check(_check_triton, "compile.enable")
+    elif device == "cuda" and config.training.document_mask:  # FlexAttention is compiled in any case
+        check(_check_triton, "training.document_mask")
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
@@ -112,15 +114,15 @@ def _require_gpu(key: str, device: str) -> None:
         raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
 
 
-def _check_triton() -> None:
+def _check_triton(key: str) -> None:
     """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first step."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         remedy = "install gcc or clang, or let CC name a compiler"
-        raise UserError(f"compile.enable = true needs a C compiler on a GPU, where Triton calls it: {remedy}")
+        raise UserError(f"{key} = true needs a C compiler on a GPU, where Triton calls it: {remedy}")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
         remedy = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
-        raise UserError(f"compile.enable = true needs {header} on a GPU, where Triton includes it: {remedy}")
+        raise UserError(f"{key} = true needs {header} on a GPU, where Triton includes it: {remedy}")
 
 
 def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:
