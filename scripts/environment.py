@@ -74,8 +74,8 @@ def is_made(dev: bool) -> bool:
 
 
 def this_place() -> str:
-    """Return where `.venv` is, and which interpreter it runs, which an upgrade of the system may change."""
-    return f"{ROOT}\n{os.path.realpath(PYTHON)}\n"
+    """Return where `.venv` is, and what it runs, such as python3.11, which an upgrade of the system may change."""
+    return f"{ROOT}\n{os.path.basename(os.path.realpath(PYTHON))}\n"
 
 
 def made_for() -> str:
@@ -94,7 +94,7 @@ def make(dev: bool) -> None:
             f"apt install python3-venv), or activate an environment with titanlite in it"
         )
     moved = made_for() not in ("", this_place())
-    if moved or not site_packages().exists():  # none yet, or another Python's
+    if moved or not (PYTHON.exists() and site_packages().exists()):  # none yet, or another Python's
         if moved:
             say(f"{VENV} was made for {' and '.join(made_for().splitlines())}, and is made again")
         try:

@@ -118,6 +118,10 @@ def test_a_copied_or_moved_checkout_or_one_whose_python_changed_makes_its_enviro
     found.PYTHON.unlink()
     found.PYTHON.symlink_to("/bin/sh")  # such as /usr/bin/python3 after an upgrade of the system
     assert not found.is_made(dev=False)
+    found.PYTHON.unlink()
+    found.PYTHON.symlink_to("/none")  # such as an interpreter of pyenv that was removed
+    found.make(dev=False)
+    assert found.is_made(dev=False)
 
 
 def test_a_checkout_that_cannot_be_written_to_is_one_line(checkout):
