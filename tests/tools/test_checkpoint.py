@@ -88,8 +88,12 @@ def test_diff_names_the_first_tensors_that_differ(saved, run, tool):
 
 
 def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
+    left, foreign = (tmp_path / f".{name}.0123abcd.staging" for name in ("hf", "hfx"))  # by a kill; by another export
+    left.mkdir()
+    foreign.mkdir()
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
     assert code == 0, out
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", foreign.name}
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     code, out = tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
     assert code == 0 and "initial_load_path" in out

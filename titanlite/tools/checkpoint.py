@@ -210,10 +210,9 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
 
 def _export(arguments: Namespace, overrides: list[str]) -> int:
     folder, target = find_checkpoint(arguments.folder), arguments.out
-    if target.absolute().parent == folder.absolute().parent:
+    _refuse_existing(target)
+    if committed(target.absolute().parent):
         hold_run(target)
-    if store.exists(target):
-        raise UserError(f"{target} exists, and an export overwrites nothing")
     manifest = read_manifest(folder)
     if problems := faults(folder, manifest, manifest.files if arguments.verify == "full" else ()):
         raise CorruptCheckpoint(f"{folder} is damaged; nothing was exported:{some_of(problems)}")
@@ -233,10 +232,16 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
     else:
         tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
     with writing(target):
+        _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
         export(target, tensors, documents, fetch)
     print(f"exported step {manifest.step}: {target}")
     return 0
+
+
+def _refuse_existing(target: Path) -> None:
+    if store.exists(target):
+        raise UserError(f"{target} exists, and an export overwrites nothing")
 
 
 def _hf_folder(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titanlite.errors import UserError
 from titanlite.runtime import lock
 
 
@@ -11,7 +12,7 @@ from titanlite.runtime import lock
 def writing(target: Path) -> Iterator[None]:
     """Let one process at a time write a folder, by a lock file beside it that is removed on success."""
     path = target.parent / f".{target.name}.lock"
-    lock.take(path, str(target))
+    _take(path, target)
     yield
     path.unlink(missing_ok=True)
 
@@ -20,4 +21,11 @@ def hold_run(folder: Path) -> None:
     """Refuse to change what lies in the folder of a run in progress, and let none start there until this ends."""
     for parent in folder.absolute().parents:
         if (parent / lock.RUN_LOCK).exists():
-            lock.take(parent / lock.RUN_LOCK, str(parent))
+            _take(parent / lock.RUN_LOCK, parent)
+
+
+def _take(path: Path, folder: Path) -> None:
+    try:
+        lock.take(path, str(folder))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written to: {error}") from None
