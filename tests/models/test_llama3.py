@@ -1,6 +1,7 @@
 """Llama 3: published sizes, documents, pipeline stages, FLOPs, and a table that covers every parameter."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlite import registry
 from titanlite.errors import UserError
 from titanlite.models.common import RopeScaling
+from titanlite.models.common.rope import rotate
 from titanlite.models.llama3 import FLAVORS, SPEC, LlamaConfig
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.build import shared_names
@@ -56,6 +58,17 @@ def test_document_mask_equals_separate_documents():
         together = model(tokens, positions=positions, documents=documents)
         separate = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
     assert (together - separate).abs().max() <= 1e-6
+
+
+def test_rotary_embedding_rounds_once_from_float32():
+    """Angles and products are in float32, whatever the activations have: bfloat16 would tell few positions apart."""
+    model: Any = build(SMALL)[0]
+    cos, sin = model.rope(None, 64)
+    x = torch.randn(2, 4, 64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = rotate(x.double(), cos.double(), sin.double())
+    found = rotate(x, cos, sin)
+    assert found.dtype == torch.bfloat16 and cos.dtype == torch.float32
+    assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 def test_head_receives_hidden_states_and_the_output_layer():

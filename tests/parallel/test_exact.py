@@ -237,8 +237,19 @@ def test_seed_changes_initial_weights(pool, tmp_path):
     assert all(not torch.equal(first[name], other[name]) for name in first if first[name].dim() > 1)
 
 
-def test_initial_values_have_the_declared_spread(pool, tmp_path):
-    found, _ = pool.run(initial_weights, WIDE, str(tmp_path), world=1)[0]
-    assert found["layers.0.attention.wq.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert found["layers.1.attention.wo.weight"].std().item() == pytest.approx(0.01, rel=0.02)
-    assert found["layers.0.attention_norm.weight"].eq(1).all()
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_values_have_the_declared_spread(pool, tmp_path, tied):
+    """Of every kind of parameter. What writes into the residual stream starts smaller the deeper its block is."""
+    argv = [*WIDE, f"--model.overrides.tied={str(tied).lower()}"]
+    found, _ = pool.run(initial_weights, argv, str(tmp_path), world=1)[0]
+    spread = dict.fromkeys(["wq", "wk", "wv", "w1", "w3"], 0.02)
+    spread |= {"tok_embeddings": 0.02 if tied else 1.0, "output": 280**-0.5}
+    for name, value in found.items():
+        *path, module, _ = name.split(".")
+        if module in ("wo", "w2"):
+            spread[module] = 0.02 / (2 * (int(path[1]) + 1)) ** 0.5
+        if module.endswith("norm"):
+            assert value.eq(1).all(), name
+        else:
+            assert value.std().item() == pytest.approx(spread[module], rel=0.02), name
+            assert value.mean().abs() < 0.05 * value.std(), name

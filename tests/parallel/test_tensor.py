@@ -10,6 +10,9 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
 from tests.parallel.test_exact import ragged_batch
@@ -19,6 +22,7 @@ from titanlite.parallel import tensor
 from titanlite.parallel.build import Context, build_model
 from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
+from titanlite.train.loss import token_loss_sum
 from titanlite.train.validate import validation_loss
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -86,6 +90,30 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path):
     split = pool.run(validation_and_sample, [*EVEN, TP2, "--validation.local_batch_size=2"], str(tmp_path), world=4)
     assert [found[1] for found in split] == [text] * 4
     assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in split)
+
+
+def sharded_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of logits split over the vocabulary, and this rank's slice of their gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    split = distribute_tensor(logits, mesh, [Shard(-1)]).requires_grad_()
+    loss = token_loss_sum(split, labels)
+    loss.backward()
+    assert isinstance(split.grad, DTensor)
+    return loss.detach(), split.grad.to_local()
+
+
+def test_loss_of_bfloat16_logits_is_computed_in_float32(pool):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 40, 99, generator=generator).mul(3).bfloat16()
+    labels = torch.randint(99, (2, 40), generator=generator)
+    exact = logits.double().requires_grad_()
+    expected = token_loss_sum(exact, labels)
+    expected.backward()
+    ranks = pool.run(sharded_loss, logits, labels, world=2)
+    for loss, _ in ranks:
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradient = torch.cat([part for _, part in ranks], dim=-1)
+    assert ((gradient - exact.grad).abs() <= 2**-8 * exact.grad.abs() + 1e-6).all(), "rounded once"
 
 
 def test_indivisible_width_is_refused_by_name():

@@ -10,6 +10,7 @@ import torch
 
 from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
 from tests.lanes import sample
+from tests.models.test_gpt2 import GPT2
 from titanlite.data.windows import Windows
 from titanlite.fault.nonfinite import NonFinite
 from titanlite.train.report import loss_over_ranks
@@ -86,27 +87,35 @@ def test_two_runs_of_one_config_are_bit_equal_even_with_dropout(pool, tmp_path):
     assert not torch.equal(runs[0]["output.weight"], no_dropout["output.weight"]), "dropout must have been on"
 
 
-def dropout_masks(folder: str) -> dict[tuple[int, int], torch.Tensor]:
+def dropout_masks(folder: str, argv: list[str], module: str) -> dict[tuple[int, int], torch.Tensor]:
     """Return the dropout masks by step and micro-batch."""
-    run = trainer([*PARROT, "--model.overrides.dropout=0.5"], folder)
+    run = trainer([*argv, "--model.overrides.dropout=0.5"], folder)
     masks: dict[tuple[int, int], torch.Tensor] = {}
     torch.manual_seed(torch.initial_seed() + 1)  # the generator's earlier state must not matter
 
     def keep(module, inputs, output):
         masks[run.step, len([k for k in masks if k[0] == run.step])] = (output != 0).clone()
 
-    run.parts[0].get_submodule("layers.0.dropout").register_forward_hook(keep)
+    run.parts[0].get_submodule(module).register_forward_hook(keep)
     run.train()
     return masks
 
 
 def test_dropout_differs_between_steps_and_ranks_without_saved_state(pool, tmp_path):
-    first, second = pool.run(dropout_masks, str(tmp_path), world=2)
-    again, _ = pool.run(dropout_masks, str(tmp_path), world=2)
+    first, second = pool.run(dropout_masks, str(tmp_path), PARROT, "layers.0.dropout", world=2)
+    again, _ = pool.run(dropout_masks, str(tmp_path), PARROT, "layers.0.dropout", world=2)
     assert all(torch.equal(first[key], again[key]) for key in first)
     masks = [*first.values(), *second.values()]
     for i, mask in enumerate(masks):
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
+
+
+def test_ranks_of_a_tensor_parallel_group_drop_different_tokens(pool, tmp_path):
+    """Each has a slice of the sequence; the same mask on all would drop the same places of every slice."""
+    argv = [*GPT2, "--model.overrides.n_layers=1", "--training.steps=1", "--parallelism.tensor_parallel_degree=2"]
+    first, second = pool.run(dropout_masks, str(tmp_path), argv, "layers.0.feed_forward.dropout", world=2)
+    assert first.keys() == second.keys() and first
+    assert not any(torch.equal(mask, second[key]) for key, mask in first.items())
 
 
 def train_with_nan(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:

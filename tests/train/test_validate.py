@@ -4,6 +4,7 @@ import pytest
 
 from tests.jobs import PARROT, TINY, trainer
 from tests.lanes import sample
+from tests.parallel.test_tensor import validation_and_sample
 from tests.train.test_trainer import records
 
 
@@ -27,6 +28,14 @@ def test_a_ragged_set_gives_the_value_of_one_process(pool, tmp_path, steps):
     assert len(losses_by_world[1]) == 2
     for world in (2, 4):
         assert losses_by_world[world] == pytest.approx(losses_by_world[1], rel=1e-6)
+
+
+def test_dropout_is_off_in_validation_and_generation(pool, tmp_path):
+    found = [
+        pool.run(validation_and_sample, [*PARROT, f"--model.overrides.dropout={p}"], str(tmp_path), world=1)[0]
+        for p in (0.0, 0.5)
+    ]
+    assert found[0] == found[1]
 
 
 def test_validation_does_not_change_training(pool, tmp_path):
