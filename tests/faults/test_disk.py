@@ -137,7 +137,7 @@ def on_a_full_disk(on_failure: str, folder: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("small_disk", [""], indirect=True)
-@pytest.mark.parametrize("on_failure", ["warn", "stop"])
+@pytest.mark.parametrize("on_failure", sample(["warn", "stop"], "warn"))
 def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
     pool, tmp_path, small_disk, on_failure
 ):
