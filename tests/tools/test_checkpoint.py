@@ -128,7 +128,8 @@ def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):
     tool("checkpoint", "export", saved, tmp_path / "hf")
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
-    argv = [*TINY, *MESH, f"--checkpoint.initial_load_path={tmp_path}/back"]
+    argv = [*TINY, *MESH, f"--checkpoint.initial_load_path={tmp_path}/back", "--model.overrides.rope_theta=2e4"]
+    argv += ["--checkpoint.exclude_from_loading=['model.overrides.rope_theta']"]  # on purpose, a longer wavelength
     found = pool.run(run_until, argv, str(tmp_path / "run"), 0, world=4)
     assert f"loaded weights from {tmp_path}/back/step-0" in found[0]["log"]
 
