@@ -3,6 +3,10 @@
 # Finds or makes the environment, then hands over to titanlite's launcher; nothing else.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [ -e titanlite/__init__.py ] && ! [ titanlite -ef "$here/titanlite" ]; then  # Python looks here first
+    echo "titanlite: from here $PWD/titanlite would run instead of $here/titanlite; start it from another folder" >&2
+    exit 2
+fi
 . "$here/scripts/python.sh"
 python=$("$python" "$here/scripts/environment.py")
 exec "$python" -m titanlite train "$@"

@@ -12,10 +12,10 @@ shift
 cd "$here"
 . scripts/python.sh
 venv=$here/.venv-torch-$version
-if [ ! -e "$venv/complete" ]; then
+if [ "$(cat "$venv/complete" 2>/dev/null)" != "$here" ]; then  # none yet, or copied from another checkout
     "$python" -m venv --clear "$venv"
     "$venv/bin/pip" install --disable-pip-version-check "torch==$version" -e ".[dev]" >&2
-    touch "$venv/complete"
+    echo "$here" >"$venv/complete"
 fi
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHON=$venv/bin/python
 "$PYTHON" -c 'import sys, torch; print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")'

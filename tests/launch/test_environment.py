@@ -124,6 +124,14 @@ def test_a_copied_or_moved_checkout_or_one_whose_python_changed_makes_its_enviro
     assert found.is_made(dev=False)
 
 
+def test_a_checkout_started_from_within_another_does_not_run_the_others_code(tmp_path):
+    (tmp_path / "titanlite").mkdir()
+    (tmp_path / "titanlite/__init__.py").touch()
+    done = subprocess.run([ROOT / "run_train.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"{tmp_path}/titanlite would run instead of {ROOT}/titanlite" in done.stderr
+
+
 def test_a_checkout_that_cannot_be_written_to_is_one_line(checkout):
     (checkout / ".venv.lock").mkdir()  # root may write into any folder, but opens none as a file
     process = start(checkout)
