@@ -212,7 +212,8 @@ class Checkpoints:
         return bool(due)
 
     def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
-        """Save the state as it is now. Return when it is committed; with async_mode when it is copied, or will be."""
+        """Save the state as it is now. Return when it is committed, with async_mode when it is copied, or with pinned
+        memory at once: call `before_update` before the state changes."""
         self._last_save = began = time.monotonic()
         if self._pending and self._pending.is_alive():
             self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
@@ -229,7 +230,7 @@ class Checkpoints:
         self._pending = pending
         pending.costs["staging"] = (time.monotonic() - copying) * asynchronous
         pending.start()
-        pending.join(0 if asynchronous else None)
+        pending.join(timeout=0 if asynchronous else None)
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
             self.finish_save()
