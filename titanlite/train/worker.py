@@ -1,5 +1,6 @@
 """Run one rank: read its job, train, write what went wrong where the launcher looks for it."""
 
+import errno
 import json
 import os
 import signal
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         run(job_from(parse_command_line(source, environ), world=rank.world, training=True), rank, environ)
         return 0
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = RunFailed(str(error))
         write_error_file(error, environ)
         if isinstance(error, UserError):
             print(f"titanlite: {error}", file=sys.stderr)
