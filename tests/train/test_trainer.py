@@ -289,8 +289,8 @@ def test_every_group_has_the_training_timeout_after_the_first_step(pool, tmp_pat
 
 def sampled(folder: str, local_batch_size: int) -> str:
     lines: list[str] = []
-    argv = [*TINY, "--generate.prompt=def", "--generate.tokens=20", f"--training.local_batch_size={local_batch_size}"]
-    run = trainer(argv, folder)
+    sample = ["--generate.at_end", "--generate.prompt=def", "--generate.tokens=20"]
+    run = trainer([*TINY, *sample, f"--training.local_batch_size={local_batch_size}"], folder)
     run.train()
     run.log.info = lambda line: lines.append(str(line))  # type: ignore[method-assign,assignment]
     run.show_sample()
