@@ -97,7 +97,7 @@ def test_a_run_outlives_its_terminal(tmp_path):
     code = (
         "import sys, time, pathlib; from titanlite.launch.terminal import Terminal; f = pathlib.Path(sys.argv[1])"
         "\nwith Terminal({0: f / 'log'}, f / 'metrics', 9, color=True):"
-        "\n    while not (f / 'log').exists(): time.sleep(0.01)"
+        "\n    while not (f / 'log').exists() and time.process_time() < 20: time.sleep(0.01)"
         "\nprint('the summary')"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
