@@ -7,6 +7,7 @@ from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import value_of
 from titanlite.config.toml import to_toml
+from titanlite.models.common import RopeScaling
 
 
 def job(*argv: str, world: int | None = None, training: bool = False, files: tuple[str, ...] = ("debug.toml",)):
@@ -90,7 +91,23 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
         (["--model.overrides", "4"], "is a table: write [model.overrides] or --model.overrides.NAME VALUE"),
         (["--model.overrides=4", "--model.overrides.n_layers=2"], "model.overrides = 4   (command line)"),
-        (["--model.overrides.n_layers.x=2"], "model.overrides.n_layers.x = 2   (command line)\n      unknown key"),
+        (["--model.overrides.n_layers.x=2"], "n_layers: Input should be a valid integer"),
+        (
+            ["--model.overrides.rope_scaling.factr=4"],
+            "llama3 has no field rope_scaling.factr (nearest: factor; known:",
+        ),
+        (["--model.overrides.rope_scaling", "{foo = 1}"], "rope_scaling.foo (nearest: none; known: factor, low_freq"),
+        (
+            ["--model.overrides={rope_scaling = {foo = 1}, n_layer = 2}"],
+            "rope_scaling.foo (nearest: none; known: fact",
+        ),
+        (
+            ["--model.overrides={rope_scaling = {foo = 1}, n_layer = 2}"],
+            "n_layer (nearest: n_layers; known: dim, n_la",
+        ),
+        (["--model.overrides.rope_scaling=4"], "rope_scaling: Input should be an object"),
+        (["--model.overrides.rope_scaling.factor=4", "--model.overrides.rope_scaling=4"], "should be an object"),
+        (["--model.overrides.rope_scaling.factor=much"], "rope_scaling.factor: Input should be a valid number"),
         (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
         (["--training.steps=3", "stray"], "stray\n      is not an option"),
     ],
@@ -137,6 +154,20 @@ def test_later_files_and_the_command_line_win(tmp_path):
 def test_every_way_to_write_an_override(argv, key, value):
     parsed = value_of(job(*argv).config, key)
     assert parsed == value and type(parsed) is type(value)
+
+
+def test_a_nested_field_of_a_flavor_is_overridden_alone_wherever_it_is_written(tmp_path):
+    path = tmp_path / "scaled.toml"
+    path.write_text('[model]\nflavor = "1B"\n[model.overrides.rope_scaling]\nfactor = 2\nlow_freq_factor = 3\n')
+    files = ("debug.toml", str(path))
+    options = ["--training.dataset=tokens", "--training.dataset_path=x"]
+    for argv in (["--model.overrides.rope_scaling.factor=4"], ["--model.overrides.rope_scaling", "{factor = 4}"]):
+        of_file = job(*options, *argv, files=files)
+        assert of_file.model.rope_scaling == RopeScaling(4.0, 3.0), "the later value, and the file's other one"
+        of_flavor = job(*options, "--model.flavor=1B", "--model.overrides.rope_scaling.low_freq_factor=2")
+        assert of_flavor.model.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
+        assert job(*argv).model.rope_scaling == RopeScaling(4.0), "the defaults, where the flavor has none"
+    assert job("--model.overrides.rope_scaling={}").model.rope_scaling == RopeScaling()
 
 
 def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):

@@ -160,16 +160,17 @@ def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str,
     """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():
         key = RENAMED.get(prefix + name, prefix + name)
-        if isinstance(value, dict) and key in _TABLES:
-            tree.update({f"{key}.{k}": Entry(v, origin) for k, v in value.items()})
-        elif isinstance(value, dict) and not _is_known(key):
+        if isinstance(value, dict) and (key in _TABLES or not _is_known(key) or (value and key not in KEYS)):
             _flatten(value, key + ".", origin, tree)
-        else:
-            tree[key] = Entry(value, origin)
+            continue
+        for other in [k for k in tree if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")]:
+            if _is_known(other) and other not in KEYS:  # a table's field and one that it contains: the later counts
+                del tree[other]
+        tree[key] = Entry(value, origin)
 
 
 def _is_known(key: str) -> bool:
-    return key in KEYS or key.rpartition(".")[0] in _TABLES
+    return key in KEYS or any(key.startswith(f"{table}.") for table in _TABLES)
 
 
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:

@@ -57,7 +57,7 @@ class Model(Section):
     freeze: list[str] = []
     """Patterns of parameters that are not trained, such as "tok_embeddings.*"."""
     overrides: dict[str, Any] = {}
-    """Any field of the flavor, such as `--model.overrides.n_layers 4`."""
+    """Any field of the flavor, such as `--model.overrides.dim 64` or `--model.overrides.rope_scaling.factor 4`."""
 
 
 class Dataloader(Section):

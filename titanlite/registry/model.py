@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from titanlite.errors import UserError, nearest
 from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
@@ -142,18 +142,31 @@ class ModelSpec:
 
         if flavor not in self.flavors:
             raise UserError(f'unknown flavor "{flavor}" of {self.name}; legal: {", ".join(self.flavors)}')
-        base = self.flavors[flavor]
-        known = [field.name for field in dataclasses.fields(base)]
-        if unknown := sorted(overrides.keys() - {*known}):
-            hints = [f"{name} (nearest: {nearest(name, known) or 'none'})" for name in unknown]
-            raise UserError(f"{self.name} has no field {', '.join(hints)}; it has: {', '.join(known)}")
+        base, unknown = self.flavors[flavor], list[str]()
+        values = _merged(type(base), dataclasses.asdict(base), overrides, "", unknown)
+        if unknown:
+            raise UserError(f"{self.name} has no field {', '.join(unknown)}")
         try:
-            values = json.dumps({**dataclasses.asdict(base), **overrides})
-            return TypeAdapter(type(base)).validate_json(values, strict=True)
+            return TypeAdapter(type(base)).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, e['loc'])) or self.name}: {e['msg']}" for e in error.errors()]
-            raise UserError("; ".join(faults)) from None
+            raise UserError("; ".join(faults).replace("Value error, ", "")) from None
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
         return resolve_name(self.build)(model_config, positions)
+
+
+def _merged(cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]) -> dict[str, Any]:
+    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by one."""
+    known, types, values = [field.name for field in dataclasses.fields(cls)], get_type_hints(cls), dict(base or {})
+    for name, value in overrides.items():
+        nested = [t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)]
+        if name not in known:
+            hint = f"nearest: {nearest(name, known) or 'none'}; known: {', '.join(known)}"
+            unknown.append(f"{path}{name} ({hint})")
+        elif nested and isinstance(value, Mapping):
+            values[name] = _merged(nested[0], values.get(name), value, f"{path}{name}.", unknown)
+        else:
+            values[name] = value
+    return values
