@@ -2,11 +2,13 @@
 
 import pytest
 
+from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import value_of
 from titanlite.config.toml import to_toml
+from titanlite.launch.launcher import EPILOG
 from titanlite.models.common import RopeScaling
 
 
@@ -54,18 +56,15 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--model.name", "lama3"], "did you mean llama3?"),
         (["--model.package", "no_such_package"], "there is no package no_such_package"),
         (["--model.overrides.n_layer", "4"], "nearest: n_layers"),
-        (["--model.overrides.n_layers", "many"], "n_layers: Input should be a valid integer"),
-        (["--model.overrides.dim", "100"], "must be a multiple of 2 x n_heads 8"),
+        (["--model.overrides.n_layers", "many"], "n_layers: must be a valid integer"),
+        (["--model.overrides.dim", "100"], "      dim 100 must be a multiple of 2 x n_heads 8"),
         (["--model.overrides.vocab_size", "512"], "byte tokenizer's 256 tokens do not fit"),
         (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
         (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD does not use this key"),
         (["--training.dataset", "text"], "needs a folder or file"),
         (["--training.dataset_path", "/data"], "has no path"),
         (["--training.dtype", "float64"], 'use "float64" for all three types'),
-        (
-            ["--parallelism.data_parallel_shard_degree", "3"],
-            "3 × 1 (other degrees) ≠ 4 ranks; use -1 or 4",
-        ),
+        (["--parallelism.data_parallel_shard_degree", "3"], "3 is not the number of ranks, 4; use -1 or 4"),
         (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
         (["--parallelism.fsdp_reshard_after_forward", "3"], "legal: 2"),
         (["--parallelism.fsdp_reshard_after_forward", "sometimes"], '"default", "always", "never" or a whole number'),
@@ -87,11 +86,24 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--training.dataset=text", "--training.dataset_path", "é" * 128], "a name of 256 bytes"),
         (["--job.dump_folder=/tmp/\udcff"], "--job.dump_folder=/tmp/?\n      is not UTF-8, as TOML must be"),
         (["--debug", "1"], "is not an option"),
-        (["--lr", "1"], "did you mean --optimizer.lr"),
+        (["--lr", "1"], "did you mean --optimizer.lr?"),
+        (["--learning-rate", "1"], "did you mean --optimizer.lr?"),
+        (["--optimizer.learning_rate", "1"], "did you mean optimizer.lr?"),
+        (["--optimizer.name", "Lion"], "; known: Adam, "),
+        (["--optimizer.lr"], "needs a value: a number > 0"),
+        (["--training.steps", "--compile.enable"], "needs a value: a whole number >= 1"),
+        (["--config="], "needs the name of a TOML file"),
+        (["--config", "/"], "is a folder; name a TOML file in it"),
+        (["--training.steps=3", "my.toml"], "did you mean --config my.toml?"),
+        (["--model.freeze", "norm.weight"], """must be a list of text: '["norm.weight"]'"""),
+        (["--training.steps", "[3]"], "must be a whole number >= 1"),
+        (["--model.freeze", '["a", 3]'], "must be a list of text; entry 2 must be a valid string"),
+        (["--training.mixture", '[{dataset = "a"}]'], "entry 1: weight is missing"),
+        (["--training.mixture", '[{dataset = "a", weight = 2}]'], "entry 1: weight must be less than or equal to 1"),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
         (["--model.overrides", "4"], "is a table: write [model.overrides] or --model.overrides.NAME VALUE"),
         (["--model.overrides=4", "--model.overrides.n_layers=2"], "model.overrides = 4   (command line)"),
-        (["--model.overrides.n_layers.x=2"], "n_layers: Input should be a valid integer"),
+        (["--model.overrides.n_layers.x=2"], "n_layers: must be a valid integer"),
         (
             ["--model.overrides.rope_scaling.factr=4"],
             "llama3 has no field rope_scaling.factr (nearest: factor; known:",
@@ -114,6 +126,39 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
 )
 def test_a_message_names_the_legal_values(argv, says):
     assert says in faults(*argv, world=4)
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "says"),
+    [
+        (
+            "2",
+            "1",
+            "2 × data_parallel_shard_degree 2 = 4 ranks are needed, and this run has 2; start 4 (NGPU=4",
+        ),
+        ("-1", "2", "2 × tensor_parallel_degree 2 = 4 does not divide 2 ranks; start 4 (NGPU=4 on one node)"),
+    ],
+)
+def test_degrees_that_need_more_ranks_say_together_how_many(shard, tp, says):
+    argv = ["--parallelism.data_parallel_replicate_degree=2", f"--parallelism.data_parallel_shard_degree={shard}"]
+    text = faults(*argv, f"--parallelism.tensor_parallel_degree={tp}", world=2)
+    assert says in text and text.startswith("1 configuration error;")
+
+
+@pytest.mark.parametrize(("tp", "world", "legal"), [("2", 3, "1"), ("16", 8, "1, 2, 4"), ("16", 24, "1, 2, 4")])
+def test_the_legal_values_of_a_degree_are_those_that_every_rule_allows(tp, world, legal):
+    text = faults("--parallelism.tensor_parallel_degree", tp, world=world)
+    assert {line.partition("legal: ")[2] for line in text.splitlines() if "legal" in line} == {legal}
+
+
+def test_a_degree_is_judged_beside_an_invalid_model():
+    text = faults("--parallelism.tensor_parallel_degree=2", "--model.flavor=8b", world=3)
+    assert "2 does not divide 3 ranks; legal: 1, 3" in text and "unknown flavor" in text
+
+
+def test_help_and_docs_show_how_a_list_and_a_switch_are_typed():
+    for text in (EPILOG, " ".join(markdown().split())):
+        assert """--model.freeze '["norm.weight"]'""" in text and ".no_" in text and "=false" in text
 
 
 def test_missing_and_broken_files_are_named(tmp_path):

@@ -215,7 +215,7 @@ REFUSED = {  # key: (value, part of the message)
     "training.dataset_path": ("/nowhere", "has no path"),
     "training.dtype": ("float64", "all three"),
     "training.dataloader.pin_memory": ("true", "for copies to a GPU"),
-    "parallelism.data_parallel_shard_degree": ("2", "2 × 1 (other degrees) ≠ 1 rank; use -1 or 1"),
+    "parallelism.data_parallel_shard_degree": ("2", "2 is not the number of ranks, 1; use -1 or 1"),
     "profiling.enable_memory_snapshot": ("true", "a GPU's allocator"),
 }
 ACTIVE = "tests/parallel/test_active.py::"

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of, legal
 from titanlite.config.toml import toml_value, tomllib
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, RENAMED, foreign
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
 from titanlite.errors import UserError
 
 DEFAULT_CONFIG = "debug.toml"
@@ -82,7 +82,9 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
-            line.faults.append(Fault(argument, "is not an option; options look like --section.key VALUE"))
+            usage = 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+            hint = f"did you mean --config {argument}?" if argument.endswith(".toml") else usage
+            line.faults.append(Fault(argument, f"is not an option; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
@@ -90,16 +92,17 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
         while not equals and rest and not rest[0].startswith("--") and (name == "config" or not values):
             values.append(rest.pop(0))
         if name in ("config", "job.config_file"):
-            if not values:
+            if "" in (values or [""]):
                 line.faults.append(Fault(argument, "needs the name of a TOML file"))
-            line.files += values
+            line.files += filter(None, values)
         elif "." not in name:
-            matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}")]
-            known = " or ".join(matches) or "--config, --help and --section.key VALUE"
-            hint = "did you mean" if matches else "known are"
-            line.faults.append(Fault(argument, f"is not an option; {hint} {known}"))
+            matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}") or key == OTHER_NAMES.get(name)]
+            hint = f"did you mean {' or '.join(matches)}?" if matches else "use --config or --section.key VALUE"
+            line.faults.append(Fault(argument, f"is not an option; {hint}"))
         elif values:
             line.overrides[name] = _read_value(name, values[0])
+        elif name in KEYS and "true or false" not in (values_of := legal(KEYS[name].annotation, KEYS[name].metadata)):
+            line.faults.append(Fault(argument, f"needs a value: {values_of}"))
         else:  # --section.key switches on, --section.no_key switches off
             on = name in KEYS or ".no_" not in name
             line.overrides[name if on else name.replace(".no_", ".")] = on
@@ -141,9 +144,8 @@ def load(line: CommandLine) -> Loaded:
         try:
             path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
             if path is None:
-                faults.append(
-                    Fault(name, f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})")
-                )
+                why = f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"
+                faults.append(Fault(name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why))
                 continue
             _flatten(tomllib.loads(path.read_text(encoding="utf-8")), "", name, tree)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -199,7 +201,8 @@ def _apply_converters(tree: dict[str, Entry]) -> None:
 def _suggest(key: str) -> str:
     """Name the nearest right spelling over all dotted keys: same section first, then the same name elsewhere."""
     section, _, last = key.rpartition(".")
-    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75) or [k for k in KEYS if k.endswith(f".{last}")]
+    close = [OTHER_NAMES[last]] if last in OTHER_NAMES else difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
+    close = close or [k for k in KEYS if k.endswith(f".{last}")]
     close = close or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
     if close:
         return f"unknown key; did you mean {close[0]}?"
@@ -212,12 +215,20 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
     """Return the config, and why values of keys are invalid: such keys have their defaults."""
     try:
         return config_of({key: entry.value for key, entry in tree.items()}), {}
-    except ValidationError as error:  # a location goes deeper than the key where a type has parts
-        locations = [accumulate(map(str, e["loc"]), "{}.{}".format) for e in error.errors()]
-    bad = {key for location in locations for key in location if key in KEYS}
+    except ValidationError as error:
+        problems, bad = error.errors(), dict[str, str]()
+    for problem in problems:  # a location goes deeper than the key where a type has parts
+        names = [*map(str, problem["loc"])]
+        depth, key = next((n, k) for n, k in enumerate(accumulate(names, "{}.{}".format), 1) if k in KEYS)
+        why = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(problem["type"], problem["msg"])
+        if names[depth:] and names[depth].isdigit():
+            entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
+            bad.setdefault(key, f"; {entry} {why.replace('Input should be', 'must be')}")
+        is_word = isinstance(tree[key].value, str) and get_origin(KEYS[key].annotation) is list
+        bad.setdefault(key, f": '{toml_value([tree[key].value])}'" if is_word else "")
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
-        invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}"
+        invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
         if tree[key].value == "float16":
             invalid[key] += "; float16 would need loss scaling, which titanlite does not do"
     return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

@@ -460,12 +460,12 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
         choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if origin is list:
-        return f"a list, each {legal(*arguments)}"
+        return f"a list of {legal(*arguments).removeprefix('one of ')}"
     if origin is dict:
         return "a table"
     if arguments:  # a union
         return " or ".join(map(legal, arguments))
     parts = [part for constraint in metadata for part in (constraint, *getattr(constraint, "metadata", []))]
     bounds = [f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)]
-    name = _TYPE_NAMES.get(annotation) or f"a [{annotation.__name__.lower()}] table"
+    name = _TYPE_NAMES.get(annotation) or f"tables with {', '.join(annotation.model_fields)}"
     return f"{name} {' and '.join(bounds)}".strip()

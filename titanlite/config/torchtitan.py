@@ -12,6 +12,23 @@ from titanlite.config.toml import tomllib
 RENAMED = {"experimental.custom_import": "model.package"}
 """Old spellings that still work."""
 
+OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "batch_size": "training.local_batch_size",
+    "micro_batch_size": "training.local_batch_size",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "block_size": "training.seq_len",
+    "context_length": "training.seq_len",
+    "sequence_length": "training.seq_len",
+    "grad_clip": "training.max_norm",
+    "max_grad_norm": "training.max_norm",
+    "warmup": "lr_scheduler.warmup_steps",
+    "output_dir": "job.dump_folder",
+    "model_name": "model.name",
+}
+"""What other programs call a key: suggested, not accepted."""
+
 FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8")
 """Entries of model.converters that switch [quantize.linear.float8] on."""
 

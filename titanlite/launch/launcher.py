@@ -36,9 +36,11 @@ EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-Without --config, train_configs/debug.toml is used; CONFIG_FILE names another. Later files override earlier ones, and
-the command line overrides files. Environment: NGPU (processes on this node), LOG_RANK (ranks whose output is shown),
-NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood too).
+VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; a switch is --compile.enable (on),
+--compile.no_enable or --compile.enable=false (off). Without --config, train_configs/debug.toml is used; CONFIG_FILE
+names another. Later files override earlier ones, and the command line overrides files. Environment: NGPU (processes
+on this node), LOG_RANK (ranks whose output is shown), NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes;
+SLURM_* and PET_* are understood too).
 """
 
 

@@ -149,8 +149,10 @@ class ModelSpec:
         try:
             return TypeAdapter(type(base)).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
-            faults = [f"{'.'.join(map(str, e['loc'])) or self.name}: {e['msg']}" for e in error.errors()]
-            raise UserError("; ".join(faults).replace("Value error, ", "")) from None
+            faults = "; ".join(
+                ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()
+            )
+            raise UserError(faults.replace("Value error, ", "").replace("Input should be", "must be")) from None
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""

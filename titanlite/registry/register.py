@@ -34,8 +34,8 @@ class Registry(Generic[Item]):
         if name in self.items:
             return self.items[name]
         known = sorted({*folders, *points, *self.items})
-        hint = f"; did you mean {close}?" if (close := nearest(name, known)) else ";"
-        raise UserError(f'no {self._kind} is registered as "{name}"{hint} Known: {", ".join(known)}')
+        hint = f"did you mean {close}? Known:" if (close := nearest(name, known)) else "known:"
+        raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
 
 
 _models = Registry[ModelSpec]("model")

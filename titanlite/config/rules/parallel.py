@@ -5,8 +5,10 @@ A rule refuses what contradicts something. A key that merely has nothing to do o
 """
 
 import math
+import sys
+from contextlib import suppress
 
-from titanlite.config.rules.context import Faults, RuleContext, Rules
+from titanlite.config.rules.context import Faults, InvalidField, RuleContext, Rules
 from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.layout import Batch, Layout, divisors
 
@@ -89,31 +91,54 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
         context.layout = Layout(dp_shard=world // others, ep=parallelism.expert_parallel_degree, **degree)
         return
     ranks = f"{world} rank" + "s" * (world > 1)
-    for name, key in DEGREES.items():
-        rest = others // degree[name] * (shard if shard > 0 and world % shard == 0 else 1)
-        legal = [d for d in divisors(world) if world % (d * rest) == 0]
-        if degree[name] > 1 and degree[name] not in legal:
-            product = f"{degree[name]} × {rest} (other degrees)" if rest > 1 else degree[name]
-            yield f"parallelism.{key}", _does_not_divide(product, ranks, legal or [1])
-    if shard != -1 and (world % shard or world % others == 0):
-        *smaller, largest = [-1, world // others] if world % others == 0 else [-1, *divisors(world)]
-        use = f"use {', '.join(map(str, smaller))} or {largest}"
-        yield "parallelism.data_parallel_shard_degree", f"{shard} × {others} (other degrees) ≠ {ranks}; {use}"
+    keys = {key: degree[name] for name, key in DEGREES.items() if degree[name] > 1}
+    if shard != -1:
+        keys["data_parallel_shard_degree"] = shard
+    (first, value), *more = keys.items()
+    if more:  # which of them is wrong cannot be known
+        product = " × ".join([f"{value}", *(f"{key} {number}" for key, number in more)])
+        needed = others * max(shard, 1)
+        found = f"does not divide {ranks}" if shard == -1 else f"ranks are needed, and this run has {world}"
+        start = f"start {needed} (NGPU={needed} on one node), or change a degree"
+        yield f"parallelism.{first}", f"{product} = {needed} {found}; {start}"
+    elif shard != -1:
+        yield f"parallelism.{first}", f"{shard} is not the number of ranks, {world}; use -1 or {world}"
+    else:
+        yield f"parallelism.{first}", _does_not_divide(value, ranks, _legal_degrees(context, first, world))
 
 
-def _does_not_divide(degree: int | str, what: str, legal: list[int]) -> str:
+def _legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
+    """Return the values of a degree that divide the number of ranks, 0 for any, and what the degree splits."""
+    most, sizes = sys.maxsize, [world]
+    with suppress(InvalidField):  # without a valid model
+        if key == "tensor_parallel_degree":
+            sizes += _split_by_tensor_parallel(context).values()
+        elif key == "context_parallel_degree":
+            sizes.append(context.config.training.seq_len // 2)
+        elif key == "pipeline_parallel_degree":
+            most = context.shape.layers
+    return [number for number in divisors(math.gcd(*sizes)) if number <= most]
+
+
+def _does_not_divide(degree: int, what: str, legal: list[int]) -> str:
     return f"{degree} does not divide {what}; legal: {', '.join(map(str, legal))}"
+
+
+def _split_by_tensor_parallel(context: RuleContext) -> dict[str, int]:
+    """Return the sizes that a tensor-parallel degree must divide."""
+    shape, training, validation = context.shape, context.config.training, context.config.validation
+    sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
+    sizes["tokens in a sequence"] = training.seq_len
+    if validation.enable and validation.seq_len:
+        sizes["tokens in a validation sequence"] = validation.seq_len
+    return sizes
 
 
 @RULES.add
 def _tensor_parallel_divides_the_model(context: RuleContext) -> Faults:
-    tp, shape = context.config.parallelism.tensor_parallel_degree, context.shape
-    sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
-    sizes["tokens in a sequence"] = context.config.training.seq_len
-    if context.config.validation.enable and context.config.validation.seq_len:
-        sizes["tokens in a validation sequence"] = context.config.validation.seq_len
-    legal = divisors(math.gcd(*sizes.values(), context.world or 0))
-    for what, size in sizes.items():
+    tp = context.config.parallelism.tensor_parallel_degree
+    legal = _legal_degrees(context, "tensor_parallel_degree", context.world or 0)
+    for what, size in _split_by_tensor_parallel(context).items():
         if size % tp:
             yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", legal)
 
@@ -135,7 +160,8 @@ def _context_and_pipeline_divide_the_model(context: RuleContext) -> Faults:
     parallelism, seq_len, layers = context.config.parallelism, context.config.training.seq_len, context.shape.layers
     cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
     if cp > 1 and seq_len % (2 * cp):
-        legal = divisors(seq_len // 2) if seq_len % 2 == 0 else [1]
+        world = context.world or 0
+        legal = _legal_degrees(context, "context_parallel_degree", world) if seq_len % 2 == 0 else [1]
         yield "parallelism.context_parallel_degree", _does_not_divide(cp, f"half of {seq_len} tokens", legal)
     if pp > layers:
         yield "parallelism.pipeline_parallel_degree", f"{pp} stages for {layers} layers; at most {layers}"
@@ -154,12 +180,12 @@ def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
     if not isinstance(reshard, int) or layout.fsdp == 1:
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
-    if reshard not in legal:
-        instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
-        yield "parallelism.fsdp_reshard_after_forward", f"must split {layout.fsdp} sharding ranks; {instead}"
-    elif layout.tp > 1:
+    if layout.tp > 1:
         why = "FSDP2 keeps matrices that tensor parallel splits on all sharding ranks or on one"
         yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
+    elif reshard not in legal:
+        instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
+        yield "parallelism.fsdp_reshard_after_forward", f"must split {layout.fsdp} sharding ranks; {instead}"
 
 
 @RULES.add
