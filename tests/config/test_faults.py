@@ -233,6 +233,13 @@ def test_the_resolved_config_is_read_back_unchanged(tmp_path):
     assert job(files=(str(path),)).config == original.config
 
 
+def test_the_device_that_was_found_is_used_but_not_saved():
+    found = job_from(parse_command_line([], {}), world=1, training=True, device="cpu")
+    assert found.config.job.device == "cpu" and found.given.job.device == "auto"
+    with pytest.raises(ConfigError, match="for copies to a GPU"):
+        job_from(parse_command_line(["--training.dataloader.pin_memory"], {}), world=1, training=True, device="cpu")
+
+
 @pytest.mark.parametrize("key", NOT_BUILT)
 def test_techniques_that_are_not_built_are_refused_in_training_only(key):
     argv = [f"--{key}=2"]

@@ -34,7 +34,8 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     """Return the dump folder and the console of a run of 3 steps on 2 ranks."""
     folder = tmp_path_factory.mktemp("a finished run")
     argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
-    code, out = train([*argv, "--validation.steps=1", "--validation.freq=2"], folder, NGPU="2")
+    argv += ["--validation.steps=1", "--validation.freq=2", "--job.device=auto"]
+    code, out = train(argv, folder, NGPU="2", CUDA_VISIBLE_DEVICES="")
     assert code == 0, out
     return folder, out
 
@@ -62,6 +63,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     )
     again = job_from(parse_command_line(["--config", str(folder / "config.toml")], {}), world=2, training=True)
     assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(folder)
+    assert again.config.job.device == "auto"  # so that the file also trains on a machine with GPUs
 
 
 def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):

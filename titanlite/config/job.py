@@ -1,7 +1,7 @@
 """The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
@@ -39,13 +39,16 @@ class Job:
         return max(self.config.training.seq_len, self.validation_seq_len)
 
 
-def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool) -> Job:
+def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool, device: str = "") -> Job:
     """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
 
     `world` is the number of ranks; None takes the smallest that fits. With `training`, techniques that are not built
-    yet are refused by name.
+    yet are refused by name. `device` is what job.device "auto" was found to be.
     """
     loaded = source if isinstance(source, Loaded) else load(source)
+    given = loaded.config
+    job = given.job.model_copy(update={"device": device or given.job.device})
+    loaded = replace(loaded, config=given.model_copy(update={"job": job}))
     faults = list(loaded.faults)
     context = RuleContext(loaded, world)
     for rule in (*run.RULES, *parallel.RULES, *data.RULES):
@@ -56,13 +59,13 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool)
         faults += [context.fault(key, why) for key, why in parallel.not_built(loaded.config)]
     if faults:
         raise ConfigError(faults)
-    given, layout = loaded.config, context.layout
-    local, total = given.training.local_batch_size, given.training.global_batch_size
+    resolved, layout = loaded.config, context.layout
+    local, total = resolved.training.local_batch_size, resolved.training.global_batch_size
     batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
-    off = switched_off.keys_of_what_is_off(given)
-    idle = parallel.keys_without_effect(given, layout, batch) | off
+    off = switched_off.keys_of_what_is_off(resolved)
+    idle = parallel.keys_without_effect(resolved, layout, batch) | off
     reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
     no_effect = "no effect " + "; ".join(reasons) if idle else ""
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
-    config = config_of({key: value_of(given, key) for key in KEYS if key not in idle or key in used})
+    config = config_of({key: value_of(resolved, key) for key in KEYS if key not in idle or key in used})
     return Job(config, given, no_effect, layout, batch, context.spec, context.model, context.shape)

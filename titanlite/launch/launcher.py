@@ -24,7 +24,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine
-from titanlite.observe.console import LAUNCHED, rank_log
+from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, shown_ranks
 
@@ -79,7 +79,7 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     nodes = find_nodes(environ)
     device, processes = _device_and_processes(loaded.config.job.device, environ)
     world = nodes.count * processes
-    job = job_from(loaded, world=world, training=True)
+    job = job_from(loaded, world=world, training=True, device=device)
     shown = shown_ranks(environ)
     if max(shown) >= world:
         raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
@@ -123,12 +123,9 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
         if nodes.rank == 0 and (message := take_folder(job.given)):
             print(f"titanlite: {message}", flush=True)
         rendezvous.wait_for_node_0("the dump folder")
-        worker_environ = _worker_environment(nodes, processes, os.environ)
-        given = job.given.model_copy(update={"job": job.given.job.model_copy(update={"device": device})})
+        worker_environ = {DEVICE: device, **_worker_environment(nodes, processes, os.environ)}
         with terminal:
-            run_workers(
-                [*argv, f"--job.device={device}"], to_toml(given), rendezvous, processes, folder, worker_environ
-            )
+            run_workers(argv, to_toml(job.given), rendezvous, processes, folder, worker_environ)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
     except ChildFailedError as error:

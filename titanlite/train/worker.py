@@ -21,7 +21,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
-from titanlite.observe.console import LAUNCHED, RESOLVED_CONFIG, open_log
+from titanlite.observe.console import DEVICE, LAUNCHED, RESOLVED_CONFIG, open_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
             check_torch()
         rank = rank_info(environ)
         source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
-        run(job_from(parse_command_line(source, environ), world=rank.world, training=True), rank, environ)
+        line, device = parse_command_line(source, environ), environ[DEVICE] if LAUNCHED in environ else ""
+        run(job_from(line, world=rank.world, training=True, device=device), rank, environ)
         return 0
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
