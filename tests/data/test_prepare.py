@@ -32,6 +32,7 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
 from titanlite.launch.preflight import check_machine
+from titanlite.tools.data import counts_line
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +289,14 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
     assert "401 tokens, 2 documents, 2 shards" in shown and "75.1%" in shown and "24.9%" in shown
     assert "aaaa" in shown and "\x1b" not in shown
     assert main(["data", "show", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "shards", "line"),
+    [(1, [{}], "1,554 tokens, 1 document, 1 shard"), (2, [{}, {}], "1,554 tokens, 2 documents, 2 shards")],
+)
+def test_one_document_and_one_shard_are_singular(documents, shards, line):
+    assert counts_line({"tokens": 1554, "documents": documents, "shards": shards}) == line
 
 
 def test_text_is_tokenized_again_only_when_it_changes(assets, tmp_path):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.jobs import QUIET, TINY, job
+from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.rules.run import long_warmup
 from titanlite.errors import UserError
 from titanlite.launch import preflight
 from titanlite.observe import memory
@@ -34,6 +36,35 @@ def test_offloaded_state_is_compared_with_the_memory_of_the_host(refused, monkey
     argv = [*OFFLOADED_8B, f"--parallelism.data_parallel_replicate_degree={processes}"]
     refusal = refused(argv, processes)
     assert f"and a rank has {has} GiB of host memory" in refusal if has else not refusal
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["--training.dataset=text", "--training.dataset_path=/nope"],
+            'training.dataset_path = "/nope"   (command line)\n      there is no such folder or file',
+        ),
+        (["--training.dataset=tokens", "--training.dataset_path=/nope"], "      there is no such folder or file"),
+        (["--training.dataset=txt"], 'training.dataset = "txt"   (command line)\n      is not a data set; did you'),
+        (["--validation.enable", "--validation.dataset=txt"], 'validation.dataset = "txt"   (command line)\n'),
+        (["--model.hf_assets_path=/nope"], "/nope"),
+        (["--training.mixture=[{dataset='text', dataset_path='/nope', weight=1.0}]"], '/nope"'),
+        (["--training.mixture=[{dataset='txt', weight=1.0}]"], 'training.dataset = "txt"\n'),
+    ],
+)
+def test_faults_of_keys_and_of_data_are_in_one_list(argv, says):
+    line = parse_command_line(["--training.stepz=3", "--model.flavor=8b", *argv], {})
+    text = str(ConfigError([*load(line).faults, *preflight.data_faults(load(line))]))
+    assert text.startswith("2 configuration errors;") and says in text, text
+    assert not preflight.data_faults(load(parse_command_line(["--training.stepz=3"], {})))
+
+
+@pytest.mark.parametrize("warmup", [10, 11])
+def test_a_warmup_that_is_longer_than_the_run_is_told(warmup):
+    argv = [*TINY, "--training.steps=10", f"--lr_scheduler.warmup_steps={warmup}"]
+    told = f"lr_scheduler.warmup_steps = {warmup} is longer than the run: the learning rate rises in all 10 steps"
+    assert long_warmup(job(argv, 1).config) == told * (warmup > 10)
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.resume import finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
-from titanlite.launch.preflight import check_machine
+from titanlite.launch.preflight import check_machine, data_faults
 from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, shown_ranks
@@ -79,7 +79,10 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     nodes = find_nodes(environ)
     device, processes = _device_and_processes(loaded.config.job.device, environ)
     world = nodes.count * processes
-    job = job_from(loaded, world=world, training=True, device=device)
+    try:
+        job = job_from(loaded, world=world, training=True, device=device)
+    except ConfigError as error:
+        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
     shown = shown_ranks(environ)
     if max(shown) >= world:
         raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")

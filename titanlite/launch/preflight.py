@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.job import Job
+from titanlite.config.load import Fault, Loaded
+from titanlite.config.rules.data import is_streamed
+from titanlite.config.rules.run import long_warmup
 from titanlite.errors import UserError, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 
@@ -55,6 +59,37 @@ def check_machine(job: Job, device: str, processes: int) -> None:
         raise UserError("\n  ".join([title, *problems]))
 
 
+def data_faults(loaded: Loaded) -> list[Fault]:
+    """Return what is wrong with the data of an invalid config, as far as it can be told without its model."""
+    from titanlite.data.sources import find_documents
+    from titanlite.data.tokenizer import load_tokenizer
+
+    config, found = loaded.config, list[Fault]()
+    sections = {"training": config.training.mixture or [config.training]}
+    sections |= {"validation": [config.validation]} if config.validation.enable else {}
+    checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
+    for section, parts in sections.items():
+        known = [part for part in parts if not is_streamed(part.dataset)]
+        known = [part for part in known if part.dataset_path or part.dataset not in ("text", "tokens")]
+        checks += [(find_documents, section, part.dataset, part.dataset_path) for part in known]
+        checks += [(_require_path, section, part.dataset_path) for part in known if part.dataset == "tokens"]
+    for function, *arguments in checks:
+        try:
+            function(*arguments)
+        except UserError as error:
+            match = re.fullmatch(r'((\S+) = "[^"]*"):? (.*)', str(error), re.DOTALL)
+            title, key, why = match.groups() if match else (f"{arguments[0]}", "", f"{error}")
+            entry = loaded.entries.get(key)
+            is_given = entry and title == f'{key} = "{entry.value}"'  # not in a mixture
+            found.append(entry.fault(key, why) if entry and is_given else Fault(title, why))
+    return found
+
+
+def _require_path(section: str, path: str) -> None:
+    if not Path(path).exists():
+        raise UserError(f'{section}.dataset_path = "{path}": there is no such folder or file')
+
+
 def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.data.windows import validate_dataset
@@ -79,6 +114,8 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
             print(f"titanlite: {notice}", flush=True)
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
+    if notice := long_warmup(config):
+        print(f"titanlite: {notice}", flush=True)
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.rules.run import long_warmup
 from titanlite.config.toml import to_toml
 
 
@@ -46,7 +47,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     else:
         ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
-        if job.no_effect:
-            print(f"# {job.no_effect}")
+        for notice in filter(None, (job.no_effect, long_warmup(job.config))):
+            print(f"# {notice}")
         print(to_toml(job.given), end="")
     return 0

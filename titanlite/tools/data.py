@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich import progress
 from rich.console import Console
@@ -47,10 +48,15 @@ def _prepare(arguments: Namespace) -> int:
         _print_notice(notice)
     with writing(arguments.out), _progress_bar() as report:
         manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
-    counts = f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents"
-    print(f"{counts} in {len(manifest['shards'])} shards: {arguments.out}")
+    print(f"{counts_line(manifest)}: {arguments.out}")
     print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"')
     return 0
+
+
+def counts_line(manifest: dict[str, Any]) -> str:
+    """Return the numbers of tokens, documents and shards of a manifest."""
+    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {"shards": len(manifest["shards"])}
+    return ", ".join(f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items())
 
 
 def _print_notice(text: str) -> None:
@@ -74,7 +80,7 @@ def _show(arguments: Namespace) -> int:
     tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
     total, vocab_size = manifest["tokens"], manifest["vocab_size"]
     source = ShardSource("data show", folder, vocab_size, manifest["end"])
-    print(f"{total:,} tokens, {manifest['documents']:,} documents, {len(manifest['shards'])} shards")
+    print(counts_line(manifest))
     print(f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}")
     rows = [
         (f"{part['tokens'] / total:.1%}", f"{part['tokens']:,} tokens", f"{part['documents']:,} documents", name)

@@ -3,7 +3,7 @@
 from pathlib import PurePosixPath
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
-from titanlite.config.schema import KEYS, value_of
+from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.registry import find_converter, get_model, get_optimizer
@@ -73,6 +73,16 @@ def _schedule_fits_the_steps(context: RuleContext) -> Faults:
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
         yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
+
+
+def long_warmup(config: JobConfig) -> str:
+    """Return a line about a warm-up that the run does not finish, or an empty string."""
+    schedule, steps = config.lr_scheduler, config.training.steps
+    steps = min(steps, schedule.total_steps or steps)
+    if schedule.warmup_steps <= steps:
+        return ""
+    rises = f"the learning rate rises in all {steps} steps" if steps > 1 else "its only step has a low learning rate"
+    return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
 @RULES.add
