@@ -116,6 +116,8 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+_FIELDS = {"dim": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "max_seq_len": "n_positions"}
+_FIELDS |= {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "dropout": "resid_pdrop"}
 
 SPEC = register_model(
     ModelSpec(
@@ -125,8 +127,6 @@ SPEC = register_model(
         rules,
         build="titanlite.models.gpt2.model:GPT2",
         before=("tok_embeddings", "pos_embeddings"),
-        hf=HuggingFace(
-            hf_config, _DROPOUTS, ignored_tensors=("*.attn.bias", "*.attn.masked_bias"), defaults=hf_defaults
-        ),
+        hf=HuggingFace(hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS),
     )
 )

@@ -71,34 +71,26 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
     return (*table, Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight"))
 
 
+HF_KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+HF_KEYS |= {"n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "vocab_size": "vocab_size"}
+HF_KEYS |= {"max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
+HF_KEYS |= {"tied": "tie_word_embeddings"}
+HF_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+HF_ROPE["original_positions"] = "original_max_position_embeddings"
+
+
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
     """Return the config.json of a LlamaForCausalLM, with keys that transformers 4 and 5 both read."""
-    scaling = c.rope_scaling
+    scaling = {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()} if c.rope_scaling else None
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": c.dim,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
+        **{key: getattr(c, name) for name, key in HF_KEYS.items()},
         "head_dim": c.head_dim,
-        "intermediate_size": c.hidden_dim,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.max_seq_len,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        },
+        "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": c.tied,
     }
 
 
@@ -111,5 +103,6 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **sizes, **attention, **absent}
 
 
-HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults)
+HF_FIELDS = HF_KEYS | {f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()}
+HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS)
 SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama", hf=HF))

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saved import everyone, keeping_log
 from tests.data.assets import make_assets
-from tests.jobs import PARROT, TINY, job, trainer, weights
+from tests.jobs import PARROT, QUIET, TINY, job, trainer, weights
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
-from titanlite.checkpoint.hf.config_json import complete, config_faults
 from titanlite.checkpoint.hf.export import export, export_live
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
+from titanlite.config.config_json import complete, config_faults
 from titanlite.config.load import ConfigError
 from titanlite.data.documents import text_files
 from titanlite.data.prepare import prepare
@@ -34,6 +34,7 @@ from titanlite.models.common import RopeScaling
 from titanlite.parallel.build import build_meta_model
 from titanlite.parallel.init import fill, materialize
 from titanlite.registry import normal
+from titanlite.tools.generate import load_model
 
 SPECS = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC}
 SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm_eps=1e-5)
@@ -97,6 +98,78 @@ def test_exported_weights_are_read_back_and_transformers_computes_the_same(case,
     hf_model.save_pretrained(tmp_path / "back")  # what transformers writes is read, too
     back = HuggingFaceFolder(tmp_path / "back", spec, flavor)
     assert all(torch.equal(back.read(name), live[name]) for name in live)
+
+
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+FOREIGN = {
+    "grouped heads and scaling": LLAMA
+    | {"num_key_value_heads": 2, "rope_scaling": SCALING | {"rope_type": "llama3"}},
+    "tied": LLAMA | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, capsys):
+    import transformers
+
+    kind = "GPT2Config" if case == "gpt2" else "LlamaConfig"
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(vocab_size=256, initializer_range=0.2, **FOREIGN[case])
+    )
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    theirs.eval().save_pretrained(hf)
+    assert cli.main(["checkpoint", "import", str(hf), str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f'--config "{out}/step-0/config.toml" --checkpoint.initial_load_path "{out}"' in said
+    imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
+    name = [f"--model.name={imported.spec.name}"]
+    trained = job([*QUIET, *name, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
+    assert trained.model == imported.model and HuggingFaceFolder(hf, trained.spec, trained.model).names
+    assert getattr(imported.model, "dropout", 0.2) == 0.2
+    shutil.rmtree(hf)  # the config of the import has all that it needs
+    model = load_model(imported, out / "step-0", torch.device("cpu")).eval()
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, logits = model(tokens), theirs(tokens).logits
+    assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5 * ours.abs().max().item()
+
+
+HF_FLAVOR_REFUSED = [
+    ({"hidden_size": "32"}, "dim: Input should be a valid integer (dim is hidden_size there)"),
+    ({"attention_bias": True}, "attention_bias true, but the model has false"),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        'rope_scaling {"rope_type": "yarn", "factor": 2.0}, but',
+    ),
+    ({"model_type": "gpt2"}, 'is of a gpt2, and model.name is "llama3"; use --model.name gpt2'),
+    ({"model_type": "mistral"}, 'model_type "mistral", which no registered model has; legal: gpt2, llama'),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), HF_FLAVOR_REFUSED)
+def test_a_config_json_of_another_model_is_no_flavor(tmp_path, change, says):
+    (tmp_path / "config.json").write_text(json.dumps({**llama3.SPEC.hf.config(SMALL), **change}))  # type: ignore
+    with pytest.raises(ConfigError) as caught:
+        job([*QUIET, "--model.flavor=hf", f"--model.hf_assets_path={tmp_path}"], 1)
+    assert says in str(caught.value) and f"{tmp_path}/config.json" in str(caught.value)
+
+
+def test_flavor_hf_takes_overrides_and_needs_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(llama3.SPEC.hf.config(SCALED)))  # type: ignore[union-attr]
+    argv = [
+        *QUIET,
+        "--model.flavor=hf",
+        "--model.overrides.rope_scaling.factor=2",
+        "--model.overrides.vocab_size=256",
+    ]
+    with pytest.raises(ConfigError, match=r"needs a folder with config\.json in checkpoint\.initial_load_path or"):
+        job(argv, 1)
+    scaling = RopeScaling(factor=2.0)
+    expected = dataclasses.replace(SCALED, vocab_size=256, rope_scaling=scaling)
+    assert job([*argv, f"--checkpoint.initial_load_path={tmp_path}"], 1).model == expected
 
 
 def test_only_an_untied_output_layer_is_written(tmp_path):
@@ -346,7 +419,15 @@ REFUSED = [
         {"rope_theta": None},
         "rope_theta 10000.0 (absent, so transformers' default), but the model has 500000.0",
     ),
-    (SMALL, {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, but the model has 1e-05"),
+    (SMALL, {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, but the model has 1e-05; --model.overrides.norm_eps 1e-06"),
+    (
+        SCALED,
+        {"rope_scaling": ROPE | {"factor": 4.0, "original_max_position_embeddings": 8192}},
+        'rope_scaling {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, '
+        '"original_max_position_embeddings": 8192}, but the model has {"rope_type": "llama3", "factor": 8.0, '
+        '"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}; '
+        "--model.overrides.rope_scaling.factor 4.0",
+    ),
     (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta 10000.0, but the model has 500000.0"),
     (
         SMALL,

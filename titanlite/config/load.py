@@ -12,6 +12,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from titanlite.config.config_json import read_flavor
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of, legal
 from titanlite.config.toml import toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
@@ -154,6 +155,15 @@ def load(line: CommandLine) -> Loaded:
     faults += _remove_unknown(tree)
     _apply_converters(tree)
     config, invalid = _build(tree)
+    if config.model.flavor == "hf":
+        try:
+            file, fields = read_flavor(config)
+            _flatten({"model.overrides": fields}, "", file, below := dict[str, Entry]())
+            for key, entry in tree.items():
+                _flatten({key: entry.value}, "", entry.origin, below)
+            config, invalid = _build(tree := below)
+        except UserError as error:
+            invalid["model.flavor"] = str(error)
     faults += [tree[key].fault(key, why) for key, why in invalid.items()]
     return Loaded(config, tree, set(invalid), faults)
 

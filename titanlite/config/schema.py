@@ -46,7 +46,7 @@ class Model(Section):
     name: str = "llama3"
     """Name of a registered model: a folder in models/, an entry point, or one that `package` registers."""
     flavor: str = "debugmodel"
-    """Size of the model, one of the names that the model defines."""
+    """Size of the model, one of the names that it defines, or hf: that of config.json in a Hugging Face folder."""
     hf_assets_path: str = ""
     """Folder with tokenizer.json; empty means that of the token shards, or else bytes, a vocabulary of 256."""
     converters: list[str] = []

@@ -10,6 +10,7 @@ from titanlite.registry.register import (
     find_converter,
     get_model,
     get_optimizer,
+    model_names,
     register_converter,
     register_model,
     register_optimizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,3 +87,5 @@ class HuggingFace:
     """Patterns of Hugging Face tensors to skip, such as buffers."""
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Returns what transformers takes for keys that a given config.json lacks, of all that change a value."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """The key of config.json of each field of a flavor, both dotted where nested; model.flavor hf reads it."""

@@ -140,14 +140,16 @@ class ModelSpec:
         """Return the flavor's config with some fields replaced; an error names all that do not fit."""
         from pydantic import TypeAdapter, ValidationError
 
-        if flavor not in self.flavors:
-            raise UserError(f'unknown flavor "{flavor}" of {self.name}; legal: {", ".join(self.flavors)}')
-        base, unknown = self.flavors[flavor], list[str]()
-        values = _merged(type(base), dataclasses.asdict(base), overrides, "", unknown)
+        legal = [*self.flavors, *["hf"] * bool(self.hf and self.hf.fields)]  # of hf, the overrides have all fields
+        if flavor not in legal:
+            raise UserError(f'unknown flavor "{flavor}" of {self.name}; legal: {", ".join(legal)}')
+        base, unknown = self.flavors.get(flavor), list[str]()
+        cls = type(base or next(iter(self.flavors.values())))
+        values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
         if unknown:
             raise UserError(f"{self.name} has no field {', '.join(unknown)}")
         try:
-            return TypeAdapter(type(base)).validate_json(json.dumps(values), strict=True)
+            return TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             faults = "; ".join(
                 ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()

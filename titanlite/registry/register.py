@@ -33,13 +33,18 @@ class Registry(Generic[Item]):
             points[name].load()
         if name in self.items:
             return self.items[name]
-        known = sorted({*folders, *points, *self.items})
+        known = self.names()
         hint = f"did you mean {close}? Known:" if (close := nearest(name, known)) else "known:"
         raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
 
+    def names(self) -> list[str]:
+        """Return all names, without importing anything."""
+        points = (point.name for point in entry_points(group=f"titanlite.{self._kind}s"))
+        return sorted({*self.items, *points, *(_model_folders() if self._kind == "model" else [])})
+
 
 _models = Registry[ModelSpec]("model")
-get_model = _models.find
+get_model, model_names = _models.find, _models.names
 
 
 def register_model(spec: ModelSpec) -> ModelSpec:

@@ -33,7 +33,7 @@ from titanlite.checkpoint.manifest import (
     step_of,
 )
 from titanlite.checkpoint.resume import saved_model
-from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
@@ -89,8 +89,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     out.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
 
     about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
-    into = command("import", _import, about, "import Llama-3.2-1B start --model.flavor 1B")
-    into.epilog = f"{into.epilog}\n\nThe model is named by config keys: [--config FILE.toml …] [--model.KEY VALUE …]"
+    into = command("import", _import, about, "import Llama-3.2-1B start")
+    more = (
+        "The model is that of config.json, unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]"
+    )
+    into.epilog = f"{into.epilog}\n\n{more}"
     into.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors")
     into.add_argument("out", type=Path, metavar="OUT", help="where step-0 is written")
     into.set_defaults(takes_overrides=True)
@@ -299,7 +302,11 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     source, target = arguments.folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
-    config = _load_config(overrides, os.environ)
+    config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
+    path = "" if config.checkpoint.initial_load_path == str(source) else config.checkpoint.initial_load_path
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"initial_load_path": path})}
+    )
     spec = get_model(config.model.name, config.model.package)
     flavor = spec.configure(config.model.flavor, config.model.overrides)
     weights = HuggingFaceFolder(source, spec, flavor)
@@ -309,8 +316,24 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
         clear_leftovers(target)
         folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
     print(f"imported {len(weights.names)} tensors: {folder}")
-    print(f'to start from them: --checkpoint.initial_load_path "{target}"')
+    print(f'to start from them: --config "{folder}/{CONFIG}" --checkpoint.initial_load_path "{target}"')
     return 0
+
+
+def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Return a command line in which the model is the folder's own, unless a config or a flavor is given."""
+    from titanlite.config.config_json import model_of
+    from titanlite.registry.register import import_package
+
+    line = parse_command_line(argv, environ)
+    is_default = line.files == [DEFAULT_CONFIG] and not any(word.startswith("--config") for word in argv)
+    if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
+        return argv
+    import_package(line.overrides.get("model.package", ""))
+    name = line.overrides.get("model.name") or model_of(source)
+    tokenizer = [f"--model.hf_assets_path={source}"] * (source / "tokenizer.json").is_file()
+    folder = [f"--checkpoint.initial_load_path={source}", f"--model.name={name}", "--model.flavor=hf"]
+    return [*folder, *tokenizer, *argv]
 
 
 def _rm(arguments: Namespace, overrides: list[str]) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.commit import commit, to_json
-from titanlite.checkpoint.hf.config_json import complete, config_faults, read_config
 from titanlite.checkpoint.hf.files import Reader
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import check_exclude_patterns
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
 from titanlite.checkpoint.resume import excluded
+from titanlite.config.config_json import complete, config_faults, read_config
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box, ModelSpec
@@ -37,7 +37,9 @@ class HuggingFaceFolder:
         contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
         faults = [*self._reader.faults, *contradictions, *self._differences()]
         if faults:
-            raise UserError(f"{folder} does not fit {spec.name} as configured; nothing was read:{some_of(faults)}")
+            remedy = " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
+            what = f"{folder} does not fit {spec.name} as configured{remedy}"
+            raise UserError(f"{what}; nothing was read:{some_of(faults)}")
 
     def _differences(self) -> Iterator[str]:
         shapes, hf = self._reader.shapes, self.translation.hf

@@ -35,7 +35,8 @@ def _model_exists(context: RuleContext) -> Faults:
         import_package(model.package)
         key = "model.name"
         context.spec = get_model(model.name)
-        key = "model.overrides" if model.flavor in context.spec.flavors else "model.flavor"
+        legal = [*context.spec.flavors, *["hf"] * bool(model.overrides)]
+        key = "model.overrides" if model.flavor in legal else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
         context.shape = context.spec.shape(context.model)
     except UserError as error:
