@@ -20,6 +20,7 @@ from titanlite.errors import RunFailed, UserError, format_table, nearest
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
     "config": ("titanlite.tools.config", "print the resolved config, its mesh, or the schema of all configs"),
+    "models": ("titanlite.tools.models", "list the models, their flavors and fields"),
     "data": ("titanlite.tools.data", "tokenize text into shards on all cores, and inspect them"),
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),

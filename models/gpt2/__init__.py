@@ -53,6 +53,11 @@ def shape(c: GPT2Config) -> ModelDims:
     return ModelDims(c.n_layers, c.n_heads, c.n_heads, c.head_dim, c.vocab_size, c.max_seq_len)
 
 
+def parameters(c: GPT2Config) -> int:
+    block = 12 * c.dim**2 + 13 * c.dim  # 4 matrices of attention and 2 of 4 times their size, biases, two norms
+    return (c.vocab_size + c.max_seq_len + 2) * c.dim + c.n_layers * block
+
+
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
     """Return the table. Layers that write into the residual stream start smaller the more of them there are.
 
@@ -127,6 +132,7 @@ SPEC = register_model(
         rules,
         build="titanlite.models.gpt2.model:GPT2",
         before=("tok_embeddings", "pos_embeddings"),
+        parameters=parameters,
         hf=HuggingFace(hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS),
     )
 )

@@ -48,6 +48,12 @@ def shape(c: LlamaConfig) -> ModelDims:
     return ModelDims(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len)
 
 
+def parameters(c: LlamaConfig) -> int:
+    attention = 2 * c.dim * (c.dim + c.n_kv_heads * c.head_dim)
+    block = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
+    return (2 - c.tied) * c.vocab_size * c.dim + c.n_layers * block + c.dim
+
+
 def rules(c: LlamaConfig) -> tuple[Rule, ...]:
     """Return the table. Layers that write into the residual stream start smaller the deeper they are."""
     into, out_of = normal(0.02), normal(0.02, by_depth=True)
@@ -105,4 +111,5 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 HF_FIELDS = HF_KEYS | {f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()}
 HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS)
-SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build="titanlite.models.llama3.model:Llama", hf=HF))
+_BUILD = "titanlite.models.llama3.model:Llama"
+SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build=_BUILD, hf=HF, parameters=parameters))

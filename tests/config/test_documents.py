@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.cli import main
 from titanlite.config.docs import help_text, json_schema, markdown
 from titanlite.config.load import shipped_configs
 from titanlite.config.schema import KEYS
@@ -23,6 +24,25 @@ def test_the_json_schema_is_current():
     assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), (
         "run: titanlite config --schema > docs/config.schema.json"
     )
+
+
+def test_docs_models_md_is_current(capsys):
+    main(["models", "--markdown"])
+    assert (ROOT / "docs/models.md").read_text() == capsys.readouterr().out, (
+        "run: titanlite models --markdown > docs/models.md"
+    )
+
+
+def test_a_model_is_described_by_its_flavors_parameters_and_fields(capsys):
+    assert main(["models", "llama3"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "1,235,814,400" in out
+        and "rope_scaling.factor 32.0" in out
+        and "rope_scaling.original_positions  8192" in out
+    )
+    assert "gpt2" not in out and main(["models", "lama3"]) == 2
+    assert "did you mean llama3?" in capsys.readouterr().err
 
 
 def test_every_key_is_explained():
@@ -42,6 +62,6 @@ def test_a_shipped_config_names_its_schema(name):
     assert json.loads(json_schema())["properties"].keys() >= {"job", "training"}
 
 
-def test_the_config_command_does_not_import_torch():
-    code = "import sys, titanlite.cli as c; c.main(['config']); sys.exit('torch' in sys.modules)"
+def test_the_config_and_models_commands_do_not_import_torch():
+    code = "import sys, titanlite.cli as c; c.main(['config']); c.main(['models']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False).returncode == 0

@@ -52,6 +52,7 @@ def test_flavor_has_the_published_parameter_count(flavor):
     with torch.device("meta"):
         model = SPEC.module(FLAVORS[flavor], 16)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
+    assert SPEC.parameters and SPEC.parameters(FLAVORS[flavor]) == PUBLISHED[flavor]
 
 
 def transformers_model(c: GPT2Config, weights: dict[str, torch.Tensor]):

@@ -1,0 +1,93 @@
+"""`titanlite models`: the registered models, their flavors and the fields that model.overrides sets. No torch."""
+
+import dataclasses
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
+
+from titanlite.config.toml import toml_value
+from titanlite.errors import format_table
+from titanlite.registry import ModelSpec, get_model, model_names
+from titanlite.registry.register import import_package
+
+_INTRODUCTION = """# Models
+
+Written by `titanlite models --markdown`; `titanlite models NAME` shows one model in a terminal.
+
+A run takes a flavor with `--model.name NAME --model.flavor FLAVOR`, any field with `--model.overrides.FIELD VALUE`,
+and with `--model.flavor hf` the fields of [a Hugging Face folder](checkpoints.md#hugging-face-export-and-import).
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.epilog = "example: titanlite models llama3"
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a registered model (default: all)")
+    about = "a package that registers models"
+    parser.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
+    parser.add_argument("--markdown", action="store_true", help="print docs/models.md")
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Print the models."""
+    import_package(arguments.package)
+    names = [arguments.name] if arguments.name else model_names()
+    specs = [get_model(name) for name in names]
+    if arguments.markdown:
+        print(markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end="")
+    else:
+        print("\n\n".join(map(_describe, specs)))
+    return 0
+
+
+def markdown(specs: list[ModelSpec]) -> str:
+    """Return the text of docs/models.md."""
+    out = [_INTRODUCTION]
+    for spec in specs:
+        for title, rows in (("flavor", _flavors(spec)), ("field", _fields(spec))):
+            header, *lines = rows
+            out += [f"## {spec.name}\n"] if title == "flavor" else []
+            out += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)]
+            out.append("")
+    return "\n".join(out)
+
+
+def _describe(spec: ModelSpec) -> str:
+    tables = [format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))]
+    return "\n\n".join([spec.name, *tables])
+
+
+def _flavors(spec: ModelSpec) -> list[list[str]]:
+    """Return a header and a row per flavor: parameters, and the fields that are not at their defaults."""
+    rows = [["flavor", "parameters", "fields other than the defaults"]]
+    for name, flavor in spec.flavors.items():
+        values = ", ".join(f"{field} {value}" for field, value in _set_fields(flavor))
+        rows.append([name, f"{spec.parameters(flavor):,}" if spec.parameters else "", values])
+    return rows
+
+
+def _fields(spec: ModelSpec) -> list[list[str]]:
+    """Return a header and a row per field, with its default."""
+    return [["field", "default"], *map(list, _defaults(type(next(iter(spec.flavors.values())))))]
+
+
+def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:
+    """Yield the dotted fields of a flavor that are not at their defaults, and their values."""
+    for field in dataclasses.fields(flavor):
+        value = getattr(flavor, field.name)
+        if dataclasses.is_dataclass(value):
+            leaves = {f"{field.name}.{leaf.name}": getattr(value, leaf.name) for leaf in dataclasses.fields(value)}
+        else:
+            leaves = {field.name: value}
+        if value != field.default:
+            yield from ((name, toml_value(leaf)) for name, leaf in leaves.items())
+
+
+def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted fields of a flavor's class and their defaults, those of a nested class as well."""
+    types = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        has_none = field.default is dataclasses.MISSING
+        yield f"{path}{field.name}", "" if has_none else toml_value(field.default)
+        for nested in filter(dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))):
+            yield from _defaults(nested, f"{path}{field.name}.")
