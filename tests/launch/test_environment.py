@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.jobs import TINY
+from tests.lanes import sample
 from tests.launch.run import ROOT, environment
 
 BACKEND = '''
@@ -147,3 +149,19 @@ def test_python_without_ensurepip_names_the_package_to_install(checkout):
     out, error = process.communicate(timeout=60)
     assert process.returncode == 2 and out == "" and len(error.splitlines()) == 1
     assert "apt install python3-venv" in error and not (checkout / ".venv").exists()
+
+
+TRAIN = ["train", *TINY, "--training.steps=1"]
+
+
+@pytest.mark.parametrize("command", sample([["--version"], TRAIN], ["--version"]))
+def test_titanlite_runs_in_the_folder_that_holds_its_checkout(tmp_path, command):
+    """Python looks there first, and takes the checkout itself for a package unless the install is a path."""
+    (tmp_path / "titanlite").symlink_to(ROOT)
+    environ = environment(NGPU="1")
+    del environ["PYTHONPATH"]
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", *command], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert command != TRAIN or "step 1 reached" in done.stdout
