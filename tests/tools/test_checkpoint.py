@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.checkpoint.saved import SAVING, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
 from tests.jobs import PARROT, TINY
+from tests.launch.run import ROOT, environment
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
@@ -234,8 +235,31 @@ def test_the_tour_takes_a_folder_with_blanks(monkeypatch, tmp_path):
     assert commands[1][-2:] == ["--job.dump_folder", str(folder)]
 
 
+@pytest.mark.long
+def test_the_tour_proves_everything_that_it_claims(tmp_path):
+    command = [sys.executable, "-m", "titanlite", "tour", "--to", str(tmp_path / "tour")]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("   proved: ") == 7
+
+
+def test_a_tour_that_fails_says_what_differs_and_by_how_much(tool, monkeypatch, tmp_path):
+    def write(folder: Path, validation: float) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [{"step": step, "loss": 2.0} for step in range(1, tour.STEPS + 1)]
+        lines.append({"step": tour.STEPS, "validation_loss": validation})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return "resumed step 20"
+
+    monkeypatch.setattr(tour, "_train_and_kill", lambda dump: write(dump, 2.80))
+    monkeypatch.setattr(tour, "latest_complete", lambda _: 20)
+    monkeypatch.setattr(tour, "_titanlite", lambda _, folder, NGPU: write(folder, 2.80 if NGPU == "2" else 2.84))
+    code, out = tool("tour", "--to", tmp_path)
+    assert code == 2 and "FAILED: training or validation losses differ by 4.0e-02, and may differ by 1e-04" in out
+    assert f"compare {tmp_path}/run/metrics.jsonl with {tmp_path}/single/metrics.jsonl" in out
+
+
 def test_the_tour_kills_processes_in_their_own_sessions():
-    """The tour itself takes a minute; it is one command, and every promise that it shows has a test of its own."""
     child = "import subprocess as s, time; p = s.Popen(['sleep', '60'], start_new_session=True)"
     child += "; print(p.pid, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)

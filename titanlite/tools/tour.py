@@ -60,32 +60,55 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     _train_and_kill(dump)
     killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
     recent = saved is not None and killed_at - saved <= 2 * INTERVAL
-    _check(recent, f"killed at step {killed_at}, and checkpoint step-{saved} is complete")
+    newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
+    _check(
+        recent,
+        f"killed at step {killed_at}, and {newest}",
+        f"killed at step {killed_at}, but {newest}: more than {2 * INTERVAL} steps would be lost",
+    )
 
     _print("2  Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
     out = _titanlite(f"train {RUN}", dump, NGPU="2")
-    _check(f"resumed step {saved}" in out, f"it resumed step {saved} on the other mesh without any option")
+    _check(
+        f"resumed step {saved}" in out,
+        f"it resumed step {saved} on the other mesh without any option",
+        f"it did not resume step {saved} on the other mesh:\n{out}",
+    )
     steps = [record["step"] for record in _records(dump) if "loss" in record]
-    _check(steps == list(range(1, STEPS + 1)), f"metrics.jsonl has each of the {STEPS} steps once")
+    _check(
+        steps == list(range(1, STEPS + 1)),
+        f"metrics.jsonl has each of the {STEPS} steps once",
+        f"metrics.jsonl should have each of the {STEPS} steps once, and has {steps}",
+    )
 
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
     worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
-    _check(worst < 1e-4, f"training and validation losses differ by at most {worst:.1e}")
+    _check(
+        worst < 1e-4,
+        f"training and validation losses differ by at most {worst:.1e}",
+        f"training or validation losses differ by {worst:.1e}, and may differ by 1e-04: compare {dump}/metrics.jsonl "
+        f"with {single}/metrics.jsonl",
+    )
 
     _print("4  List and verify the checkpoints, and export the last one to Hugging Face's format.")
     print(_titanlite("checkpoint ls --full", dump), end="")
     _titanlite("checkpoint verify", dump)
-    _check(True, "every byte matches its checksum")
+    print("   proved: every byte matches its checksum", flush=True)
     _titanlite("checkpoint export", dump, exported)
     names = sorted(path.name for path in exported.iterdir())
-    _check("config.json" in names, f"exported {', '.join(names)}")
+    exported_names = ", ".join(names) or "nothing"
+    _check("config.json" in names, f"exported {exported_names}", f"no config.json in {exported}: {exported_names}")
 
     _print("5  Load it with transformers, which shares no code with titanlite.")
     if find_spec("transformers"):
         worst = float(_python("-c", _COMPARE, str(dump), str(exported)))
-        _check(worst < 1e-5, f"its logits are within {worst:.1e} of titanlite's")
+        _check(
+            worst < 1e-5,
+            f"its logits are within {worst:.1e} of titanlite's",
+            f"its logits differ from titanlite's by {worst:.1e}, and may differ by 1e-05",
+        )
     else:
         print("   skipped: transformers is not installed")
 
@@ -99,10 +122,10 @@ def _print(heading: str) -> None:
     print(f"\n{heading}", flush=True)
 
 
-def _check(holds: bool, claim: str) -> None:
+def _check(holds: bool, proved: str, failed: str) -> None:
     if not holds:
-        raise UserError(f"FAILED: {claim}")
-    print(f"   proved: {claim}", flush=True)
+        raise UserError(f"FAILED: {failed}")
+    print(f"   proved: {proved}", flush=True)
 
 
 def _titanlite(command: str, *paths: Path, **environ: str) -> str:
