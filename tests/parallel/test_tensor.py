@@ -83,11 +83,9 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
 
 
 def test_validation_and_generation_equal_one_process(pool, tmp_path):
-    """Two ranks do not divide the length of the prompt, nor every length after it."""
-    loss, text = pool.run(validation_and_sample, [*EVEN, "--validation.local_batch_size=4"], str(tmp_path), world=1)[
-        0
-    ]
-    split = pool.run(validation_and_sample, [*EVEN, TP2, "--validation.local_batch_size=2"], str(tmp_path), world=4)
+    """Two ranks do not divide the length of the prompt, nor every length after it, nor the batches of validation."""
+    (loss, text), *_ = pool.run(validation_and_sample, EVEN, str(tmp_path), world=1)
+    split = pool.run(validation_and_sample, [*EVEN, TP2], str(tmp_path), world=4)
     assert [found[1] for found in split] == [text] * 4
     assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in split)
 

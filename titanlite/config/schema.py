@@ -326,7 +326,7 @@ class Validation(Section):
     freq: Positive = 10
     """Training steps between validations."""
     steps: Literal[-1] | Positive = -1
-    """Batches per validation over all ranks together; -1 means the whole set."""
+    """Batches of local_batch_size from the start of the set, the same windows on any mesh; -1 means the whole set."""
 
 
 class Generate(Section):

@@ -74,8 +74,12 @@ def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows |
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
-    """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows in every run."""
-    return _open(job, "validation", [], job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows on any mesh."""
+    steps, local = job.config.validation.steps, job.config.validation.local_batch_size
+    data = _open(job, "validation", [], job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    if steps != -1 and isinstance(data, Windows):
+        data.samples = min(data.samples, steps * local)
+    return data
 
 
 def _open(

@@ -6,6 +6,7 @@ How a step is computed is left to step.py, and what is logged to report.py.
 import gc
 import hashlib
 import logging
+import math
 import re
 from itertools import islice
 from pathlib import Path
@@ -81,13 +82,13 @@ class Trainer:
         self._require_equal("the data of [training]", self.data.fingerprint)
         self.resume.check_data(self.seed, self.data.fingerprint)
         if config.validation.enable:
-            held_out = validation_data(job, self.tokenizer)
+            held_out, steps = validation_data(job, self.tokenizer), config.validation.steps
             self._require_equal("the data of [validation]", held_out.fingerprint)
             self.validation_loader = build_loader(
                 held_out,
                 RankSlice(coordinate, job.batch.data_parallel, config.validation.local_batch_size),
                 consumed=0,
-                steps=None if config.validation.steps == -1 else config.validation.steps,
+                steps=None if steps == -1 else math.ceil(steps / job.batch.data_parallel),
                 settings=config.training.dataloader,
             )
 
