@@ -1,5 +1,6 @@
 """Rules of the model, the optimizer, checkpoints and what is observed."""
 
+from dataclasses import asdict
 from pathlib import PurePosixPath
 
 from titanlite.config.rules.context import Faults, RuleContext, Rules
@@ -38,9 +39,14 @@ def _model_exists(context: RuleContext) -> Faults:
         legal = [*context.spec.flavors, *["hf"] * bool(model.overrides)]
         key = "model.overrides" if model.flavor in legal else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
-        context.shape = context.spec.shape(context.model)
+        shape = context.spec.shape(context.model)
+        if empty := [f"{name} {size}" for name, size in asdict(shape).items() if size < 1]:
+            raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
+        context.shape = shape
     except UserError as error:
         yield key, str(error)
+    except ZeroDivisionError:
+        yield key, "a size of the model is 0; sizes are at least 1"
 
 
 @RULES.add
