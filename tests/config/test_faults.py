@@ -1,5 +1,7 @@
 """All errors of a config are named at once, each with its origin and the legal values."""
 
+import os
+
 import pytest
 
 from titanlite.config.docs import markdown
@@ -54,7 +56,8 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--training.seq_len", "9000"], "positions for 8192 tokens at most"),
         (["--model.flavor", "8b"], "debugmodel, 1B, 3B, 8B, 70B, 405B"),
         (["--model.name", "lama3"], "did you mean llama3?"),
-        (["--model.package", "no_such_package"], "there is no package no_such_package"),
+        (["--model.package", "no_such_package"], f"there is no package no_such_package in {os.getcwd()}"),
+        (["--model.package", "./parrot"], '"./parrot" is not a name that Python can import'),
         (["--model.overrides.n_layer", "4"], "nearest: n_layers"),
         (["--model.overrides.n_layers", "many"], "n_layers: must be a valid integer"),
         (["--model.overrides.dim", "100"], "      dim 100 must be a multiple of 2 x n_heads 8"),

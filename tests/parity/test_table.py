@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import OUTSIDE
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.verify.command import ResultCache, fault_rows, source_files
+from titanlite.registry import Rule, ones, register_model, zeros
+from titanlite.registry.register import get_model
+from titanlite.verify.command import ResultCache, fault_rows, numbered, selected, source_files
 from titanlite.verify.model_under_test import build_job, read_model
 from titanlite.verify.table import (
     EXCLUDED_PAIR,
@@ -18,6 +21,7 @@ from titanlite.verify.table import (
     LAYOUTS,
     SAMPLES,
     VARIANTS,
+    Row,
     choices,
     full,
     is_valid,
@@ -34,11 +38,13 @@ def model_of(*words: str):
 ALL_CHOICES = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
 
 
-def test_every_valid_pair_occurs_in_about_forty_rows():
+def test_every_valid_pair_occurs_in_about_forty_rows_tensor_parallel_first():
     rows = pairwise(ALL_CHOICES)
     assert set().union(*map(pairs_in, rows)) == pairs(ALL_CHOICES) - {EXCLUDED_PAIR}
     assert len(rows) <= 40 and len(set(rows)) == len(rows)
     assert rows == pairwise(ALL_CHOICES), "the same rows every time"
+    splits = ["tp" in row.layout for row in rows]
+    assert splits == sorted(splits, reverse=True), "these show mistakes in a model's table"
 
 
 def test_the_full_table_is_a_product_with_all_pairs():
@@ -85,6 +91,44 @@ def test_only_the_model_section_can_be_set():
     with pytest.raises(ConfigError, match="--training.seq_len"):
         model_of("--training.seq_len=3")
     assert model_of("--config", "llama_1b.toml").name == "llama3 1B"
+
+
+def test_only_selects_rows_by_number_and_layout():
+    rows = numbered([Row("tp2"), Row("1"), Row("dp2"), Row("dp2 x tp2"), Row("tp2", "full")])
+    llama = model_of()
+    assert [*selected(llama, rows, "tp2, 3")] == [1, 3, 5], "with their numbers in the whole table"
+    assert [*selected(llama, rows, "dp2 x tp2")] == [4]
+    assert [*selected(llama, rows, "1")] == [1], "a number, not the layout of one rank"
+    for only, says in {"tp3,dp2": "no row tp3 (unknown)", "6": "the numbers 1 to 5, dp2, dp3", "": "no row"}.items():
+        with pytest.raises(UserError) as caught:
+            selected(llama, rows, only)
+        assert says in str(caught.value)
+
+
+def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(OUTSIDE)
+    spec = get_model("parrot", "parrot")
+    rules = (*spec.rules(None)[1:], Rule("norm.bias", zeros, "norm"), Rule("layers.*.k_norm", ones, "norm"))
+    register_model(replace(spec, rules=lambda c: rules))
+    try:
+        code = main(["verify", "--model.package=parrot", "--model.name=parrot"])
+    finally:
+        register_model(spec)
+    out, err = capsys.readouterr()
+    assert code == 2 and not out and err.count("does not cover") == 1
+    for fault in ("tok_embeddings.weight matches no row", "norm.bias matches no p", "layers.*.k_norm matches no p"):
+        assert fault in err
+
+
+def test_a_module_that_fails_is_named_with_the_roles_of_its_rows():
+    from titanlite.verify.harness import roles_near
+
+    rules = [Rule(f"layers.*.mlp.{name}", ones, "row") for name in ("gate.weight", "down.weight", "down.bias")]
+    rules.append(Rule("layers.*.mlp_norm.weight", ones, "norm"))
+    table = {rule.pattern.replace("*", str(layer)): rule for rule in rules for layer in (0, 1)}
+    expected = "; roles in the model's table: layers.*.mlp.gate.weight = row, layers.*.mlp.down.weight = row"
+    assert roles_near("layers.0.mlp", table) == roles_near("layers.1.mlp.down", table) == expected
+    assert roles_near("", table) == "", "a step that fails outside of any module"
 
 
 def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatch, tmp_path):

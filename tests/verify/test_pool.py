@@ -20,6 +20,7 @@ def total() -> float:
 
 def misbehave(rank: int, what: str) -> str:
     if dist.get_rank() == rank:
+        os.write(2, f"about to {what}\n".encode())
         if what == "raise":
             raise ValueError("here")
         if what == "die":
@@ -58,13 +59,16 @@ def test_equal_meshes_of_two_runs_share_their_groups_unless_a_run_failed(pool):
     assert pool.run(group_of_a_mesh, world=2) == first, "new groups have the same names"
 
 
-def test_dead_and_late_ranks_are_named_and_the_pool_recovers():
-    small = Pool(2)
+def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
+    log = tmp_path / "stderr.log"
+    log.touch()
+    small = Pool(2, log=str(log))
     try:
         with pytest.raises(RankFailed, match="rank 1 died .exit code -9"):
             small.run(misbehave, 1, "die", world=2)
         with pytest.raises(RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"):
             small.run(misbehave, 1, "sleep", world=2, timeout=2)
         assert small.run(total) == [3.0] * 2
+        assert log.read_text() == "about to die\nabout to sleep\n", "what a rank prints to its stderr"
     finally:
         small.close()

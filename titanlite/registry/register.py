@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -100,15 +102,19 @@ register_converter("float8", "titanlite.parallel.float8:Float8")
 
 
 def import_package(package: str) -> None:
-    """Import a package that registers items; raise UserError if it is not installed."""
+    """Import a package that registers items, installed or in the current folder; raise UserError if it is neither."""
     if not package:
         return
+    if not all(part.isidentifier() for part in package.split(".")):
+        raise UserError(f'"{package}" is not a name that Python can import, such as my_models.tiny')
+    if "" not in sys.path:
+        sys.path.append("")  # the current folder, where the installed script does not look; last, to shadow nothing
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f"there is no package {package} (from {error.name}); is it installed?") from None
+        raise UserError(f"there is no package {error.name} in {os.getcwd()}, and none is installed") from None
 
 
 def _model_folders() -> list[str]:

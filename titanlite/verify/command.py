@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from titanlite.verify.table import EXTRA, INDUCTOR, Row, choices, full, pairwise
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
 
+Rows = dict[int, Row]  # by their numbers in the printed table
 DESCRIPTION = """Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
 each row with the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed.
 The exit code is 0 if all rows are equal, 1 if one is not."""
@@ -37,15 +38,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
     parser.add_argument("--full", action="store_true", help=product)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
+    about = "run only these rows of the table: numbers or layouts, such as tp2,dp2,40"
+    parser.add_argument("--only", metavar="ROW,…", help=about)
     parser.add_argument("--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them")
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Run the table's rows, or those that can show a fault."""
+    """Run the table's rows, those of --only, or those that can show a fault."""
     if arguments.out and not arguments.full:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
     if arguments.fault and arguments.full:
         raise UserError("--fault runs the rows that can show the fault: remove --full")
+    if arguments.only is not None and (arguments.full or arguments.fault):
+        raise UserError(f"--only selects rows of the default table: remove --{'full' if arguments.full else 'fault'}")
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
@@ -55,10 +60,27 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     name = [f"--model.name={arguments.model}"] if arguments.model else []
     model = read_model([*overrides, *name], os.environ)
     if arguments.fault:
-        return _run_rows(model, fault_rows(model, arguments.fault), arguments)
+        return _run_rows(model, numbered(fault_rows(model, arguments.fault)), arguments)
     columns = choices(model.layouts, list(model.variants))
     single = [row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts]
-    return _run_rows(model, [*(full(columns) if arguments.full else pairwise(columns)), *single], arguments)
+    rows = numbered([*(full(columns) if arguments.full else pairwise(columns)), *single])
+    return _run_rows(model, rows if arguments.only is None else selected(model, rows, arguments.only), arguments)
+
+
+def numbered(rows: Sequence[Row]) -> Rows:
+    """Return rows by their numbers in the printed table."""
+    return dict(enumerate(rows, 1))
+
+
+def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
+    """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
+    names = {name.strip() for name in only.split(",")}
+    layouts = [layout for layout in model.layouts if layout != "1"]  # which as a number is the first row
+    if unknown := sorted(names - {*layouts, *map(str, rows)}):
+        reasons = [f"{name} ({model.refused_layouts.get(name, 'unknown')})" for name in unknown]
+        legal = f"the numbers 1 to {len(rows)}, {', '.join(layouts)}"
+        raise UserError(f"--only: {model.name} has no row {', '.join(reasons)}; legal: {legal}")
+    return {n: row for n, row in rows.items() if str(n) in names or (row.layout in names and row.layout in layouts)}
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
@@ -78,34 +100,36 @@ def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
     return allowed
 
 
-def _run_rows(model: ModelUnderTest, rows: Sequence[Row], arguments: Namespace) -> int:
+def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     """Run and print the rows that are not cached, and with --full write the page."""
     from titanlite.verify.report import TablePrinter, page
-    from titanlite.verify.runner import row_runner
+    from titanlite.verify.runner import check_tables, open_pool, row_runner
 
+    check_tables(model)
     start, printer = time.monotonic(), TablePrinter()
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
     cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
     cached = cache.passed if cache else {}
-    printer.head(_introduction(model, rows, arguments.fault or "", len(cached)))
+    printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached)))
     results: list[Result] = []
-    with row_runner(model) as run:
-        for number, row in enumerate(rows, 1):
+    with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
+        for number, row in rows.items():
             result = cached.get(row) or run(row, arguments.fault or "")
             results.append(result)
             if row not in cached:
                 printer.row(number, result)
             if cache and row not in cached:
                 cache.add(result)
-    printer.foot(results, time.monotonic() - start)
+        printer.foot(results, time.monotonic() - start, pool.log)
     if cache:
         out.write_text(page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8")
         print(f"wrote {out}")
     return 0 if all(result.passed for result in results) else 1
 
 
-def _introduction(model: ModelUnderTest, rows: Sequence[Row], fault: str, cached: int) -> Iterator[str]:
-    yield f"titanlite verify: {model.name}, {len(rows)} rows on up to {max(r.mesh.world for r in rows)} processes"
+def _introduction(model: ModelUnderTest, rows: Collection[Row], fault: str, cached: int) -> Iterator[str]:
+    count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
+    yield f"titanlite verify: {model.name}, {count} on up to {max(r.mesh.world for r in rows)} processes"
     if fault:
         from titanlite.verify.known_faults import FAULTS
 

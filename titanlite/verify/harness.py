@@ -6,7 +6,7 @@ The first half of the batch has no valid token at all, and goes to the first dat
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.parallel.build import shared_names
+from titanlite.registry import Rule
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify import gather_order, measurements
@@ -48,11 +49,25 @@ def measure(overrides: list[str], reference: str, precision: str, extra: str = "
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
-        raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
+        roles = roles_near(module, trainer.runner.context.table) if trainer and trainer.job.layout.tp > 1 else ""
+        where = module or "a step"
+        raise RowFailed(f"{type(error).__name__} in {where}: {first_line(error)}{roles}") from error
     mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision)
     if mismatch.error <= measurements.BOUNDS[precision] and (difference := trainer.gathered_out_of_order()):
         return Mismatch("all-gathers:", difference)
     return mismatch
+
+
+def roles_near(module: str, table: Mapping[str, Rule]) -> str:
+    """Return the roles of a module's rows, and for a layer those beside it: a wrong role can fail in the next layer.
+
+    Biases are left out: beside a weight, a wrong role of theirs is an error of its own.
+    """
+    if any(name.rpartition(".")[0] == module for name in table):
+        module = module.rpartition(".")[0]
+    rows = {rule.pattern: rule.tensor for name, rule in table.items() if name.startswith(f"{module}.")}
+    roles = ", ".join(f"{pattern} = {role}" for pattern, role in rows.items() if not pattern.endswith(".bias"))
+    return f"; roles in the model's table: {roles}" if roles else ""
 
 
 class RowFailed(Exception):

@@ -44,8 +44,10 @@ class RankFailed(Exception):
 class Pool:
     """Ranks 0 to size - 1. `run` calls a function on some of them; `close` ends them."""
 
-    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, preload: Sequence[str] = (), log: str = "") -> None:
         self.size = size
+        self.log = log
+        """The file that takes the ranks' stderr, or an empty string."""
         self._preload = ["titanlite.verify.pool", "torch.distributed.fsdp", *preload]
         self._generation = 0
         """How often new groups were made; the number is part of their name."""
@@ -116,7 +118,7 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             connection, rank_connection = context.Pipe()
-            arguments = (rank_connection, self._store.port, str(self._stack_file(rank)), list(sys.path))
+            arguments = (rank_connection, self._store.port, str(self._stack_file(rank)), list(sys.path), self.log)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             rank_connection.close()
@@ -134,10 +136,12 @@ class Pool:
         self._processes, self._connections = [], []
 
 
-def _serve(connection: Connection, port: int, stack_file: str, path: list[str]) -> None:
+def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
     """Run what is sent and answer, until the pool's process has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends its ranks
     sys.path[:] = path
+    if log:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     current_generation = 0

@@ -1,6 +1,7 @@
 """Print a line for each row when it is done and a summary at the end; write the page for docs/."""
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -33,14 +34,17 @@ class TablePrinter:
         what = f"{result.row.extra}: {result.what}" if result.row.extra else result.what
         self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}"))
 
-    def foot(self, results: Sequence[Result], seconds: float) -> None:
+    def foot(self, results: Sequence[Result], seconds: float, log: str) -> None:
         failed = [result for result in results if not result.passed]
         took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"
-        if not failed:
+        if failed:
+            count = f"{len(failed)} of {len(results)} rows"
+            self._console.print(Text(f"\n{count} FAILED ({took}); the first:", "bold red"))
+            self._console.print(Text(f"  {failed[0].row}\n  {failed[0].what}"))
+        else:
             self._console.print(Text(f"\nall {len(results)} rows equal one process ({took})", "green"))
-            return
-        self._console.print(Text(f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:", "bold red"))
-        self._console.print(Text(f"  {failed[0].row}\n  {failed[0].what}"))
+        if os.path.getsize(log):
+            self._console.print(Text(f"tracebacks and torch's log of the ranks: {log}"))
 
 
 def _cells(values: dict[str, str]) -> str:

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.shards import id_type
+from titanlite.errors import UserError
+from titanlite.parallel.build import build_model
 from titanlite.verify.harness import measure
 from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
-from titanlite.verify.table import BATCHES, LAYOUTS, SAMPLES, Row
+from titanlite.verify.table import BATCHES, SAMPLES, Row
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
@@ -42,15 +44,36 @@ class Result:
         return self.error <= self.bound
 
 
+def check_tables(model: ModelUnderTest) -> None:
+    """Raise a UserError with all parameters and rows that do not pair off, in the first variant that has any."""
+    for variant in model.variants:
+        job = build_job(model.command_line(Row("1", variant=variant), Path()), 1)
+        try:
+            build_model(job)
+        except UserError as error:
+            raise UserError(f"{model.name}, {variant}: {error}") from None
+
+
 @contextmanager
-def row_runner(model: ModelUnderTest, pool: Pool | None = None) -> Iterator[Callable[..., Result]]:
-    """Give a function that runs a row, with the name of a known fault or without, on `pool` or one of its own."""
+def open_pool(world: int) -> Iterator[Pool]:
+    """Give a pool whose ranks write errors, and all that torch logs, to a file that is kept if there is any."""
+    file, path = tempfile.mkstemp(prefix="titanlite-verify-", suffix=".log")
+    os.close(file)
+    try:
+        with closing(Pool(world, PRELOAD, path)) as pool:
+            yield pool
+    finally:
+        if not os.path.getsize(path):
+            os.unlink(path)
+
+
+@contextmanager
+def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator[Callable[..., Result]]:
+    """Give a function that runs a row, with the name of a known fault or without."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
-    largest = max(LAYOUTS[layout].world for layout in model.layouts)
-    open_pool = nullcontext(pool) if pool else closing(Pool(largest, PRELOAD))
-    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, open_pool as open_ranks:
-        yield RowRunner(model, Path(folder), open_ranks).run
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
+        yield RowRunner(model, Path(folder), pool).run
 
 
 class RowRunner:
@@ -66,7 +89,8 @@ class RowRunner:
         """Compare one row with its reference."""
         start = time.monotonic()
         # A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
-        new_ranks = closing(Pool(row.mesh.world, PRELOAD)) if row.compile == "inductor" else nullcontext(self._pool)
+        own = row.compile == "inductor"
+        new_ranks = closing(Pool(row.mesh.world, PRELOAD, self._pool.log)) if own else nullcontext(self._pool)
         try:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
@@ -74,6 +98,9 @@ class RowRunner:
                 arguments = (overrides, reference, row.precision, row.extra, fault)
                 worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
+            if self._pool.log:
+                with open(self._pool.log, "a", encoding="utf-8") as log:
+                    log.write(f"{row}\n{error}\n")
             worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
         rank = max(range(len(worst)), key=lambda rank: worst[rank].error)
         return Result(row, str(worst[rank]), worst[rank].error, rank, time.monotonic() - start)

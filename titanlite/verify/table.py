@@ -150,9 +150,13 @@ def pairs_in(row: Row) -> set[_Pair]:
 
 
 def pairwise(of: Choices) -> list[Row]:
-    """Return a small set of rows that contains every valid pair, always the same, in the order of the layouts."""
+    """Return a small set of rows that contains every valid pair, always the same.
+
+    They are in the order of the layouts, those with tensor parallel first: these show mistakes in a model's table.
+    """
     covers = (_cover(of, pairs(of) - {EXCLUDED_PAIR}, random.Random(seed), prefer_cheap=True) for seed in range(30))
-    return sorted(min(covers, key=len), key=lambda row: (list(LAYOUTS).index(row.layout), astuple(row)))
+    order = sorted(LAYOUTS, key=lambda layout: LAYOUTS[layout].tp == 1)
+    return sorted(min(covers, key=len), key=lambda row: (order.index(row.layout), astuple(row)))
 
 
 def full(of: Choices) -> list[Row]:
