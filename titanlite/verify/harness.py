@@ -61,11 +61,12 @@ def measure(overrides: list[str], reference: str, precision: str, extra: str = "
 def roles_near(module: str, table: Mapping[str, Rule]) -> str:
     """Return the roles of a module's rows, and for a layer those beside it: a wrong role can fail in the next layer.
 
-    Biases are left out: beside a weight, a wrong role of theirs is an error of its own.
+    Without a module, those outside of the blocks. Biases are left out: a wrong role of theirs is an error of its own.
     """
     if any(name.rpartition(".")[0] == module for name in table):
         module = module.rpartition(".")[0]
-    rows = {rule.pattern: rule.tensor for name, rule in table.items() if name.startswith(f"{module}.")}
+    near = (r for name, r in table.items() if (name.startswith(f"{module}.") if module else "*" not in r.pattern))
+    rows = {rule.pattern: rule.tensor for rule in near}
     roles = ", ".join(f"{pattern} = {role}" for pattern, role in rows.items() if not pattern.endswith(".bias"))
     return f"; roles in the model's table: {roles}" if roles else ""
 
