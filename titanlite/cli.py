@@ -24,6 +24,7 @@ COMMANDS = {
     "data": ("titanlite.tools.data", "tokenize text into shards on all cores, and inspect them"),
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
+    "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
     "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),

@@ -1,7 +1,9 @@
 """`titanlite checkpoint …` and `generate` on a checkpoint of another mesh, in one process without process groups."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,28 +11,37 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+import titanlite
 from tests.checkpoint.saved import SAVING, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
+from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY
 from tests.launch.run import ROOT, environment
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
+from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.models import llama3
 from titanlite.tools import tour
+from titanlite.tools.evaluate import Counted
+from titanlite.tools.generate import Show, narrowing
 
+TEXT = "The quick brown fox jumps over the lazy dog. " * 5
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
 
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> Path:
-    """A run of FSDP 2 x tensor parallel 2 with step-1, step-2 and step-3."""
+    """A run of FSDP 2 x tensor parallel 2 with step-1, step-2 and step-3, which validates at the end."""
     folder = tmp_path_factory.mktemp("tools")
-    pool.run(run_until, [*SAVING, *MESH], str(folder), world=4)
+    (folder / "held.txt").write_text(TEXT)
+    held_out = ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={folder}/held.txt"]
+    pool.run(run_until, [*SAVING, *MESH, *held_out], str(folder), world=4)
     return folder
 
 
@@ -164,10 +175,10 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
     folder = run / "checkpoint/step-3"
     config = (folder / "config.toml").read_text().replace('package = ""', 'package = "stranger"')
     plant(folder, "config.toml", config.encode())
-    for words in (("export", folder, tmp_path / "hf"), ("show", folder), ("ls", run), ("diff", folder, folder)):
-        code, out = tool("checkpoint", *words)
+    for words in (("export", folder, tmp_path / "hf"), ("show", folder), ("ls", run), ("diff", folder, folder), ()):
+        code, out = tool("checkpoint", *words) if words else tool("generate", "--checkpoint", folder)
         assert not (tmp_path / "ran").exists()
-        if words[0] == "export":
+        if words[:1] in (("export",), ()):
             assert code == 2 and "imported only if you name it: --model.package stranger" in out
 
 
@@ -204,6 +215,105 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
         folder = run / f"checkpoint/step-{step}"
         code, out = tool("generate", "--config", saved / "config.toml", "--checkpoint", folder, *asked)
         assert code == 2 and says in out
+
+
+def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = tool("generate", "--config", saved / "config.toml", "--prompt", "def ", "--tokens", "12")
+    asked = ("--prompt", "def ", "--tokens", "12")
+    for folder in (saved, saved / "checkpoint", saved / "checkpoint/step-3"):
+        assert tool("generate", "--checkpoint", folder, *asked) == expected and expected[0] == 0
+    code, out = tool("generate")
+    assert code == 2 and "there is no checkpoint in outputs/checkpoint yet" in out
+    code, out = tool("generate", "--config", "debug.toml", "--job.dump_folder=other")
+    assert code == 2 and "there is no checkpoint in other/checkpoint yet" in out and len(out.splitlines()) == 1
+    (tmp_path / "outputs").symlink_to(saved)
+    assert tool("generate", *asked)[1].splitlines()[:-1] == expected[1].splitlines()[:-1]
+    for named in ("config.toml", "checkpoint/step-3/config.toml"):
+        code, out = tool("generate", "--checkpoint", saved / named)
+        assert code == 2 and f"{saved / named} is a file; name the checkpoint's folder" in out
+
+
+def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved, tool):
+    def text(*words: str) -> str:
+        code, out = tool("generate", "--checkpoint", saved, "--prompt", "def ", "--tokens", "12", *words)
+        assert code == 0, out
+        return out.rpartition("titanlite:")[0]
+
+    assert text() != text("--seed", "5") == text("--debug.seed", "5") != text("--seed", "6")
+    greedy = text("--temperature=0")
+    assert text("--top-k", "1", "--temperature=5") == text("--top-p", "1e-9", "--temperature=5") == greedy != text()
+    for option, value, says in (
+        ("--top-k", "0", "--top-k 0: must be 1 or more"),
+        ("--top-p", "1.5", "--top-p 1.5: must be above 0"),
+        ("--top-p", "nan", "--top-p nan: must be above 0"),
+        ("--top-k", "x", "--top-k: invalid int value: 'x'"),
+        ("--seed", "x", "debug.seed = "),
+    ):
+        code, out = tool("generate", "--checkpoint", saved, option, value)
+        assert code == 2 and says in out and "Traceback" not in out
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+
+    def kept(top_k: int | None, top_p: float, temperature: float = 1.0) -> list[int]:
+        return narrowing(temperature, top_k, top_p)(logits).isfinite().nonzero().flatten().tolist()
+
+    assert kept(None, 1.0) == [0, 1, 2, 3] == kept(9, 1.0) and kept(2, 1.0) == [1, 3]
+    assert kept(None, 0.6) == [1, 3] and kept(None, 0.75) == [1, 2, 3] and kept(None, 0.39) == [1]
+    assert kept(2, 0.56) == [1] and kept(2, 0.58) == [1, 3], "the chances are those among the two likeliest"
+    assert kept(None, 0.6, temperature=0.1) == [1]
+
+
+def test_text_is_printed_as_its_tokens_come_and_never_half_a_character(capsys):
+    show, seen = Show(ByteTokenizer()), []
+    tokens = [*"aé€".encode(), 0xFF, *b"b\x1b"]
+    for count in range(1, len(tokens) + 1):
+        show(tokens[:count])
+        seen.append(capsys.readouterr().out)
+    assert seen == ["a", "", "é", "", "", "€", "", "\N{REPLACEMENT CHARACTER}b", "·"]
+
+
+def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
+    logged = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
+    (expected,) = (line["validation_loss"] for line in logged if "validation_loss" in line)
+    code, out = tool("evaluate", "--checkpoint", saved)
+    assert code == 0, out
+    found = dict(re.findall(r"^(\S.*?)  +(.*)$", out, re.MULTILINE))
+    tokens = len(TEXT) // 16 * 16  # the end of the document is the last token, and no window's label
+    assert float(found["loss"]) == pytest.approx(expected, abs=2e-5)
+    assert float(found["bits per byte"]) == pytest.approx(expected / math.log(2), abs=2e-5)
+    assert found["tokens"] == found["bytes"] == str(tokens) and found["windows"] == f"{tokens // 16} of 16 tokens"
+    named = ("--dataset", "text", "--dataset-path", saved / "held.txt")
+    assert tool("evaluate", "--checkpoint", saved, *named) == (0, out)
+    code, out = tool("evaluate", "--checkpoint", saved, *named, "--steps", "1")
+    assert code == 0 and "8 of 16 tokens" in out
+    for words, says in (
+        (("--dataset", "text", "--dataset-path", "none.txt"), 'validation.dataset_path = "none.txt"'),
+        (("--dataset-path", "none.txt"), '--dataset-path none.txt: name its kind too, as in "--dataset text"'),
+        (("--dataset", "texd"), 'validation.dataset = "texd" is not a data set; did you mean text?'),
+        (("--validation.no_enable",), "the run has no validation set"),
+    ):
+        code, out = tool("evaluate", "--checkpoint", saved, *words)
+        assert code == 2 and says in out and "Traceback" not in out
+
+
+def test_bytes_are_those_of_the_text_without_its_ends(tmp_path):
+    tokenizer = load_tokenizer(str(make_assets(tmp_path, ["naïve café, naïve café"])))
+    labels = [*tokenizer.encode("naïve café"), tokenizer.end, -100]
+    counted = Counted([np.asarray([[[0] * len(labels), labels]])], tokenizer)
+    assert len([*counted]) == 1
+    assert (counted.windows, counted.tokens, counted.bytes) == (1, len(labels) - 1, len("naïve café".encode()))
+
+
+def test_load_returns_the_saved_model_and_its_tokenizer(saved):
+    model, tokenizer = titanlite.load(saved, "--training.seq_len=32")
+    expected = load_tensors(saved / "checkpoint/step-3")
+    assert not model.training and all(torch.equal(p, expected[f"model.{n}"]) for n, p in model.named_parameters())
+    assert model(torch.tensor([tokenizer.encode("x" * 32)])).shape == (1, 32, 256)
+    code = "import sys, titanlite; titanlite.load; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_wrong_arguments_are_named(tool, tmp_path):

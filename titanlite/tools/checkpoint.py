@@ -112,6 +112,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
+    if path.is_file():
+        raise UserError(f"{path} is a file; name the checkpoint's folder, {path.parent}")
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
         return [path]
     for root in (path, path / "checkpoint"):

@@ -2,68 +2,83 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, faults, read_manifest, read_state
-from titanlite.checkpoint.resume import checkpoint_root, saved_model
-from titanlite.config.job import Job, job_from
-from titanlite.config.load import parse_command_line
-from titanlite.config.rules.weights import check_model
-from titanlite.errors import some_of
-from titanlite.tools.checkpoint import find_checkpoint
+from titanlite.checkpoint.manifest import read_state
+from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
+from titanlite.errors import UserError
+from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 if TYPE_CHECKING:
     import torch
 
+_KEYS = {"prompt": "generate.prompt", "tokens": "generate.tokens", "temperature": "generate.temperature"}
+_KEYS["seed"] = "debug.seed"
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.set_defaults(takes_overrides=True)
-    parser.epilog = 'example: titanlite generate --config outputs/config.toml --prompt "def " --tokens 100'
+    parser.epilog = 'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", help="tokens to generate")
     parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
-    about = "a checkpoint, or a folder of them (default: the latest complete one in the config's job.dump_folder)"
-    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
+    about = "draw from the K likeliest tokens only (default: from all)"
+    parser.add_argument("--top-k", type=int, metavar="K", help=about)
+    about = "of these, draw from the fewest whose chances add up to P (default: 1, from all)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
+    parser.add_argument("--seed", metavar="N", help="another one draws another text (default: the run's seed)")
+    add_checkpoint(parser)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Load the model and print what it generates."""
-    from titanlite.data.tokenizer import open_tokenizer
+    """Load the model and print what it generates, as it comes."""
+    top_k, top_p = arguments.top_k, arguments.top_p
+    if top_k is not None and top_k < 1:
+        raise UserError(f"--top-k {top_k}: must be 1 or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    options = {key: getattr(arguments, name) for name, key in _KEYS.items()}
+    overrides += [f"--{key}={value}" for key, value in options.items() if value is not None]
+    job, folder = saved_job(arguments.checkpoint, overrides)
+    tokenizer = require_tokenizer(open_tokenizer(job), "generation")
     from titanlite.runtime.distributed import pick_device
     from titanlite.train.generate import generate
 
-    options = {name: getattr(arguments, name) for name in ("prompt", "tokens", "temperature")}
-    overrides += [f"--generate.{name}={value}" for name, value in options.items() if value is not None]
-    job = job_from(parse_command_line(overrides, os.environ), world=None, training=False)
-    folder = find_checkpoint(arguments.checkpoint or checkpoint_root(job.config))
-    device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
+    device, settings = pick_device(job.config.job.device, 0), job.config.generate
     model = load_model(job, folder, device)  # verifies the folder
-    settings, seed = job.config.generate, read_state(folder)["position"]["seed"]
-    text = generate([model], tokenizer, settings, job.positions, seed, device)
-    print(f"titanlite: {folder}, temperature {settings.temperature:g}", file=sys.stderr)
-    print(text)
+    given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
+    seed = saved if given is None else given
+    print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {seed}", file=sys.stderr)
+    show, narrow = Show(tokenizer), narrowing(settings.temperature, top_k, top_p)
+    text = generate([model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show)
+    print(text[show.shown :])
     return 0
 
 
-def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """Return the job's model on one device with a checkpoint's weights, checked as checkpoint.verify_on_load says."""
-    from titanlite.checkpoint.load import load_weights
-    from titanlite.parallel.build import build_model
-    from titanlite.parallel.init import allocate
+class Show:
+    """Prints a text as its tokens come: all but what a further token may still change, as half a character."""
 
-    manifest = read_manifest(folder)
-    full = job.config.checkpoint.verify_on_load == "full"
-    if damage := faults(folder, manifest, manifest.files if full else ()):
-        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")
-    check_model(
-        folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
-    )
-    model, _ = build_model(job)
-    allocate(model, device)
-    load_weights(folder, model)
-    return model
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.shown = 0
+
+    def __call__(self, tokens: list[int]) -> None:
+        text = self._tokenizer.decode([token for token in tokens if token != self._tokenizer.end])
+        text = printable(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        print(text[self.shown :], end="", flush=True)
+        self.shown = max(self.shown, len(text))
+
+
+def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what rules out all tokens but the `top_k` likeliest, and of these all that --top-p leaves out."""
+
+    def narrow(logits: torch.Tensor) -> torch.Tensor:
+        ranked, order = logits.sort(descending=True, stable=True)
+        kept = (ranked[:top_k] / (temperature or 1)).softmax(-1)
+        kept = kept[(kept.cumsum(-1) - kept) < top_p]
+        return logits.index_fill(0, order[len(kept) :], -float("inf"))
+
+    return narrow if top_k is not None or top_p < 1 else lambda logits: logits

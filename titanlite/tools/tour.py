@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.tools.checkpoint import find_checkpoint
-from titanlite.tools.generate import load_model
+from titanlite.tools.load import load_model
 dump, exported = sys.argv[1:]
 job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), world=None, training=False)
 model = load_model(job, find_checkpoint(Path(dump)), torch.device("cpu"))

@@ -1,6 +1,6 @@
 """Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,12 @@ def generate(
     seed: int,
     device: torch.device,
     multiple: int = 1,
+    narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    show: Callable[[list[int]], None] = lambda tokens: None,
 ) -> str:
     """Return the prompt and what follows it, until the end of the document or settings.tokens.
 
+    `narrow` may rule out tokens, by a logit of -inf; `show` sees the text's tokens before each further one.
     The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
     """
     (model,) = parts  # the only case today
@@ -33,12 +36,13 @@ def generate(
     generator = torch.Generator().manual_seed(derive_seed("generate", seed))
     model.eval()
     for _ in range(settings.tokens):
+        show(tokens)
         context = tokens[-positions:]
         padded = context + [tokenizer.end] * (-len(context) % multiple)
         logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
         if isinstance(logits, DTensor):  # each rank holds a slice of the vocabulary
             logits = logits.full_tensor()
-        token = _sample(logits.float().cpu(), settings.temperature, generator).to(device)
+        token = _sample(narrow(logits.float().cpu()), settings.temperature, generator).to(device)
         if dist.is_initialized():
             dist.broadcast(token, src=0)
         tokens.append(int(token))

@@ -231,7 +231,7 @@ class Trainer:
             self.parts, self.tokenizer, settings, job.positions, self.seed, self.device, multiple=job.layout.tp
         )
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
-        self.log.info("\n".join(f"    {line}" for line in text.splitlines()) + "\n")
+        self.log.info("\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines()) + "\n")
 
     def close(self) -> None:
         """Stop the data readers and close the sinks."""

@@ -14,7 +14,7 @@ from titanlite.train.loss import count_valid
 
 
 def validation_loss(
-    parts: Sequence[nn.Module], loader: Loader, device: torch.device, group: dist.ProcessGroup, chunks: int = 1
+    parts: Sequence[nn.Module], loader: Loader, device: torch.device, group: dist.ProcessGroup | None, chunks: int = 1
 ) -> float:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
@@ -38,7 +38,8 @@ def validation_loss(
             totals[1] += valid
     model.train()
     batches.close()
-    dist.all_reduce(totals, group=group)
+    if group:  # none in one process
+        dist.all_reduce(totals, group=group)
     loss, tokens = totals.tolist()
     if not tokens:
         raise RunFailed("validation: the data has no token to predict")

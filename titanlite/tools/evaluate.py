@@ -1,0 +1,93 @@
+"""`titanlite evaluate`: the loss of a checkpoint of any mesh, in one process without process groups."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from titanlite.errors import UserError, format_table
+from titanlite.tools.load import add_checkpoint, load_model, saved_job
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.epilog = "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
+    parser.add_argument("--dataset", metavar="NAME", help="a data set by name (default: the run's validation set)")
+    parser.add_argument("--dataset-path", metavar="PATH", help="its folder or file")
+    about = (
+        "batches of validation.local_batch_size windows (default: all of --dataset, or the run's validation.steps)"
+    )
+    parser.add_argument("--steps", metavar="N", help=about)
+    add_checkpoint(parser)
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Print the loss, the bits per byte, and what they were computed from."""
+    if arguments.dataset_path is not None and arguments.dataset is None:
+        raise UserError(f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"')
+    if arguments.dataset is not None:
+        path, steps = arguments.dataset_path or "", arguments.steps or "-1"
+        overrides += [f"--validation.dataset={arguments.dataset}", f"--validation.dataset_path={path}"]
+        overrides += ["--validation.enable", f"--validation.steps={steps}"]
+    elif arguments.steps is not None:
+        overrides.append(f"--validation.steps={arguments.steps}")
+    job, folder = saved_job(arguments.checkpoint, overrides)
+    settings = job.config.validation
+    if not settings.enable:
+        raise UserError(
+            f"{folder}: the run has no validation set (validation.enable is off); name one with --dataset"
+        )
+    from titanlite.data.loader import build_loader
+    from titanlite.data.shuffle import RankSlice
+    from titanlite.data.windows import validation_data
+    from titanlite.runtime.distributed import pick_device
+    from titanlite.train.validate import validation_loss
+
+    device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
+    data = validation_data(job, tokenizer)
+    model = load_model(job, folder, device)  # verifies the folder
+    everything, steps = RankSlice(0, 1, settings.local_batch_size), None if settings.steps == -1 else settings.steps
+    loader: Any = Counted(build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer)
+    print(f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(), file=sys.stderr, flush=True)
+    loss = validation_loss([model], loader, device, None, job.config.training.loss_chunks)
+    bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
+    size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
+    windows = f"{loader.windows:,} of {job.validation_seq_len:,} tokens"
+    rows = [("loss", f"{loss:.5f}"), ("bits per byte", bits), ("tokens", f"{loader.tokens:,}")]
+    print(format_table([*rows, ("bytes", size), ("windows", windows)]))
+    return 0
+
+
+class Counted:
+    """A loader whose windows, predicted tokens and bytes of their text are counted as they pass."""
+
+    def __init__(self, loader: Any, tokenizer: Tokenizer | None) -> None:
+        self._loader, self._tokenizer = loader, tokenizer
+        self.windows = self.tokens = self.bytes = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        from titanlite.data.packing import IGNORED
+        from titanlite.data.stream import StreamLoader
+
+        for batch in self._loader:
+            predicted = [labels[labels != IGNORED].tolist() for labels in batch[:, 1]]
+            if isinstance(self._loader, StreamLoader) and not any(predicted):  # its end is padding without end
+                return
+            self.windows += sum(map(bool, predicted))
+            self.tokens += sum(map(len, predicted))
+            self.bytes += sum(map(self._count_bytes, predicted))
+            yield batch
+
+    def _count_bytes(self, tokens: list[int]) -> int:
+        """Count the bytes of the text of tokens: an end of document has none, though its bits count."""
+        if self._tokenizer is None:
+            return 0
+        text = [token for token in tokens if token != self._tokenizer.end]
+        return len(text) if isinstance(self._tokenizer, ByteTokenizer) else len(self._tokenizer.decode(text).encode())

@@ -1,0 +1,97 @@
+"""`titanlite.load`, and the saved models of the commands that run one, in one process without process groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    ENVIRONMENT,
+    STATE,
+    CorruptCheckpoint,
+    committed,
+    faults,
+    read_manifest,
+)
+from titanlite.checkpoint.resume import checkpoint_root, saved_model
+from titanlite.config.job import Job, job_from
+from titanlite.config.load import load as load_config
+from titanlite.config.load import parse_command_line
+from titanlite.config.rules.weights import check_model
+from titanlite.errors import UserError, some_of
+from titanlite.tools.checkpoint import find_checkpoint
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    import torch
+
+    from titanlite.data.tokenizer import Tokenizer
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """Declare the option that names a saved model."""
+    parser.set_defaults(takes_overrides=True)
+    about = "a checkpoint, a folder of them, or a run's dump folder (default: the latest complete one of ./outputs, "
+    about += "or of --config's job.dump_folder). It is read with its own config, unless there is --config"
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
+
+
+def load(checkpoint: str | os.PathLike[str], *overrides: str) -> tuple[torch.nn.Module, Tokenizer | None]:
+    """Return the model of a checkpoint, on the CPU and in evaluation mode, and its tokenizer if there is one."""
+    import torch
+
+    from titanlite.data.tokenizer import open_tokenizer
+
+    job, folder = saved_job(Path(checkpoint), overrides)
+    return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
+
+
+def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
+    """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless one is named."""
+    given = parse_command_line([*overrides], os.environ)
+    names_config = any(word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides)
+    names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
+    job = job_from(given, world=None, training=False) if names_config else None
+    if checkpoint is None:
+        checkpoint = checkpoint_root(job.config if job else load_config(given).config)
+        if not committed(checkpoint):
+            raise UserError(f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint")
+    folder = find_checkpoint(checkpoint)
+    _refuse_damage(folder, [CONFIG, ENVIRONMENT, STATE])
+    if job:
+        return job, folder
+    own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine need not have what that one had
+    loaded = load_config(parse_command_line([*own, *overrides], {}))
+    package = loaded.config.model.package
+    if package and "model.package" not in given.overrides:
+        raise UserError(
+            f'{folder}: the model is in the package "{package}", which is imported only if you name it: '
+            f"--model.package {package}"
+        )
+    return job_from(loaded, world=None, training=False), folder
+
+
+def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
+    """Return the job's model on one device with a checkpoint's weights, checked as checkpoint.verify_on_load says."""
+    from titanlite.checkpoint.load import load_weights
+    from titanlite.parallel.build import build_model
+    from titanlite.parallel.init import allocate
+
+    _refuse_damage(folder, read_manifest(folder).files if job.config.checkpoint.verify_on_load == "full" else ())
+    check_model(
+        folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
+    )
+    model, _ = build_model(job)
+    allocate(model, device)
+    load_weights(folder, model)
+    return model
+
+
+def _refuse_damage(folder: Path, contents: Collection[str]) -> None:
+    """Raise CorruptCheckpoint unless all files are there in their sizes, and those in `contents` byte for byte."""
+    if damage := faults(folder, read_manifest(folder), contents):
+        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")
