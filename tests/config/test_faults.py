@@ -63,7 +63,7 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--model.overrides.dim", "100"], "      dim 100 must be a multiple of 2 x n_heads 8"),
         (["--model.overrides.n_heads", "0"], "a size of the model is 0; sizes are at least 1"),
         (["--model.overrides.n_layers", "0"], "the model would have layers 0; sizes are at least 1"),
-        (["--model.overrides.vocab_size", "512"], "byte tokenizer's 256 tokens do not fit"),
+        (["--model.overrides.vocab_size", "128"], "byte tokenizer's 256 tokens do not fit"),
         (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
         (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD does not use this key"),
         (["--training.dataset", "text"], "needs a folder or file"),

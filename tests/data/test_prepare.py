@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.data.assets import make_assets
-from tests.jobs import TINY, job
+from tests.jobs import QUIET, TINY, job
 from tests.launch.run import environment
 from titanlite.cli import main
 from titanlite.config.schema import Dataloader
@@ -28,7 +29,7 @@ from titanlite.data.packing import Concatenated
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource
 from titanlite.data.shuffle import RankSlice
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer, open_tokenizer
 from titanlite.data.windows import Windows
 from titanlite.errors import UserError
 from titanlite.launch.preflight import check_machine
@@ -270,6 +271,16 @@ def test_what_is_skipped_in_a_folder_is_counted_and_named(tmp_path, capsys):
     argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={texts}"]
     check_machine(job(argv, 1), "cpu", 1)
     assert f"titanlite: {texts}: 4 skipped: c.json" in capsys.readouterr().out
+
+
+def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(tmp_path, assets, capsys):
+    (tmp_path / "a.txt").write_text("one text")
+    for number, tokenizer in enumerate(([], ["--tokenizer", str(assets)])):
+        out = tmp_path / f"out{number}"
+        assert main(["data", "prepare", str(tmp_path / "a.txt"), "--out", str(out), "--workers=1", *tokenizer]) == 0
+        words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
+        opened = open_tokenizer(job([*QUIET, *words], 1))
+        assert opened and (opened.assets == str(out)) == bool(tokenizer)
 
 
 def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys):

@@ -146,5 +146,5 @@ def test_a_missing_broken_or_too_large_tokenizer_is_named(tmp_path, assets):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="beyond the model's vocabulary of 10"):
+    with pytest.raises(UserError, match="beyond the model's vocabulary of 10; --model.overrides.vocab_size [1-9]"):
         open_tokenizer(job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1))

@@ -140,4 +140,10 @@ def test_a_mixture_without_shards_needs_a_tokenizer_for_its_text(root):
     """`training.dataset`, which a mixture replaces, decides nothing."""
     part = f'{{dataset = "text", dataset_path = "{root}/text", weight = 1.0}}'
     with pytest.raises(ConfigError, match="model.hf_assets_path"):
-        job([*ARGV, "--training.dataset=tokens", f"--training.mixture=[{part}]"], 1)
+        small = "--model.overrides.vocab_size=100"
+        job([*ARGV, small, "--training.dataset=tokens", f"--training.mixture=[{part}]"], 1)
+
+
+def test_bytes_may_be_fewer_than_the_vocabulary():
+    opened = open_tokenizer(job(ARGV, 1))
+    assert opened and opened.vocab_size == 256 and opened.decode([104, 599, 105]) == "h\ufffdi"

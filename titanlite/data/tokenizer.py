@@ -29,7 +29,8 @@ class ByteTokenizer:
         return (np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts)
 
     def decode(self, tokens: list[int]) -> str:
-        return np.asarray(tokens, dtype=np.uint8).tobytes().decode("utf-8", errors="replace")
+        text = b"".join(bytes([token]) if token < self.vocab_size else b"\xff" for token in tokens)
+        return text.decode("utf-8", errors="replace")  # ids that are no byte too, of a larger vocabulary
 
 
 class JsonTokenizer:
@@ -109,9 +110,10 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
+        key = "model.hf_assets_path" if job.config.model.hf_assets_path else "training.dataset_path"
         raise UserError(
-            f'model.hf_assets_path = "{tokenizer.assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, '
-            f"beyond the model's vocabulary of {job.shape.vocab_size}"
+            f'{key} = "{tokenizer.assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, beyond the '
+            f"model's vocabulary of {job.shape.vocab_size}; --model.overrides.vocab_size {tokenizer.vocab_size}"
         )
     return tokenizer
 

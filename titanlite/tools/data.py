@@ -10,6 +10,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
+from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.data.documents import SUFFIXES, text_files
 from titanlite.data.prepare import Progress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
@@ -49,7 +50,9 @@ def _prepare(arguments: Namespace) -> int:
     with writing(arguments.out), _progress_bar() as report:
         manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     print(f"{counts_line(manifest)}: {arguments.out}")
-    print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"')
+    size = manifest["vocab_size"]
+    vocabulary = f" --model.overrides.vocab_size {size}" if size != BYTE_VOCABULARY else ""
+    print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"{vocabulary}')
     return 0
 
 
