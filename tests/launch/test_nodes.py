@@ -112,6 +112,13 @@ def test_the_nodes_that_variables_announce(environ, expected):
         ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4 must be a whole number"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "32"}, "srun started 32 launchers on 4 nodes"),
         ({"SLURM_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 launchers on 1 node:"),
+        ({**PLAIN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole number from 1 to 65535"),
+        ({**PLAIN, "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a whole number from 1 to 65535"),
+        ({**SLURM, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole number from 1 to 65535"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "m-0:99999"},
+            "the port of PET_RDZV_ENDPOINT=99999 must be a whole number from 1 to 65535",
+        ),
         ({"SLURM_NNODES": "2"}, "neither SLURM_JOB_NODELIST nor MASTER_ADDR"),
     ],
 )

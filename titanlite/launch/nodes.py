@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.errors import UserError
-from titanlite.runtime.cluster import DEFAULT_PORT, cores, read_number, slurm_master
+from titanlite.runtime.cluster import DEFAULT_PORT, PORTS, cores, read_number, slurm_master
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
         raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
-    named, default_port = "the port of PET_RDZV_ENDPOINT", read_number(environ, "MASTER_PORT", DEFAULT_PORT)
-    default_port = read_number({named: port}, named, default_port)
-    return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port), source)
+    named, default_port = "the port of PET_RDZV_ENDPOINT", read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
+    default_port = read_number({named: port}, named, default_port, *PORTS)
+    return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port, *PORTS), source)
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No torch."""
 
+import math
 import os
 import re
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from titanlite.errors import UserError
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT, PORTS = 29500, (1, 65535)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | N
         return slurm_master(environ)
     if not environ.get("MASTER_ADDR"):
         raise UserError(f"WORLD_SIZE={world} announces several ranks, but MASTER_ADDR is not set")
-    return environ["MASTER_ADDR"], read_number(environ, "MASTER_PORT", DEFAULT_PORT)
+    return environ["MASTER_ADDR"], read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
 
 
 def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -55,16 +56,17 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     if not address:
         raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
     job = read_number(environ, "SLURM_JOB_ID", 0)
-    return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000)
+    return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000, *PORTS)
 
 
-def read_number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    """Return a variable as a whole number; raise UserError where it is anything else or below `least`."""
+def read_number(environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf) -> int:
+    """Return a variable as a whole number; raise UserError where it is anything else or out of range."""
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit() or int(text) < least:
-        raise UserError(f"{name}={text} must be a whole number >= {least}")
+    if not text.isdigit() or not least <= int(text) <= most:
+        legal = f">= {least}" if most == math.inf else f"from {least} to {most}"
+        raise UserError(f"{name}={text} must be a whole number {legal}")
     return int(text)
 
 
