@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -117,10 +118,35 @@ def make(dev: bool) -> None:
         "-e",
         target,
     ]
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+    done = threading.Event()
+    threading.Thread(target=show_unpacking, args=(done,), daemon=True).start()
+    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    done.set()
+    if code:
         fail(f"the installation failed; see above. To start over: rm -r {VENV}")
     PLACE.write_text(this_place())
     marker(dev).touch()
+
+
+def show_unpacking(done: threading.Event, seconds: float = 5) -> None:
+    """Say how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a minute or more."""
+    size = installed_bytes()
+    while not done.wait(seconds):
+        if (now := installed_bytes()) > size + (1 << 20):
+            say(f"unpacking: {now >> 20:,} MiB so far")
+            size = now
+
+
+def installed_bytes() -> int:
+    # pip moves, writes and deletes meanwhile
+    return sum(size(Path(folder, name)) for folder, _, names in os.walk(site_packages()) for name in names)
+
+
+def size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 def folder_of_active_torch() -> str | None:

@@ -126,6 +126,24 @@ def test_a_copied_or_moved_checkout_or_one_whose_python_changed_makes_its_enviro
     assert found.is_made(dev=False)
 
 
+def test_unpacking_shows_what_has_been_unpacked(checkout, capsys, monkeypatch):
+    environment = load(checkout)
+    folder = environment.site_packages()
+    folder.mkdir(parents=True)
+
+    class Done:
+        rounds = 0
+
+        def wait(self, seconds: float) -> bool:
+            self.rounds += 1
+            (folder / f"torch{self.rounds}.so").write_bytes(bytes((3 << 20) * (self.rounds != 2)))
+            return self.rounds > 3
+
+    environment.show_unpacking(Done())
+    lines = [f"titanlite: unpacking: {size} MiB so far" for size in (3, 6)]
+    assert capsys.readouterr().err.splitlines() == lines, "and nothing while it does not grow"
+
+
 def test_a_checkout_started_from_within_another_does_not_run_the_others_code(tmp_path):
     (tmp_path / "titanlite").mkdir()
     (tmp_path / "titanlite/__init__.py").touch()
