@@ -1,5 +1,11 @@
 """`python -m titanlite` is the `titanlite` command."""
 
-from titanlite.cli import run
+import sys
+
+try:
+    from titanlite.cli import run
+except KeyboardInterrupt:
+    print("\ntitanlite: stopped", file=sys.stderr)
+    sys.exit(130)
 
 run()

@@ -41,6 +41,7 @@ usage: titanlite COMMAND …
 OVERRIDES_HELP = """
 Config keys are options too: [--config FILE.toml …] [--section.key VALUE …]; `titanlite train --help` lists them.
 """
+NO_BUG = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP)
 DOWNLOAD = """`titanlite download` was removed; use huggingface_hub's own command, e.g. for a tokenizer:
   hf download REPO --include "tokenizer*" --local-dir DIR"""
 
@@ -74,8 +75,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
+    except BrokenPipeError:  # `titanlite … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in NO_BUG or not error.filename:
             raise
         print(f"titanlite: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
@@ -83,9 +87,6 @@ def main(argv: list[str]) -> int:
         further = "; the same command continues from here" if getattr(arguments, "resumable", False) else ""
         print(f"\ntitanlite: stopped{further}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `titanlite … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except SystemExit as done:  # how argparse ends after --help
         return int(done.code or 0)
 

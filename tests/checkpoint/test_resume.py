@@ -11,7 +11,10 @@ from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
 from tests.jobs import QUIET, trainer
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.resume import Resume
+from titanlite.config.rules.resume import batch_changes
+from titanlite.config.schema import Training
 from titanlite.errors import UserError
+from titanlite.layout import Batch
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -83,6 +86,29 @@ def test_another_global_batch_continues_with_the_next_sample(pool, tmp_path):
     assert state["position"]["consumed"] == 3 * 2 + 3 * 4
     changed = next(line for line in part["log"] if line.startswith("config changed since step 3 (new values apply)"))
     assert "training.local_batch_size 2 -> 4" in changed
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "says"),
+    [
+        ((-1, 8, 2), (8, 1), "is 8 sequences, and was 16; to keep it: --training.global_batch_size 16"),
+        ((-1, 8, 1), (8, 4), "and was 8; to keep it: --training.global_batch_size 8 --training.local_batch_size 2"),
+        (
+            (24, 4, 2),
+            (16, 2),
+            "and was 24; to keep it: --training.global_batch_size 24 --training.local_batch_size 4",
+        ),
+        ((-1, 3, 1), (8, 2), "and was 3; 2 data-parallel ranks cannot share 3"),
+        ((-1, 4, 2), (8, 1), ""),
+        ((16, 8, 2), (8, 2), ""),
+    ],
+)
+def test_a_global_batch_that_follows_from_the_ranks_says_how_to_keep_it(saved, now, says):
+    keys = dict(zip(("global_batch_size", "local_batch_size"), saved, strict=False))
+    lines = [*batch_changes(keys, {"dp_replicate": saved[2], "dp_shard": 1}, Training(), Batch(now[0], now[1], 1))]
+    assert [line.endswith(says) for line in lines] == [True] * bool(says)
+    fixed = Training(global_batch_size=saved[0] if saved[0] > 0 else 64)
+    assert not [*batch_changes(keys, {"dp_replicate": saved[2], "dp_shard": 1}, fixed, Batch(now[0], now[1], 1))]
 
 
 def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):

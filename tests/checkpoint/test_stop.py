@@ -45,6 +45,7 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     argv = [*LONG, f"--training.steps={target}", "--lr_scheduler.total_steps=100000"]
     code, out = train(argv, tmp_path, NGPU="1")
     assert code == 0 and f"resumed step {newest} from" in out and "titanlite: resuming from the newest of" in out
+    assert "is 2 sequences, and was 4; to keep it: --training.global_batch_size 4\n" in out
     assert out.index("titanlite: resuming") < out.index("resumed step") < out.index(f"step: {target:2}")
     steps = [r["step"] for r in records(tmp_path) if "loss" in r]
     assert steps == list(range(1, target + 1)), "no step twice"

@@ -1,5 +1,6 @@
 """`titanlite train` as a person meets it: exit codes, what is printed, what is left behind."""
 
+import errno
 import json
 import os
 import re
@@ -7,21 +8,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.jobs import PARROT, TINY
+from tests.jobs import PARROT, TINY, job
 from tests.launch.run import ROOT, descendants, environment, finish, left_over, records, start, train
 from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.resume import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
-from titanlite.launch.launcher import _report
+from titanlite.launch import preflight
+from titanlite.launch.launcher import _of_another_run, _print_summary, _put_back, _report
 from titanlite.observe.console import LAUNCHED
 from titanlite.runtime import lock
 from titanlite.tools import config as config_command
@@ -83,8 +89,8 @@ def test_a_config_too_large_for_this_machine_names_what_would_fit(tmp_path):
 
 
 def test_a_missing_gpu_is_refused(tmp_path):
-    code, out = finish(start([*TINY, "--job.device=cuda"], tmp_path, NGPU="1", CUDA_VISIBLE_DEVICES=""))
-    assert code == 2 and "NGPU=1, but this node has 0 GPUs; on the CPU: --job.device cpu" in out
+    code, out = finish(start([*TINY, "--job.device=cuda"], tmp_path, CUDA_VISIBLE_DEVICES=""))
+    assert code == 2 and 'job.device = "cuda", but this node has no GPU (CUDA_VISIBLE_DEVICES="")' in out
 
 
 def test_a_dump_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -123,10 +129,87 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, caps
         ({0: failure(-15)}, "rank 0 on"),
         ({0: stopped, 1: failure(1, raised=5.0), 2: failure(-15, seen=35)}, "rank 1 on"),
     ):
-        assert _report(failures, tmp_path) == 1
+        assert _report(failures, tmp_path, {0}) == 1
         err = capsys.readouterr().err
         assert says in err
         assert ("rank 0 hung or was stopped: it had to be killed" in err) == (failures.get(0) is stopped)
+
+
+def test_what_a_user_can_correct_is_printed_once_and_exits_with_2(tmp_path, capsys):
+    """Rank 0's terminal has shown its own words; the agent may have ended it before it could exit."""
+
+    def failure(rank: int, exitcode: int, text: str):
+        result = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="none")
+        result.timestamp, details = 5, {"py_callstack": "Traceback", "time": 5.0 + rank, "is_user_error": True}
+        result.message = {"message": text, "extraInfo": details}  # type: ignore[assignment]
+        return result
+
+    both = {0: failure(0, -15, "UserError: x"), 1: failure(1, 2, "UserError: x")}
+    assert _report(both, tmp_path, {0}) == 2 and capsys.readouterr().err == ""
+    ended = {0: failure(0, 1, "RunFailed: the data ended"), 1: failure(1, 1, "RunFailed: the data ended")}
+    assert _report(ended, tmp_path, {0}) == 1 and capsys.readouterr().err == ""
+    assert _report({1: both[1]}, tmp_path, {0}) == 2
+    err = capsys.readouterr().err
+    assert "rank 1 on " in err and err.endswith("\nx\n") and "Traceback" not in err
+
+
+def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path):
+    names = ["config.toml", "environment.json", "logs", "metrics.jsonl"]
+    given = job([*TINY, f"--job.dump_folder={tmp_path}"], world=1).given
+    (tmp_path / "logs").mkdir()
+    for name in (*names[:2], names[3], "logs/rank-0.log"):
+        (tmp_path / name).write_text("earlier")
+    assert "an earlier run's files are now in" in take_folder(given)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0.log").write_text("of the start that failed")
+    assert _put_back(tmp_path, {*tmp_path.glob("previous/*")})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lock.RUN_LOCK, *names]
+    assert (tmp_path / "logs/rank-0.log").read_text() == "earlier"
+    assert not _put_back(tmp_path, set()), "a run that began to train keeps what it wrote"
+    assert (tmp_path / "logs").exists()
+
+
+def test_the_last_lines_fit_the_run(tmp_path, capsys):
+    for saving in ([], ["--checkpoint.enable"]):
+        _print_summary(job([*TINY, f"--job.dump_folder={tmp_path}", *saving], world=1), tmp_path)
+        out = capsys.readouterr().out
+        assert f"plot {tmp_path}\n" in out and (f"generate --config {tmp_path}/config.toml" in out) == bool(saving)
+        assert ("nothing was saved: checkpoint.enable is off" in out) != bool(saving)
+
+
+def test_a_finished_run_of_another_model_or_data_set_is_told(tmp_path):
+    (tmp_path / "step-3").mkdir(parents=True)
+    (tmp_path / "step-3/manifest.json").touch()
+    (tmp_path / "step-3/config.toml").write_text(to_toml(job(TINY, world=1).given))
+    other = job([*TINY, "--training.dataset=python-stdlib-validation", "--training.steps=2"], world=1)
+    assert _of_another_run(other, tmp_path) == ["training.dataset"]
+    assert _of_another_run(job([*TINY, "--optimizer.lr=1"], world=2), tmp_path) == []
+
+
+def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tmp_path, capsys, monkeypatch):
+    (tmp_path / "checkpoint/step-4").mkdir(parents=True)
+    (tmp_path / "checkpoint/step-4/manifest.json").touch()
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    argv = [*TINY, "--checkpoint.enable", "--checkpoint.load_step=33", f"--job.dump_folder={tmp_path}"]
+    assert main(["train", *argv]) == 2
+    out = capsys.readouterr()
+    assert "checkpoint.load_step = 33: no such checkpoint in " in out.err and out.err.endswith("; there are: 4\n")
+    assert out.out == "" and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path):
+    process = start(TINY, tmp_path, NGPU="2")
+    deadline = time.monotonic() + 60
+    while len(family := descendants(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    for pid in (process.pid, *family):
+        os.kill(pid, signal.SIGINT)
+    code, out = finish(process)
+    assert code == 130 and "Traceback" not in out and left_over(family) == []
+    assert out.splitlines()[-1].startswith("titanlite: stopped at step 0 of 3; nothing was trained, and the files")
+    assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
 
 def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int]]:
@@ -294,6 +377,17 @@ def test_every_help_answers_without_torch():
         assert done.returncode == 0 and says in done.stdout
 
 
+@pytest.mark.parametrize("code", [errno.EPIPE, errno.EACCES, errno.EIO])
+def test_only_a_mistake_of_the_user_hides_the_traceback_of_a_failed_call(monkeypatch, code):
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "a file")
+
+    monkeypatch.setattr(config_command, "run", fail)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    with pytest.raises(OSError) if code == errno.EIO else nullcontext():
+        assert main(["config"]) == (2 if code == errno.EACCES else 141)
+
+
 def test_a_closed_pipe_ends_a_command_quietly():
     command = f"{sys.executable} -m titanlite train --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -332,6 +426,40 @@ def test_a_mistake_is_one_message_and_exit_code_2(argv, message, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("titanlite: ") and message in err
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """Yield a folder that may not be opened; root, who may, is another user meanwhile."""
+    for name in COMMANDS:
+        main([name, "--help"])  # another user may not import
+    folder, user = Path(tempfile.mkdtemp()), os.geteuid()
+    (folder / "locked").mkdir(mode=0)
+    folder.chmod(0o755)
+    if user == 0:
+        os.setresuid(65534, 65534, 0)
+    yield folder / "locked"
+    os.seteuid(user)
+    if user == 0:
+        os.setresuid(0, 0, 0)
+    (folder / "locked").chmod(0o700)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "command", ["checkpoint ls L", "checkpoint rm L/step-1", "plot L/x", "data show L", "data prepare L --out L/x"]
+)
+def test_a_folder_without_permission_is_one_line_that_names_it(locked, command, capsys):
+    capsys.readouterr()
+    assert main(command.replace("L", str(locked)).split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(locked) in err and "permission" in err.lower()
+
+
+def test_a_dump_folder_where_none_can_be_made_is_refused_whatever_the_permissions_say(locked):
+    for folder in (locked / "x", locked, Path("/proc/x")):
+        with pytest.raises(UserError, match=f'"{folder}": .* is not a folder that can be written to'):
+            preflight._check_dump_folder(folder)
 
 
 def test_ctrl_c_is_one_line_and_a_bug_is_raised(monkeypatch, capsys):

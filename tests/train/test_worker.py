@@ -2,6 +2,10 @@
 
 import errno
 import json
+import runpy
+import signal
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -27,7 +31,6 @@ def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, 
         raise error
 
     monkeypatch.setattr(worker, "run", fail)
-    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert worker.main([*TINY, f"--job.dump_folder={tmp_path}"]) == code
     message = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -38,8 +41,20 @@ def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, 
     assert capsys.readouterr().err.startswith(printed)
 
 
-def test_a_config_error_names_every_fault_and_exits_with_2(monkeypatch, capsys):
-    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+def test_a_config_error_names_every_fault_and_exits_with_2(capsys):
     assert worker.main(["--training.stepz=3", "--job.device=gpu"]) == 2
     stderr = capsys.readouterr().err
     assert "training.steps" in stderr and "job.device" in stderr and "Traceback" not in stderr
+
+
+def test_ctrl_c_ends_a_rank_without_a_traceback_while_torch_is_imported(monkeypatch):
+    class Importing(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise SystemExit(signal.getsignal(signal.SIGINT))
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setitem(sys.modules, "titanlite.train.worker", Importing("worker"))
+    with pytest.raises(SystemExit) as at_import:
+        runpy.run_module("titanlite.train", run_name="__main__")
+    signal.signal(signal.SIGINT, handler)
+    assert at_import.value.code == signal.SIG_DFL

@@ -39,6 +39,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.state import TrainingState
+from titanlite.config.rules.resume import require_step
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -65,10 +66,7 @@ def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: loggi
 
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
     """Return the checkpoint of this step, to be resumed."""
-    steps = _committed(root, group)
-    if step not in steps:
-        existing = f"there are: {', '.join(map(str, steps))}" if steps else "there are none"
-        raise UserError(f"checkpoint.load_step = {step}: no such checkpoint in {root}; {existing}")
+    require_step(root, step, _committed(root, group))
     return _verified("checkpoint.load_step", step_folder(root, step), full, group, weights_only=False)
 
 

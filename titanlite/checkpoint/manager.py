@@ -323,9 +323,10 @@ class Checkpoints:
         self.records.append(pending)
         if pending.warning:
             self._log.warning(pending.warning)
+        waited = pending.costs["blocked"]
+        took = max(waited, pending.costs["staging"] + pending.costs["write"])  # the thread's start is waited for too
         self._log.info(
-            f"saved {step_folder(self.root, pending.step)} in {pending.costs['write']:.2f} s; training waited "
-            f"{pending.costs['blocked']:.3f} s"
+            f"saved {step_folder(self.root, pending.step)} in {took:.2f} s; training waited {waited:.2f} s"
         )
 
     def wait_ignoring_errors(self) -> None:

@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.config.job import Job
+from titanlite.config.rules.resume import batch_changes
 from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
@@ -74,7 +75,7 @@ class Resume:
         if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):  # older ones lack the content
             raise UserError(
                 f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was trained on "
-                f"{saved.fingerprint}: use the same data, {start_over}"
+                f"{saved.fingerprint}: use the same text, tokenizer, training.seq_len and packing, {start_over}"
             )
         if saved.seed != seed:
             raise UserError(
@@ -91,11 +92,13 @@ class Resume:
         """Return lines for the log: what this run does differently from the saved one."""
         if not self.continues or self.folder is None:
             return []
-        changed = toml_differences(store.read(self.folder / CONFIG).decode(), to_toml(job.given))
+        before = store.read(self.folder / CONFIG).decode()
+        changed = toml_differences(before, to_toml(job.given))
         shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
         lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
         old_mesh = json.loads(store.read(self.folder / ENVIRONMENT))["mesh"]
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
+        lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
         batch_keys = {"training.local_batch_size", "training.global_batch_size"}
         if has_dropout and (old_mesh != new_mesh or batch_keys & changed.keys()):
             lines.append("dropout masks will differ: mesh or batch size changed")
@@ -148,6 +151,6 @@ def take_folder(config: JobConfig) -> str:
 def last_saved_message(config: JobConfig) -> str:
     """Say what a stopped run has saved."""
     if not config.checkpoint.enable:
-        return "nothing is saved (checkpoint.enable = false)"
+        return "nothing was saved: checkpoint.enable is off"
     newest = latest_complete(checkpoint_root(config))
     return "no checkpoint was due yet" if newest is None else f"saved: {step_folder(checkpoint_root(config), newest)}"

@@ -46,7 +46,7 @@ class Documents:
         if not self.skipped:
             return ""
         names = ", ".join(self.skipped[:3]) + ", …" * (len(self.skipped) > 3)
-        rule = f"only {', '.join(SUFFIXES)} files are read, and links to folders are not followed"
+        rule = f"only {', '.join(SUFFIXES)} files are read, no links to folders, and no folders without permission"
         return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
@@ -84,7 +84,9 @@ def text_files(origin: str, path: str) -> Documents:
             raise UserError(f"{origin}: {path} is not one of {', '.join(SUFFIXES)}")
         documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
-        found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink()]
+        if _is_closed(root):
+            raise UserError(f"{origin}: no permission to read this folder")
+        found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
         files = [p for p in visible if p.is_file() and p.name.endswith(SUFFIXES)]
         unpacked = {p.with_name(f"{p.name}.gz") for p in files}  # beside a.jsonl, a.jsonl.gz has the same text
@@ -96,6 +98,10 @@ def text_files(origin: str, path: str) -> Documents:
     if not sum(documents.sizes):
         raise UserError(f"{origin}: no text there (looked for {', '.join(SUFFIXES)} files)")
     return documents
+
+
+def _is_closed(path: Path) -> bool:
+    return path.is_dir() and not os.access(path, os.R_OK | os.X_OK)
 
 
 def _sorted_documents(root: Path, files: list[Path]) -> Documents:

@@ -14,13 +14,16 @@ import socket
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.resume import finished_message, last_saved_message, take_folder
+from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
+from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.config.toml import to_toml
+from titanlite.config.rules.resume import require_step
+from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine, data_faults
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
 EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
@@ -87,18 +91,34 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     if max(shown) >= world:
         raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    if nodes.count == 1 and run_lock.exists():  # other nodes would wait for this one in vain, and are told later
+    if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and are told later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes)
+    settings, root = job.config.checkpoint, checkpoint_root(job.config)
+    if settings.enable and settings.load_step != -1 and nodes.rank == 0:
+        require_step(root, settings.load_step, committed(root))
     if message := finished_message(job.config):
         print(f"titanlite: {message}")
+        if others := _of_another_run(job, root):
+            print(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
         return OK
     return _run(job, argv, nodes, device, processes, shown)
+
+
+def _of_another_run(job: Job, root: Path) -> list[str]:
+    """Return the keys of the model and the data that differ from those of the newest checkpoint."""
+    saved = (step_folder(root, committed(root)[-1]) / CONFIG).read_text(encoding="utf-8")
+    keys = toml_differences(saved, to_toml(job.given))
+    return [key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))]
 
 
 def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the kind of device that job.device stands for, and the number of workers on this node."""
     gpus = 0 if choice == "cpu" else count_gpus(environ)
+    if choice == "cuda" and not gpus:
+        hidden = environ.get("CUDA_VISIBLE_DEVICES")
+        why = "there is no /dev/nvidia*" if hidden is None else f'CUDA_VISIBLE_DEVICES="{hidden}"'
+        raise UserError(f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu')
     device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
     processes = count_processes(environ, device, gpus)
     if device == "cuda" and processes > gpus:
@@ -120,11 +140,14 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     logs = {rank: rank_log(folder, rank) for rank in range(first, first + processes) if rank in shown}
     logs = logs or {first: rank_log(folder, first)}
     terminal = Terminal(logs, folder / "metrics.jsonl", steps, not job.config.metrics.disable_color_printing)
+    moved: set[Path] | None = None
     try:
         print(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}", flush=True)
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
+        archives = {*folder.glob("previous/*")}
         if nodes.rank == 0 and (message := take_folder(job.given)):
             print(f"titanlite: {message}", flush=True)
+        moved = {*folder.glob("previous/*")} - archives
         rendezvous.wait_for_node_0("the dump folder")
         worker_environ = {DEVICE: device, **_worker_environment(nodes, processes, os.environ)}
         with terminal:
@@ -132,11 +155,18 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
     except ChildFailedError as error:
-        return _report(error.failures, folder)
+        code = _report(error.failures, folder, set(logs))
+        if code == REFUSED and nodes.count == 1 and moved is not None and _put_back(folder, moved) and moved:
+            print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
+        return code
     except (KeyboardInterrupt, SignalException) as error:
         number = getattr(error, "sigval", signal.SIGINT)
-        files = f"metrics and logs are in {folder}, {last_saved_message(job.config)}"
-        print(f"\ntitanlite: stopped at step {terminal.last_record.get('step', 0)} of {steps}; {files}")
+        step = terminal.last_record.get("step", 0)
+        files = f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
+        silent = not any(path.stat().st_size for path in (folder / "logs").glob("*"))  # else they may show a hang
+        if silent and nodes.count == 1 and moved is not None and _put_back(folder, moved):
+            files = AS_IT_WAS
+        print(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     _print_summary(job, folder)
     return OK
@@ -164,9 +194,25 @@ def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]
     return {LAUNCHED: str(os.getpid())} | {name: value for name, value in defaults.items() if name not in environ}
 
 
-def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
-    """Print which rank failed first, with its message or traceback last, and return the exit code."""
+def _put_back(folder: Path, moved: set[Path]) -> bool:
+    """Undo what a start did to the dump folder, unless it began to train there; return whether it was undone."""
+    if (folder / "environment.json").exists():
+        return False
+    shutil.rmtree(folder / "logs", ignore_errors=True)
+    for archive in moved:
+        for path in archive.iterdir():
+            path.rename(folder / path.name)
+        archive.rmdir()
+    with suppress(OSError):  # it holds others, or never was
+        (folder / "previous").rmdir()
+    return True
 
+
+def _report(failures: Mapping[int, ProcessFailure], folder: Path, shown: set[int]) -> int:
+    """Print which rank failed first, with its message or traceback last, and return the exit code.
+
+    What the user can correct is one message, which the terminal has shown if a shown rank found it too.
+    """
     first_seen = min(failure.timestamp for failure in failures.values())
     # The elastic agent ends the other ranks by SIGTERM, and 30 seconds later those that are still there by SIGKILL.
     late = (rank for rank, failure in failures.items() if failure.timestamp - first_seen > 15)
@@ -181,15 +227,22 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
         return math.inf if failures[rank].exitcode == -signal.SIGTERM or rank in unresponsive else 0.0
 
     rank = min(failures, key=failed_at)
-    message, exitcode = failures[rank].message, failures[rank].exitcode
+    message, exitcode, reason = failures[rank].message, failures[rank].exitcode, ""
     if isinstance(message, dict):
         details = message["extraInfo"]
         reason = message["message"].partition(": ")[2]
         text = reason if details.get("is_user_error") else details["py_callstack"].rstrip()
+        found = {other: failure.message for other, failure in failures.items()}
+        same = {other for other, m in found.items() if isinstance(m, dict) and m["message"] == message["message"]}
+        exitcode = max(failures[other].exitcode for other in same)  # the agent may have ended some meanwhile
+        if text == reason and same & shown:
+            return REFUSED if exitcode == REFUSED else FAILED
     else:
         log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
         text = "\n".join([*log_tail, f"exited without a traceback ({message or f'exit code {exitcode}'})"])
-    failed = f"rank {rank} on {socket.gethostname()} failed first; its log: {rank_log(folder, rank)}"
+    failed = f"rank {rank} on {socket.gethostname()} failed first"
+    if text != reason:
+        failed += f"; its log: {rank_log(folder, rank)}"
     if unresponsive:
         failed += f"\nrank {', '.join(map(str, unresponsive))} hung or was stopped: it had to be killed"
     print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
@@ -201,11 +254,19 @@ def _print_summary(job: Job, folder: Path) -> None:
     config = job.config
     rows = {"metrics": folder / "metrics.jsonl", "config": folder / "config.toml", "logs": folder / "logs"}
     lines = [f"{name:<12} {path}" for name, path in rows.items()]
+    lines.append(f"checkpoints  {last_saved_message(config)}")
     if config.metrics.enable_tensorboard:
-        command = shutil.which("tensorboard") and "tensorboard" or Path(sys.executable).parent / "tensorboard"
-        lines.append(f"TensorBoard  {command} --logdir {folder / config.metrics.save_tb_folder}")
+        lines.append(f"TensorBoard  {_installed('tensorboard')} --logdir {folder / config.metrics.save_tb_folder}")
     if config.profiling.enable_profiling:
         lines.append(f"traces       {folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev")
-    train = "./run_train.sh" if Path("run_train.sh").exists() else "titanlite train"
-    lines.append(f"next         {train} --help lists every key; train_configs/debug.toml is a config to start from")
+    titanlite = _installed("titanlite")
+    lines.append(f"plot         {titanlite} plot {folder}")
+    if config.checkpoint.enable:
+        lines.append(f"generate     {titanlite} generate --config {folder / 'config.toml'}")
+        lines.append("go on        the same command with more --training.steps")
     print("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))
+
+
+def _installed(command: str) -> str:
+    """Return how to type a command of this environment."""
+    return command if shutil.which(command) else str(Path(sys.executable).parent / command)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,9 +143,13 @@ def _check_gpus(device: str) -> None:
 
 
 def _check_dump_folder(folder: Path) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f'job.dump_folder = "{folder}": {existing} is not a folder that can be written to')
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    try:  # os.access does not know /proc, nor what a server of files refuses
+        tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is written next says it
+            where = f"{existing} is not a folder that can be written to"
+            raise UserError(f'job.dump_folder = "{folder}": {where} ({error.strerror})') from None
 
 
 def _require_gpu(key: str, device: str) -> None:

@@ -4,11 +4,13 @@ titanlite's launcher starts it, or torchrun, or srun with one task per GPU; all 
 """
 
 import os
+import signal
 import sys
 
-from titanlite.train.worker import main
-
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
+    from titanlite.train.worker import main
+
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -57,7 +57,8 @@ def describe_start(trainer: Trainer) -> list[str]:
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
-    return [*lines, job.no_effect] if job.no_effect else lines
+    compiling = "compiling in the first step, which may take minutes" * config.compile.enable
+    return [*lines, *filter(None, (job.no_effect, compiling))]
 
 
 def _describe_device(trainer: Trainer) -> str:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,7 +30,6 @@ from titanlite.train.trainer import Trainer
 
 def main(argv: list[str]) -> int:
     """Train and return the exit code: 2 for a user's mistake, 1 for a run that failed and for a bug."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, even inside a collective
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
         environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
@@ -49,10 +47,11 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = RunFailed(str(error))
-        write_error_file(error, environ)
-        if isinstance(error, UserError):
+        if isinstance(error, UserError):  # printed first: the launcher does not print again what is in this file
             print(f"titanlite: {error}", file=sys.stderr)
+            write_error_file(error, environ)
             return 1 if isinstance(error, RunFailed) else 2
+        write_error_file(error, environ)
         traceback.print_exc()
         return 1
 
