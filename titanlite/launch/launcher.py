@@ -107,8 +107,8 @@ def run(arguments: Namespace, argv: list[str]) -> int:
 
 def _of_another_run(job: Job, root: Path) -> list[str]:
     """Return the keys of the model and the data that differ from those of the newest checkpoint."""
-    saved = (step_folder(root, committed(root)[-1]) / CONFIG).read_text(encoding="utf-8")
-    keys = toml_differences(saved, to_toml(job.given))
+    saved = step_folder(root, committed(root)[-1]) / CONFIG
+    keys = toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given)) if saved.exists() else {}
     return [key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))]
 
 
