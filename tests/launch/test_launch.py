@@ -208,8 +208,7 @@ def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path):
         os.kill(pid, signal.SIGINT)
     code, out = finish(process)
     assert code == 130 and "Traceback" not in out and left_over(family) == []
-    assert out.splitlines()[-1].startswith("titanlite: stopped at step 0 of 3; nothing was trained, and the files")
-    assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
+    assert out.splitlines()[-1].startswith("titanlite: stopped at step 0 of 3; ") and "metrics and" not in out
 
 
 def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int]]:
