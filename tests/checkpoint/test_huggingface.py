@@ -138,7 +138,7 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
 
 
 HF_FLAVOR_REFUSED = [
-    ({"hidden_size": "32"}, "dim: Input should be a valid integer (dim is hidden_size there)"),
+    ({"hidden_size": "32"}, "dim: must be a valid integer (dim is hidden_size there)"),
     ({"attention_bias": True}, "attention_bias true, but the model has false"),
     (
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},

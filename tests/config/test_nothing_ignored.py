@@ -258,7 +258,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "model.hf_assets_path": "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named",
     "model.overrides": "every run in this file",
     "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout",
-    "validation.dataset_path": "tests/train/test_validate.py::test_a_ragged_set_gives_the_value_of_one_process",
+    "validation.dataset_path": "tests/train/test_validate.py::test_steps_of_a_ragged_set_give_one_value_on_any_ranks",
     "metrics.disable_color_printing": "tests/launch/test_terminal.py::test_disable_color_printing_shows_plain_lines",
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_record_the_same_steps",
     "profiling.profiler_warmup": "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_traced_steps",

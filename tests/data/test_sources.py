@@ -69,7 +69,9 @@ def test_text_is_tokenized_once_into_a_cache(texts, assets):
 
 def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(texts, assets, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(str(assets))
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != texts)  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: mode != os.W_OK or Path(path) != texts
+    )  # root may write anywhere
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))

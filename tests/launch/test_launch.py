@@ -191,6 +191,7 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tm
     (tmp_path / "checkpoint/step-4/manifest.json").touch()
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     argv = [*TINY, "--checkpoint.enable", "--checkpoint.load_step=33", f"--job.dump_folder={tmp_path}"]
+    argv += ["--lr_scheduler.warmup_steps=0"]
     assert main(["train", *argv]) == 2
     out = capsys.readouterr()
     assert "checkpoint.load_step = 33: no such checkpoint in " in out.err and out.err.endswith("; there are: 4\n")

@@ -13,7 +13,7 @@ def losses(argv: list[str], folder: str) -> None:
 
 
 @pytest.mark.parametrize("steps", sample([-1, 1, 2, 9], 2))
-def test_all_or_n_steps_of_a_ragged_set_give_the_value_of_one_process_on_any_number_of_ranks(pool, tmp_path, steps):
+def test_steps_of_a_ragged_set_give_one_value_on_any_ranks(pool, tmp_path, steps):
     """Seven windows divide by no number of ranks; some ranks have none in the last batch, or none at all."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)

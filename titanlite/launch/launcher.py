@@ -27,6 +27,7 @@ from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.launch.preflight import check_machine, data_faults
+from titanlite.launch.terminal import say
 from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, shown_ranks
@@ -98,9 +99,9 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     if settings.enable and settings.load_step != -1 and nodes.rank == 0:
         require_step(root, settings.load_step, committed(root))
     if message := finished_message(job.config):
-        print(f"titanlite: {message}")
+        say(f"titanlite: {message}")
         if others := _of_another_run(job, root):
-            print(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
+            say(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
         return OK
     return _run(job, argv, nodes, device, processes, shown)
 
@@ -142,11 +143,11 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     terminal = Terminal(logs, folder / "metrics.jsonl", steps, not job.config.metrics.disable_color_printing)
     moved: set[Path] | None = None
     try:
-        print(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}", flush=True)
+        say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")
         rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
         archives = {*folder.glob("previous/*")}
         if nodes.rank == 0 and (message := take_folder(job.given)):
-            print(f"titanlite: {message}", flush=True)
+            say(f"titanlite: {message}")
         moved = {*folder.glob("previous/*")} - archives
         rendezvous.wait_for_node_0("the dump folder")
         worker_environ = {DEVICE: device, **_worker_environment(nodes, processes, os.environ)}
@@ -166,7 +167,7 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
         silent = not any(path.stat().st_size for path in (folder / "logs").glob("*"))  # else they may show a hang
         if silent and nodes.count == 1 and moved is not None and _put_back(folder, moved):
             files = AS_IT_WAS
-        print(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
+        say(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     _print_summary(job, folder)
     return OK
@@ -264,7 +265,7 @@ def _print_summary(job: Job, folder: Path) -> None:
     if config.checkpoint.enable:
         lines.append(f"generate     {titanlite} generate --config {folder / 'config.toml'}")
         lines.append("go on        the same command with more --training.steps")
-    print("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))
+    say("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))
 
 
 def _installed(command: str) -> str:

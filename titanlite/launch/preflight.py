@@ -18,6 +18,7 @@ from titanlite.config.rules.data import is_streamed
 from titanlite.config.rules.run import long_warmup
 from titanlite.errors import UserError, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
+from titanlite.launch.terminal import say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,11 +114,11 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     for section, dataset in datasets:
         name, tokenizer = dataset.dataset, opened[0] if opened else None
         if notice := check(validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
-            print(f"titanlite: {notice}", flush=True)
+            say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     if notice := long_warmup(config):
-        print(f"titanlite: {notice}", flush=True)
+        say(f"titanlite: {notice}")
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")

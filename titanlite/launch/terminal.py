@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,8 @@ class Terminal:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
+        with _console_may_close():
             self._show_until_stopped()
-        except OSError as error:  # training continues, and the log files have everything
-            if error.errno not in (errno.EPIPE, errno.EIO):  # as in `titanlite train | head`, or after a logout
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show_until_stopped(self) -> None:
         if not self._live:
@@ -99,3 +97,20 @@ class Terminal:
             if "loss" in record:
                 self.last_record = record
         sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Print what the launcher has to say."""
+    with _console_may_close():
+        print(text, flush=True)
+
+
+@contextmanager
+def _console_may_close() -> Iterator[None]:
+    """Continue when the console is gone, as in `titanlite train | head` or after a logout: there are log files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

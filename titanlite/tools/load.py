@@ -18,8 +18,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import checkpoint_root, saved_model
 from titanlite.config.job import Job, job_from
+from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
-from titanlite.config.load import parse_command_line
 from titanlite.config.rules.weights import check_model
 from titanlite.errors import UserError, some_of
 from titanlite.tools.checkpoint import find_checkpoint
@@ -53,6 +53,8 @@ def load(checkpoint: str | os.PathLike[str], *overrides: str) -> tuple[torch.nn.
 def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
     """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless one is named."""
     given = parse_command_line([*overrides], os.environ)
+    if given.faults:
+        raise ConfigError(given.faults)
     names_config = any(word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides)
     names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
     job = job_from(given, world=None, training=False) if names_config else None
