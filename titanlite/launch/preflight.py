@@ -16,6 +16,7 @@ from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.rules.data import is_streamed
 from titanlite.config.rules.run import long_warmup
+from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
@@ -68,14 +69,13 @@ def data_faults(loaded: Loaded) -> list[Fault]:
     from titanlite.data.tokenizer import load_tokenizer
 
     config, found = loaded.config, list[Fault]()
-    sections = {"training": config.training.mixture or [config.training]}
-    sections |= {"validation": [config.validation]} if config.validation.enable else {}
     checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
-    for section, parts in sections.items():
-        known = [part for part in parts if not is_streamed(part.dataset)]
-        known = [part for part in known if part.dataset_path or part.dataset not in ("text", "tokens")]
-        checks += [(find_documents, section, part.dataset, part.dataset_path) for part in known]
-        checks += [(_require_path, section, part.dataset_path) for part in known if part.dataset == "tokens"]
+    for section, part in _datasets(config):
+        if is_streamed(part.dataset) or (part.dataset in ("text", "tokens") and not part.dataset_path):
+            continue
+        checks.append((find_documents, section, part.dataset, part.dataset_path))
+        if part.dataset == "tokens":
+            checks.append((_require_path, section, part.dataset_path))
     for function, *arguments in checks:
         try:
             function(*arguments)
@@ -86,6 +86,12 @@ def data_faults(loaded: Loaded) -> list[Fault]:
             is_given = entry and title == f'{key} = "{entry.value}"'  # not in a mixture
             found.append(entry.fault(key, why) if entry and is_given else Fault(title, why))
     return found
+
+
+def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
+    """Return what a run reads, each with its section."""
+    parts: list[tuple[str, Any]] = [("training", part) for part in config.training.mixture or [config.training]]
+    return [*parts, ("validation", config.validation)] if config.validation.enable else parts
 
 
 def _require_path(section: str, path: str) -> None:
@@ -101,17 +107,14 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
 
-    config, training, validation = job.config, job.config.training, job.config.validation
+    config = job.config
     check(_check_dump_folder, Path(config.job.dump_folder))
-    if training.dataloader.pin_memory:
+    if config.training.dataloader.pin_memory:
         check(_require_gpu, "training.dataloader.pin_memory", device)
     if config.parallelism.enable_async_tensor_parallel:
         check(_require_gpu, "parallelism.enable_async_tensor_parallel", device)
     opened = check(lambda: [open_tokenizer(job)])
-    datasets: list[tuple[str, Any]] = [("training", dataset) for dataset in training.mixture or [training]]
-    if validation.enable:
-        datasets.append(("validation", validation))
-    for section, dataset in datasets:
+    for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
         if notice := check(validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
             say(f"titanlite: {notice}")

@@ -83,7 +83,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate
 
-    _refuse_damage(folder, read_manifest(folder).files if job.config.checkpoint.verify_on_load == "full" else ())
+    _refuse_damage(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
     check_model(
         folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
     )
@@ -93,7 +93,9 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     return model
 
 
-def _refuse_damage(folder: Path, contents: Collection[str]) -> None:
-    """Raise CorruptCheckpoint unless all files are there in their sizes, and those in `contents` byte for byte."""
-    if damage := faults(folder, read_manifest(folder), contents):
+def _refuse_damage(folder: Path, contents: Collection[str] | None) -> None:
+    """Raise CorruptCheckpoint unless all files are there in their sizes, and those in `contents` (None: all) byte for
+    byte."""
+    manifest = read_manifest(folder)
+    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
         raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")
