@@ -1,0 +1,61 @@
+"""What a rehearsal of one training step records: its operations in order, the bytes alive, the collectives. No torch.
+
+Bytes, FLOPs and collectives are those of one rank.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+KINDS = tuple("parameters gathered gradients activations logits optimizer buffers communication".split())
+"""What bytes are alive for. "buffers" are the model's; "communication" is what a collective reads or writes."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast"."""
+    dimension: str
+    """As in Layout ("dp_shard"); joined with " x " where a group spans several, "world" for all ranks."""
+    ranks: int
+    dtype: str
+    bytes: int
+    """Of the whole tensor: the gathered one, the one before it is scattered."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    phase: str
+    """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm", "optimizer", …"""
+    live: int
+    """The most bytes alive until this operation is done, all kinds together."""
+    flops: int = 0
+    """By the table of torch.utils.flop_counter."""
+    dtype: str = ""
+    """In which FLOPs are computed."""
+    moved: int = 0
+    """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and collectives."""
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of one rank, in order."""
+
+    operations: Sequence[Operation]
+    static: Mapping[str, int]
+    """Bytes by kind that a rank keeps: parameters, gradients, optimizer, buffers."""
+    at_peak: Mapping[str, int]
+    """Bytes alive at the peak, by kind."""
+
+    @property
+    def peak(self) -> int:
+        return max(operation.live for operation in self.operations)
+
+    @property
+    def moment(self) -> str:
+        """Return the phase of the peak."""
+        return max(self.operations, key=lambda operation: operation.live).phase
+
+    def collectives(self) -> Counter[Collective]:
+        return Counter(operation.collective for operation in self.operations if operation.collective)
