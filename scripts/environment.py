@@ -1,6 +1,9 @@
 """Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if needed.
 
-    python scripts/environment.py [--dev]
+    python scripts/environment.py [--dev | --browser]
+
+--browser is --dev with what the test of the planner's page needs: the package playwright, and a Chromium, which it
+installs where apt-get can.
 
 Uses only the standard library. When several nodes on a shared disk start at once, one makes `.venv`, the others wait.
 """
@@ -12,6 +15,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,18 +42,48 @@ NEEDED_DEV = (
     "torchao",
     "matplotlib",
 )
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> None:
-    dev = "--dev" in sys.argv[1:]
-    if active_can_run(dev):
-        print(sys.executable)
+    browser = "--browser" in sys.argv[1:]
+    dev = browser or "--dev" in sys.argv[1:]
+    python = Path(sys.executable)
+    if not active_can_run(dev):
+        python = PYTHON
+        if not is_made(dev):
+            with lock():
+                if not is_made(dev):  # another process may have made it while this one waited
+                    make(dev)
+    if browser:
+        add_browser(python)
+    print(python)
+
+
+def add_browser(python: Path) -> None:
+    """Install the package playwright, without a browser of its own, and the system's Chromium."""
+    if subprocess.run([python, "-c", "import playwright"], stderr=subprocess.DEVNULL, check=False).returncode:
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "playwright>=1.49"]
+        run_or_fail(pip, "the package playwright is needed to test the planner's page")
+    if any(map(shutil.which, BROWSERS)):
         return
-    if not is_made(dev):
-        with lock():
-            if not is_made(dev):  # another process may have made it while this one waited
-                make(dev)
-    print(PYTHON)
+    if not shutil.which("apt-get") or os.geteuid() != 0:
+        fail("install Chromium (Debian, as root: apt-get install chromium), or leave out --browser")
+    say("installing Debian's chromium (once; about a minute)")
+    apt = ["apt-get", "-q", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120"]
+    for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
+        run_or_fail([*apt, *command], "chromium is needed to test the planner's page")
+
+
+def run_or_fail(command: list[str], purpose: str) -> None:
+    """Run a command silently; if it fails, show what it printed."""
+    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(
+        command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        fail(f"{' '.join(command)} failed ({done.returncode}; see above): {purpose}")
 
 
 def active_can_run(dev: bool) -> bool:
