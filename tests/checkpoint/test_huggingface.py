@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import titanlite
 from tests.checkpoint.saved import everyone, keeping_log
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, QUIET, TINY, job, trainer, weights
+from tests.launch.run import records, train
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
@@ -110,24 +112,30 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("case", FOREIGN)
-def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, capsys):
+def made_by_transformers(case: str, folder: Path, **change: Any) -> Any:
+    """Save a model with random weights, and return it."""
     import transformers
 
     kind = "GPT2Config" if case == "gpt2" else "LlamaConfig"
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(vocab_size=256, initializer_range=0.2, **FOREIGN[case])
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(vocab_size=256, initializer_range=0.2, **FOREIGN[case] | change)
     )
+    model.eval().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, capsys):
     hf, out = tmp_path / "hf", tmp_path / "out"
-    theirs.eval().save_pretrained(hf)
+    theirs = made_by_transformers(case, hf)
     assert cli.main(["checkpoint", "import", str(hf), str(out)]) == 0
     said = capsys.readouterr().out
     assert f'--config "{out}/step-0/config.toml" --checkpoint.initial_load_path "{out}"' in said
     imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
-    name = [f"--model.name={imported.spec.name}"]
-    trained = job([*QUIET, *name, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
-    assert trained.model == imported.model and HuggingFaceFolder(hf, trained.spec, trained.model).names
+    trained = job([*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
+    assert (trained.spec, trained.model) == (imported.spec, imported.model)
+    assert trained.config.checkpoint.initial_load_in_hf and not imported.config.checkpoint.initial_load_in_hf
     assert getattr(imported.model, "dropout", 0.2) == 0.2
     shutil.rmtree(hf)  # the config of the import has all that it needs
     model = load_model(imported, out / "step-0", torch.device("cpu")).eval()
@@ -135,6 +143,38 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     with torch.no_grad():
         ours, logits = model(tokens), theirs(tokens).logits
     assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5 * ours.abs().max().item()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_run_from_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path):
+    theirs, pattern = made_by_transformers(case, tmp_path / "hf", resid_pdrop=0.0), "0123456789abcdef"
+    (tmp_path / "text.txt").write_text(pattern * 1000)  # so that all windows are the same
+    short = ["--training.steps=2", "--training.seq_len=16", "--training.dataset=text", "--validation.no_enable"]
+    short += [f"--training.dataset_path={tmp_path}/text.txt", "--generate.no_at_end"]
+    path = ["--model.flavor=hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
+    code, out = train([*path, *short], tmp_path / "run", NGPU="2")
+    assert code == 0 and f"loaded Hugging Face weights from {tmp_path}/hf" in out, out
+    tokens = torch.tensor([[*pattern.encode()]])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(theirs(tokens).logits[0], tokens[0].roll(-1)).item()
+    first, second = (record["loss"] for record in records(tmp_path / "run") if "loss" in record)
+    assert first == pytest.approx(loss, rel=1e-5) and second < first
+
+    assert cli.main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    trained, _ = titanlite.load(tmp_path / "run")
+    with torch.no_grad():
+        ours, logits = trained(tokens), from_transformers(tmp_path / "back")(tokens).logits
+    assert (ours - logits).abs().max().item() <= 1e-5 * ours.abs().max().item()
+    assert (ours - theirs(tokens).logits).abs().max().item() > 1e-3 * ours.abs().max().item()
+
+
+def test_flavor_hf_takes_the_tokenizer_of_the_folder_unless_another_is_given(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(llama3.SPEC.hf.config(SCALED) | {"vocab_size": 999}))  # type: ignore
+    make_assets(tmp_path, ["the cat sat on the mat"], 300)
+    argv = [*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={tmp_path}"]
+    assert job(argv, 1).config.model.hf_assets_path == str(tmp_path)
+    assert job([*argv, "--model.hf_assets_path="], 1).config.model.hf_assets_path == ""
 
 
 HF_FLAVOR_REFUSED = [
@@ -153,7 +193,7 @@ HF_FLAVOR_REFUSED = [
 def test_a_config_json_of_another_model_is_no_flavor(tmp_path, change, says):
     (tmp_path / "config.json").write_text(json.dumps({**llama3.SPEC.hf.config(SMALL), **change}))  # type: ignore
     with pytest.raises(ConfigError) as caught:
-        job([*QUIET, "--model.flavor=hf", f"--model.hf_assets_path={tmp_path}"], 1)
+        job([*QUIET, "--model.name=llama3", "--model.flavor=hf", f"--model.hf_assets_path={tmp_path}"], 1)
     assert says in str(caught.value) and f"{tmp_path}/config.json" in str(caught.value)
 
 
@@ -297,6 +337,12 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
     argv += ["--checkpoint.exclude_from_loading=['model.output.weight']"]
     (found,) = pool.run(start, argv, str(tmp_path / "b"), world=1)
     assert torch.equal(found["weights"]["norm.weight"], tensors["model.norm.weight"])
+
+
+def test_a_folder_that_is_not_named_as_one_of_hugging_face_is_told_from_a_damaged_checkpoint(pool, tmp_path):
+    written(llama3.SPEC, job(TINY, 1).model, tmp_path / "hf")
+    (found,) = pool.run(start, [*TINY, f"--checkpoint.initial_load_path={tmp_path}/hf"], str(tmp_path), world=1)
+    assert "has no manifest.json; --model.flavor hf starts from a Hugging Face folder" in found["error"]
 
 
 def damage(folder: Path, how: str) -> None:

@@ -85,7 +85,8 @@ def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
 def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
-        raise UserError(f"{key}: {'; '.join(problems[:8])}")
+        hint = "; --model.flavor hf starts from a Hugging Face folder" * (folder / "config.json").is_file()
+        raise UserError(f"{key}: {'; '.join(problems[:8])}{hint}")
     return resume
 
 

@@ -32,27 +32,39 @@ _HARMLESS = """
 """Patterns of keys that change no value which the weights compute: metadata, training, and how text is generated."""
 
 
-def read_flavor(config: JobConfig) -> tuple[str, dict[str, Any]]:
-    """Return the config.json that `model.flavor hf` reads, and the fields of a flavor that it has.
+def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, Any]]:
+    """Return the config.json that `model.flavor hf` reads, and the tables of keys that its folder gives.
 
-    Nothing if the config has all fields already, as that of an earlier run.
+    The fields of a flavor; the model's name, unless one is given, which must then be the same; the tokenizer, if the
+    folder has one. If it is checkpoint.initial_load_path, its weights are loaded. Nothing if the config has all
+    fields already, as that of an earlier run.
     """
     try:
         spec = get_model(config.model.name, config.model.package)
     except UserError:
         return "", {}  # a rule names it
-    if "hf" in spec.flavors or not (spec.hf and spec.hf.fields):
+    if "hf" in spec.flavors:
         return "", {}
     paths = {"checkpoint.initial_load_path": config.checkpoint.initial_load_path}
     paths["model.hf_assets_path"] = config.model.hf_assets_path
-    folder = next((Path(path) for path in paths.values() if path and (Path(path) / "config.json").is_file()), None)
+    with_config = [key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()]
+    folder = Path(paths[with_config[0]]) if with_config else None
+    if folder and not name_is_given:
+        spec = get_model(model_of(folder))
+    if not (spec.hf and spec.hf.fields):
+        return "", {}
     if folder is None:
         fields = dataclasses.fields(type(next(iter(spec.flavors.values()))))
         if {f.name for f in fields if f.default is dataclasses.MISSING} <= config.model.overrides.keys():
             return "", {}
         given = "; ".join(f'{key} = "{path}" has none' for key, path in paths.items() if path)
         raise UserError(f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}")
-    return str(folder / "config.json"), _fields(folder, spec)
+    found: dict[str, Any] = {"model": {"name": spec.name, "overrides": _fields(folder, spec)}}
+    if (folder / "tokenizer.json").is_file():
+        found["model"]["hf_assets_path"] = str(folder)
+    if with_config[0] == "checkpoint.initial_load_path":
+        found["checkpoint"] = {"initial_load_in_hf": True}
+    return str(folder / "config.json"), found
 
 
 def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:

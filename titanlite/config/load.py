@@ -157,8 +157,12 @@ def load(line: CommandLine) -> Loaded:
     config, invalid = _build(tree)
     if config.model.flavor == "hf":
         try:
-            file, fields = read_flavor(config)
-            _flatten({"model.overrides": fields}, "", file, below := dict[str, Entry]())
+            # A name from elsewhere, as that of the default config, is not meant for the folder.
+            is_given = "model.name" in tree and tree["model.name"].origin == tree["model.flavor"].origin
+            file, found = read_flavor(config, is_given)
+            _flatten(found, "", file, below := dict[str, Entry]())
+            if file and not is_given:
+                tree.pop("model.name", None)
             for key, entry in tree.items():
                 _flatten({key: entry.value}, "", entry.origin, below)
             config, invalid = _build(tree := below)

@@ -290,7 +290,7 @@ class Checkpoint(Section):
     initial_load_path: str = ""
     """Checkpoint to start from if there is none to resume."""
     initial_load_in_hf: bool = False
-    """initial_load_path is a folder in Hugging Face's format."""
+    """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf" reads it."""
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
     exclude_from_loading: list[str] = []

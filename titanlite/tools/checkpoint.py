@@ -305,10 +305,9 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
     config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
-    path = "" if config.checkpoint.initial_load_path == str(source) else config.checkpoint.initial_load_path
-    config = config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"initial_load_path": path})}
-    )
+    if config.checkpoint.initial_load_path == str(source):
+        unset = {"initial_load_path": "", "initial_load_in_hf": False}
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=unset)})
     spec = get_model(config.model.name, config.model.package)
     flavor = spec.configure(config.model.flavor, config.model.overrides)
     weights = HuggingFaceFolder(source, spec, flavor)
@@ -324,18 +323,11 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command line in which the model is the folder's own, unless a config or a flavor is given."""
-    from titanlite.config.config_json import model_of
-    from titanlite.registry.register import import_package
-
     line = parse_command_line(argv, environ)
     is_default = line.files == [DEFAULT_CONFIG] and not any(word.startswith("--config") for word in argv)
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
         return argv
-    import_package(line.overrides.get("model.package", ""))
-    name = line.overrides.get("model.name") or model_of(source)
-    tokenizer = [f"--model.hf_assets_path={source}"] * (source / "tokenizer.json").is_file()
-    folder = [f"--checkpoint.initial_load_path={source}", f"--model.name={name}", "--model.flavor=hf"]
-    return [*folder, *tokenizer, *argv]
+    return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
 
 
 def _rm(arguments: Namespace, overrides: list[str]) -> int:
