@@ -35,7 +35,7 @@ LOOSE_FILES = {"__init__", "__main__", "cli", "layout", "errors"}
 MAY_USE_PRIVATE_NAMES = {"titanlite/runtime/torch_private.py", "titanlite/verify/pool.py"}
 MAX_LINES_OF_A_FILE = 500
 MAX_LINES_OF_THE_CORE = 7_760
-MAX_LINES_OF_TITANLITE = 14_130
+MAX_LINES_OF_TITANLITE = 14_700
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))

@@ -1,0 +1,247 @@
+"""Count what a training step allocates, communicates and computes, on fake tensors as on real ones.
+
+Exact: bytes are those of the storages that are alive, as an allocator is asked for them; collectives and FLOPs are
+those of the operations that PyTorch dispatches. Not seen: what a kernel allocates inside, what an allocator adds
+(rounding, fragments), what communication libraries keep. What bytes are alive *for* is told from all uses of their
+storage: one that becomes a gradient counts as one from the start.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from titanlite.layout import DIMENSIONS, Layout
+from titanlite.parallel.dtensor import local_part
+from titanlite.planner.record import KINDS, Collective, Operation, Recording
+from titanlite.runtime.torch_private import (
+    TorchDispatchMode,
+    around_sharding_propagation,
+    is_wrapper_subclass,
+    process_groups,
+    storage_key,
+    written_arguments,
+)
+
+_COLLECTIVES = {
+    "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ all_gather_into_tensor",
+    "reduce-scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ reduce_scatter_tensor",
+    "all-reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_",
+    "all-to-all": "alltoall_ alltoall_base_ all_to_all_single",
+    "broadcast": "broadcast_ broadcast",
+}
+_KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
+_FLOPS = dict(flop_registry)
+for _end in ("", "_backward"):  # torch's table has a GPU's attention, whose arguments a CPU's shares
+    _attention = "_scaled_dot_product_flash_attention"
+    _FLOPS[getattr(torch.ops.aten, f"{_attention}_for_cpu{_end}")] = _FLOPS[
+        getattr(torch.ops.aten, _attention + _end)
+    ]
+_OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
+"""Operations that do not read what they write to."""
+_ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_READS_ROWS = {"embedding", "index", "gather"}
+"""Operations that read no more of their first argument than they return."""
+_WEAKEST_FIRST = ("", "communication", "gathered", "gradients", "buffers", "optimizer", "parameters")
+"""Kinds that the uses of a storage tell; the strongest counts. Without one its kind is told from its first phase."""
+_KIND_OF_PHASE = {"head": "logits", "backward head": "logits", "gradient norm": "gradients", "optimizer": "optimizer"}
+_PHASE_OF_REGION = {
+    "forward": "embedding",
+    "backward": "backward head",
+    "gradient norm": "gradient norm",
+    "optimizer": "optimizer",
+}
+"""The phase that begins where train/step.py enters a region of this name."""
+
+
+@dataclass
+class _Storage:
+    phase: str
+    """In which it was allocated."""
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+    bytes: int = 0
+    use: str = ""
+
+    @property
+    def kind(self) -> int:
+        return KINDS.index(self.use or _KIND_OF_PHASE.get(self.phase, "activations"))
+
+
+class Counting(TorchDispatchMode):
+    """Counts a step of a rank of a layout, from `restart` on; storages are known from when the context is entered."""
+
+    phase = ""
+    """What the step is doing; set from outside."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._dimension = cache(partial(_dimension, layout))
+        self._hidden = False
+        """Inside of DTensor's own fake computations, which are of whole tensors."""
+        self._alive: dict[int, _Storage] = {}
+        self._changes: list[tuple[_Storage, int]] = []
+        """Storages, and how many bytes they grow by."""
+        self._operations: list[tuple[Operation, int]] = []
+        """Without bytes, and with the number of changes until each is done."""
+
+    def __enter__(self) -> "Counting":
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_see(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self._see(storage, "gathered" if size else "")  # how FSDP2 fills and frees whole parameters
+
+        self._patches = ExitStack()
+        self._patches.enter_context(around_sharding_propagation(self._hide))
+        self._patches.callback(delattr, torch.UntypedStorage, "resize_")
+        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def mark(self, use: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Say what tensors are for."""
+        for tensor in tensors:
+            self._see(local_part(tensor).untyped_storage(), use)
+
+    def restart(self) -> None:
+        """Forget what was counted, but not what is alive."""
+        self._operations = []
+        self._changes = [(storage, storage.bytes) for storage in self._alive.values()]
+
+    def enter_phase(self, phase: str) -> None:
+        """Name what comes next; what was allocated or freed since the last operation is left to the phase before."""
+        if phase != self.phase and len(self._changes) > (self._operations[-1][1] if self._operations else 0):
+            self._record(Operation(self.phase, 0))
+        self.phase = phase
+
+    def recording(self) -> Recording:
+        """Return what was counted since `restart`; static bytes are those that were marked."""
+        self._record(Operation(self.phase, 0))
+        operations, done = list[Operation](), 0
+        alive, at_peak = [0] * len(KINDS), [0] * len(KINDS)
+        for operation, end in self._operations:
+            most = alive
+            for storage, growth in self._changes[done:end]:
+                alive = alive.copy()
+                alive[storage.kind] += growth
+                most = max(most, alive, key=sum)
+            operations.append(replace(operation, live=sum(most), by_kind=tuple(most)))
+            at_peak, done = max(at_peak, most, key=sum), end
+        return Recording(operations, {}, dict(zip(KINDS, at_peak, strict=True)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented  # a DTensor calls the operations of its local tensors
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._hidden:
+            return result
+        name, results = func.overloadpacket.__name__, _tensors(result)
+        if name == "_record_function_enter_new" and args[0] in _PHASE_OF_REGION:
+            self.enter_phase(_PHASE_OF_REGION[args[0]])
+        before = len(self._changes)
+        for tensor in results:
+            self._see(tensor.untyped_storage())
+        collective = None
+        if func.namespace in ("c10d", "_c10d_functional"):
+            collective = self._collective(name, result, args)
+            if func.namespace == "c10d":  # what is between DTensors is an activation
+                self.mark("communication", _tensors(args))
+        elif name == "chunk_cat" and func.namespace == "fsdp":  # where FSDP2 collects what it reduces
+            self.mark("gradients", _tensors(args[0]))
+        moved = 0 if collective else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
+        count = _FLOPS.get(func.overloadpacket)
+        flops = count(*args, **kwargs, out_val=result) if count else 0
+        if collective or flops or moved:
+            dtype = _name(_tensors(args)[0].dtype) if flops else ""
+            self._record(Operation(self.phase, 0, flops, dtype, moved, collective))
+        return result
+
+    def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
+        """Return the collective that an operation of c10d is, if it is one and joins more than one rank."""
+        kind = _KIND_OF_COLLECTIVE.get(name)
+        if not kind:
+            return None
+        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        group_name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
+        dimension, ranks = self._dimension(group_name)
+        size = max(_bytes(_tensors(item)) for item in (*args[:2], result))
+        return Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size) if ranks > 1 else None
+
+    def _record(self, operation: Operation) -> None:
+        self._operations.append((operation, len(self._changes)))
+
+    def _see(self, storage: torch.UntypedStorage, use: str = "") -> None:
+        """Count a storage that is new or has another size."""
+        key, size = storage_key(storage), storage.nbytes()
+        known = self._alive.get(key)
+        if known is None:
+            known = self._alive[key] = _Storage(self.phase)
+            known.reference = weakref.ref(storage, lambda _: self._forget(key))
+        known.use = max(known.use, use, key=_WEAKEST_FIRST.index)
+        if size != known.bytes:
+            self._changes.append((known, size - known.bytes))
+            known.bytes = size
+
+    def _forget(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        if storage.bytes:
+            self._changes.append((storage, -storage.bytes))
+
+    @contextmanager
+    def _hide(self) -> Iterator[None]:
+        self._hidden, before = True, self._hidden
+        try:
+            yield
+        finally:
+            self._hidden = before
+
+
+def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
+    """Return the dimensions of a layout that a process group spans, and its size."""
+    group = next(group for group in process_groups() if group.group_name == group_name)
+    ranks = dist.get_process_group_ranks(group)
+    coordinates = [layout.coordinates(rank) for rank in ranks]
+    spanned = [name for name in DIMENSIONS if len({one[name] for one in coordinates}) > 1]
+    is_product = spanned and prod(getattr(layout, name) for name in spanned) == len(ranks)
+    return " x ".join(spanned) if is_product else "world", len(ranks)
+
+
+def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, allocates: bool) -> int:
+    """Return the bytes that an operation reads and writes at least; none if it returns views."""
+    name = func.overloadpacket.__name__
+    if func.namespace == "fsdp":  # copies of its first argument into or out of one buffer, in views of which it ends
+        return 2 * _bytes(_tensors(args[0]))
+    written = [
+        t for n, key in written_arguments(func) for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
+    ]
+    if name in _ALLOCATES_ONLY or not (allocates or written):
+        return 0
+    read = _tensors((args[1:] if name in _READS_ROWS else args, kwargs))
+    if name in _OVERWRITES:
+        read = [tensor for tensor in read if all(tensor is not other for other in written)]
+    return _bytes(read) + _bytes(written or results)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors; what is expanded has those of its storage."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
