@@ -105,7 +105,7 @@ class Counting(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign,assignment]
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> None:  # type: ignore[override]
         super().__exit__(*error)
         self._patches.close()
 
