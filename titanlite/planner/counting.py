@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.parallel.dtensor import local_part
 from titanlite.planner.record import KINDS, Collective, Operation, Recording
-from titanlite.runtime.torch_private import (
+from titanlite.planner.torch_private import (
     TorchDispatchMode,
     around_sharding_propagation,
     is_wrapper_subclass,
-    process_groups,
     storage_key,
     written_arguments,
 )
+from titanlite.runtime.torch_private import process_groups
 
 _COLLECTIVES = {
     "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ all_gather_into_tensor",
@@ -235,7 +234,11 @@ def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, alloc
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors among arguments or results, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

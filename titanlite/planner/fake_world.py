@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from titanlite.layout import Layout
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.runtime.torch_private import register_fake_backend
+from titanlite.planner.torch_private import register_fake_backend
 
 
 @contextmanager

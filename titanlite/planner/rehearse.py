@@ -29,7 +29,7 @@ from titanlite.parallel.parallelize import parallelize, split
 from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import fake_world
 from titanlite.planner.record import Recording
-from titanlite.runtime.torch_private import fake_tensor_mode, storage_key
+from titanlite.planner.torch_private import fake_tensor_mode, storage_key
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 

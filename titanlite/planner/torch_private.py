@@ -1,0 +1,66 @@
+"""The private names of torch that only the planner needs, once each, with the versions they were tried on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.14; no public name
+
+
+def register_fake_backend() -> None:
+    """Register the process group backend "fake"."""
+    # torch 2.11, 2.13 and 2.15: importing this does so; no public way.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def is_wrapper_subclass(kind: type) -> bool:
+    """Return whether tensors of this class hold other tensors that do the work, as DTensors do."""
+    # torch 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private module.
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Return a mode in which new tensors have a shape, a type and a storage, but no memory."""
+    # torch 2.14; no public name.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)  # those on the meta device
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what tells one storage that is alive from another. torch 2.14; no public name."""
+    return storage._cdata
+
+
+@cache
+def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Return the position and name of each argument that an operation of the dispatcher writes to.
+
+    torch 2.14; no public name.
+    """
+    arguments = enumerate(operation._schema.arguments)
+    written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
+    return tuple((i, name) for i, name in written if name != "grads")  # an optimizer's, written only when it unscales
+
+
+@contextmanager
+def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Put a context around each of DTensor's own computations of what a result's shape and type will be."""
+    # torch 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(*args: Any) -> Any:
+        with around():
+            return original(*args)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
