@@ -4,22 +4,17 @@ from collections.abc import Iterable
 
 import torch
 
+from titanlite.config.hardware_table import hardware_table
 from titanlite.registry import ModelDims, Rule
-
-PEAK_BF16_TFLOPS = {
-    "A100": 312, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H20": 148, "B200": 2250,
-    "GB200": 2500, "GB300": 2500, "B300": 2500, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500,
-}  # fmt: skip
-"""Dense bf16 peaks by words of the device's name; more specific names first."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the device's peak in TFLOP/s, or None if it is not known."""
+    """Return the device's dense bfloat16 peak in TFLOP/s, or None if it is not known."""
     if device.type != "cuda":
         return None
     device_words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    peaks = (float(peak) for name, peak in PEAK_BF16_TFLOPS.items() if device_words.issuperset(name.split()))
-    return next(peaks, None)
+    gpus = hardware_table()["gpu"].values()
+    return next((gpu["peaks"]["bfloat16"] for gpu in gpus if device_words.issuperset(gpu["words"].split())), None)
 
 
 def flops_per_token(

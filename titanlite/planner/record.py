@@ -36,6 +36,8 @@ class Operation:
     moved: int = 0
     """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and collectives."""
     collective: Collective | None = None
+    awaits: bool = False
+    """It is the first to read the result of the oldest gather of parameters that was not read yet."""
     by_kind: tuple[int, ...] = ()
     """`live` as a sum over KINDS, in their order; empty where kinds were not told apart."""
 

@@ -1,0 +1,38 @@
+"""Reads hardware.toml, which MFU and the planner share, and files of the same form over it. No torch."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.toml import tomllib
+from titanlite.errors import UserError
+
+_SHIPPED = Path(__file__).with_name("hardware.toml")
+
+
+def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
+    """Return the shipped table with those of the files laid over it, key by key, from left to right."""
+    table: dict[str, Any] = {}
+    for file in (_SHIPPED, *files):
+        try:
+            above = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError(f"{file}: cannot be read as TOML: {error}") from None
+        if unknown := [key for key in above if table and key not in table]:
+            raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}")
+        _lay_over(table, above, f"{file}: ")
+        for section in ("gpu", "node", "efficiency"):
+            if wrong := [name for name, entry in table[section].items() if not isinstance(entry, dict)]:
+                raise UserError(f"{file}: {section}.{wrong[0]} must be a table")
+    return table
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any], place: str) -> None:
+    for key, value in above.items():
+        is_table = isinstance(below.get(key), dict)
+        if is_table and not isinstance(value, dict):
+            raise UserError(f"{place}{key} must be a table")
+        if is_table:
+            _lay_over(below[key], value, f"{place}{key}.")
+        else:
+            below[key] = value

@@ -1,0 +1,225 @@
+"""How fast a recorded step can be at most, and how fast it is likely to be. No torch.
+
+The bound is the largest of four sums, each at full speed: FLOPs, traffic of the GPU's memory, of the links in a node,
+of the network. The estimate puts the operations, in their order and at the efficiencies of hardware.toml, on three
+lanes: compute, gathers of parameters, reductions of gradients.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+from titanlite.layout import DIMENSIONS, Layout
+from titanlite.planner.hardware import Hardware
+from titanlite.planner.record import Collective, Operation, Recording
+
+COMPUTE, MEMORY, LINK, NETWORK = "compute", "GPU memory", "node link", "network"
+GATHERS, REDUCTIONS = "gathers", "reductions"
+
+_ALWAYS_ASSUMED = (
+    "attention is counted in full, as in MFU: a causal kernel may do half of it, which matters at long sequences",
+    "the estimate leaves out latencies, input data and the host; elementwise operations are part of an efficiency",
+)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the bound: what a resource does for a type of FLOPs or a dimension of the mesh."""
+
+    resource: str
+    of: str
+    amount: float
+    """FLOPs or bytes of one GPU."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a lane of the estimate does from one second of the step to another."""
+
+    lane: str
+    what: str
+    """A phase, or the dimension of a collective."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step's bound and estimate in seconds."""
+
+    terms: tuple[Term, ...]
+    bound: float
+    binding: str
+    """The resource of the bound."""
+    estimate: float
+    exposed: Mapping[str, float]
+    """Seconds of the estimate in which compute waits for collectives, by dimension."""
+    spans: tuple[Span, ...]
+    tokens: int
+    """In a step, of all ranks."""
+    world: int
+    assumptions: tuple[str, ...]
+
+    def tokens_per_gpu(self, step_seconds: float) -> float:
+        """Return tokens per second and GPU."""
+        return self.tokens / step_seconds / self.world
+
+    def days(self, tokens: float, step_seconds: float) -> float:
+        """Return how many days a number of tokens takes."""
+        return tokens / self.tokens * step_seconds / 86400
+
+
+def speed_of(
+    recording: Recording, layout: Layout, hardware: Hardware, tokens_per_step: int, compiled: bool = False
+) -> Speed:
+    """Return the bound and the estimate of a recorded step; `compiled` chooses among the efficiencies."""
+    terms = tuple(_terms(recording, layout, hardware))
+    seconds: dict[str, float] = defaultdict(float)
+    for term in terms:
+        seconds[term.resource] += term.seconds
+    binding, bound = max(seconds.items(), key=lambda item: item[1])
+    schedule = _Schedule(layout, hardware, compiled)
+    for operation in recording.operations:
+        schedule.add(operation)
+    assumptions = (*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED)
+    spans, exposed = tuple(schedule.spans), dict(schedule.exposed)
+    estimate = max(bound, schedule.finish())
+    return Speed(terms, bound, binding, estimate, exposed, spans, tokens_per_step, layout.world, assumptions)
+
+
+@cache
+def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[float, float]:
+    """Return the bytes that a GPU sends over its link in the node, and those per NIC over the network.
+
+    Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g NICs; a GPU gets
+    1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
+    """
+    near, ranks, size = ranks_in_a_node(collective, layout, per_node), collective.ranks, collective.bytes
+    if collective.kind == "all-to-all":  # `bytes` is what one rank has
+        return size * (near - 1) / ranks, size * (ranks - near) / ranks
+    passes = 2 if collective.kind == "all-reduce" else 1
+    return passes * size * (1 - 1 / near), passes * size * (1 - near / ranks) / near
+
+
+def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> int:
+    """Return how many ranks of a collective's group are in one node: the last dimension's ranks are neighbors."""
+    whole = collective.dimension == "world"
+    steps = []
+    for position, (name, degree) in enumerate(zip(DIMENSIONS, layout.degrees, strict=True)):
+        if whole or name in collective.dimension.split(" x "):
+            steps.append([prod(layout.degrees[position + 1 :]) * number for number in range(degree)])
+    members = [sum(step) for step in product(*steps)][: collective.ranks]  # a part of a dimension is its first ranks
+    return max(Counter(rank // per_node for rank in members).values())
+
+
+def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator[Term]:
+    """Yield the parts of the bound."""
+    flops = Counter[str]()
+    for operation in recording.operations:
+        flops[operation.dtype] += operation.flops
+    yield from (Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n)
+    moved = sum(map(_moved, recording.operations))
+    yield Term(MEMORY, "", moved, moved / hardware.memory_rate)
+    sent: dict[str, dict[str, float]] = {LINK: defaultdict(float), NETWORK: defaultdict(float)}
+    for collective, count in recording.collectives().items():
+        # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce only once.
+        count /= 2 if collective.kind == "all-reduce" else 1
+        for resource, size in zip(sent, traffic(collective, layout, hardware.node.gpus), strict=True):
+            sent[resource][collective.dimension] += count * size
+    rates = {LINK: hardware.link_rate, NETWORK: hardware.network_rate}
+    for resource, by_dimension in sent.items():
+        yield from (Term(resource, of, size, size / rates[resource]) for of, size in by_dimension.items() if size)
+
+
+def _moved(operation: Operation) -> int:
+    """Return the bytes of memory traffic that no compiler can fuse away: of matrix products and of the update."""
+    return operation.moved if operation.flops or operation.phase == "optimizer" else 0
+
+
+class _Schedule:
+    """A list schedule of a step as FSDP2's streams would have it.
+
+    A gather starts when its predecessor has been taken by compute; compute waits for it where its result is read
+    first. A reduction starts where it was recorded, after its predecessor, and compute leaves the backward pass when
+    all are done. Every other collective is a part of compute. Collectives that need the same link take turns.
+    """
+
+    def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
+        self.layout, self.hardware, self.compiled = layout, hardware, compiled
+        self.now = 0.0  # how far compute is
+        self.free: dict[str, float] = defaultdict(float)  # when lanes and links have done what was scheduled
+        self.gathers: list[Span] = []  # not taken by compute yet
+        self.reduction: Span | None = None
+        self.taken = 0.0
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.efficiencies: set[str] = set()
+
+    def add(self, operation: Operation) -> None:
+        in_backward = operation.phase.startswith("backward")
+        if not in_backward and self.reduction:
+            self._wait_for(self.reduction)
+            self.reduction = None
+        if not operation.collective:
+            if operation.awaits and self.gathers:
+                self._wait_for(self.gathers.pop(0))
+                self.taken = self.now
+            self._compute(operation)
+            return
+        collective = operation.collective
+        is_data_parallel = "dp_" in collective.dimension
+        if is_data_parallel and collective.kind == "all-gather":
+            self.gathers.append(self._communicate(GATHERS, collective, self.taken))
+        elif is_data_parallel and in_backward:
+            if self.reduction and collective.kind == "reduce-scatter":
+                self._wait_for(self.reduction)  # FSDP2 keeps the input of one reduce-scatter
+            self.reduction = self._communicate(REDUCTIONS, collective, self.now)
+        else:
+            self._wait_for(self._communicate(COMPUTE, collective, self.now))
+
+    def finish(self) -> float:
+        """Return when the last lane is done."""
+        return max([self.now, *self.free.values()])
+
+    def _compute(self, operation: Operation) -> None:
+        seconds = _moved(operation) / self.hardware.memory_rate
+        if operation.flops:
+            rate = self.hardware.peak(operation.dtype) * self._share(operation.dtype)
+            seconds = max(seconds, operation.flops / rate)
+        elif seconds:
+            seconds /= self._share("memory")
+        if not seconds:
+            return
+        start = self.now
+        self.now += seconds
+        last = self.spans[-1] if self.spans else None
+        if last and last.lane == COMPUTE and last.what == operation.phase and last.end == start:
+            start = self.spans.pop().start
+        self.spans.append(Span(COMPUTE, operation.phase, start, self.now))
+
+    def _communicate(self, lane: str, collective: Collective, earliest: float) -> Span:
+        """Schedule a collective on its lane, and on the slower of the links that it uses."""
+        near, far = traffic(collective, self.layout, self.hardware.node.gpus)
+        in_node = near / self.hardware.link_rate / self._share("link")
+        between = far / self.hardware.network_rate / self._share("network")
+        seconds, link = max((in_node, LINK), (between, NETWORK))
+        lane_free = self.now if lane == COMPUTE else self.free[lane]
+        start = max(earliest, lane_free, self.free[link])
+        span = Span(lane, collective.dimension, start, start + seconds)
+        self.free[lane] = self.free[link] = span.end
+        self.spans.append(span)
+        return span
+
+    def _wait_for(self, span: Span) -> None:
+        if span.end > self.now:
+            self.exposed[span.what] += span.end - self.now
+            self.now = span.end
+
+    def _share(self, of: str) -> float:
+        key = self.hardware.efficiency_of(of, self.compiled)
+        self.efficiencies.add(key)
+        return self.hardware.efficiencies[key].share
