@@ -18,7 +18,6 @@ from tests.jobs import trainer
 from tests.lanes import sample
 from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.manifest import is_complete, step_folder
-from titanlite.errors import UserError
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
 BALLAST = "ballast"
@@ -61,10 +60,10 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
     return lambda: None
 
 
-def on_a_bad_disk(how: str, on_failure: str, folder: str) -> tuple[str, list[str]]:
-    """Train with a disk that is bad while step 4 is saved and repaired after step 5; return the error and the log."""
+def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str, repaired_at: int = 6) -> tuple[str, list[str]]:
+    """Train with a disk that is bad from step 4 until it is repaired; return the error and the log."""
     log, lines = keeping_log()
-    run = trainer([*ARGV, f"--checkpoint.on_failure={on_failure}"], folder, log)
+    run = trainer(argv, folder, log)
     fetch, repair = run.next_micro_batches, lambda: None
 
     def next_micro_batches() -> list:
@@ -72,8 +71,8 @@ def on_a_bad_disk(how: str, on_failure: str, folder: str) -> tuple[str, list[str
         if run.checkpoints._pending:
             run.checkpoints._pending.join()
         if run.step == 4:
-            repair = break_disk(how, Path(folder) / "checkpoint")
-        if run.step == 6:
+            repair = break_disk(how, Path(disk))
+        if run.step == repaired_at:
             repair()
         return fetch()
 
@@ -93,7 +92,7 @@ ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "
 def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    for message, lines in pool.run(on_a_bad_disk, how, "stop", str(tmp_path), world=2):
+    for message, lines in pool.run(on_a_bad_disk, how, f"{tmp_path}/checkpoint", ARGV, str(tmp_path), world=2):
         assert "the save of step 4 failed on rank" in message and ERRORS[how] in message
         assert "the newest checkpoint is step-2" in message
         assert lines[-1].startswith("step:  5"), "within one logging interval"
@@ -107,33 +106,11 @@ def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, s
 def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    for message, lines in pool.run(on_a_bad_disk, how, "warn", str(tmp_path), world=2):
+    argv = [*ARGV, "--checkpoint.on_failure=warn"]
+    for message, lines in pool.run(on_a_bad_disk, how, f"{tmp_path}/checkpoint", argv, str(tmp_path), world=2):
         (warned,) = [number for number, line in enumerate(lines) if ERRORS[how] in line]
         assert message == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
-
-
-def on_a_full_disk(on_failure: str, folder: str) -> tuple[str, list[str]]:
-    """Train with metrics and checkpoints on one disk, full while steps 4 to 29 run; return the error and the log."""
-    log, lines = keeping_log()
-    argv = [*SAVING, "--checkpoint.interval=10", f"--checkpoint.on_failure={on_failure}", "--training.steps=40"]
-    run = trainer([*argv, "--lr_scheduler.total_steps=40", "--metrics.enable_tensorboard"], folder, log)
-    fetch, repair = run.next_micro_batches, lambda: None
-
-    def next_micro_batches() -> list:
-        nonlocal repair
-        if run.step == 4:
-            repair = break_disk("full", Path(folder))
-        if run.step == 30:
-            repair()
-        return fetch()
-
-    run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
-    try:
-        run.train()
-    except UserError as error:
-        return f"{type(error).__name__}: {error}", lines
-    return "", lines
 
 
 @pytest.mark.parametrize("small_disk", [""], indirect=True)
@@ -143,7 +120,9 @@ def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
 ):
     if not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    ((message, lines),) = pool.run(on_a_full_disk, on_failure, str(tmp_path), world=1)
+    argv = [*SAVING, "--checkpoint.interval=10", f"--checkpoint.on_failure={on_failure}", "--training.steps=40"]
+    argv += ["--lr_scheduler.total_steps=40", "--metrics.enable_tensorboard"]
+    ((message, lines),) = pool.run(on_a_bad_disk, "full", str(tmp_path), argv, str(tmp_path), 30, world=1)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if "loss" in record]
     if on_failure == "stop":

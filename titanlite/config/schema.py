@@ -128,6 +128,11 @@ class Training(Section):
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()
 
+    @property
+    def sources(self) -> list[Mixture]:
+        """The data sets that are read: those of the mixture, or `dataset` alone."""
+        return self.mixture or [Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)]
+
 
 class Optimizer(Section):
     """The optimizer and its hyperparameters."""
@@ -286,7 +291,7 @@ class Checkpoint(Section):
     keep_every: Natural = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     load_step: Literal[-1] | Natural = -1
-    """Step to resume from; -1 means the latest checkpoint that is intact."""
+    """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: str = ""
     """Checkpoint to start from if there is none to resume."""
     initial_load_in_hf: bool = False

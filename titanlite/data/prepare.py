@@ -291,7 +291,9 @@ def _locked_cache(root: Path, name: str) -> Iterator[Path]:
     except (OSError, RuntimeError) as error:  # a random user id has no home
         why = f"{root} can't be written to, nor can the user's cache: {error}".rstrip(".")
         raise UserError(f"{why}; name a folder for tokens and packing plans in XDG_CACHE_HOME") from None
-    with lock_file as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file:
+        with suppress(
+            OSError
+        ):  # not the lock of runtime/lock.py, which lasts as long as the process, and never waits
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield folder / name

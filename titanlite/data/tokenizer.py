@@ -92,8 +92,7 @@ def load_tokenizer(assets: str) -> Tokenizer:
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards have none."""
-    parts = config.training.mixture or [config.training]
-    shards = [Path(part.dataset_path) for part in parts if part.dataset == "tokens"]
+    shards = [Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
     assets = config.model.hf_assets_path or next(copies, "")
     if shards and not assets and vocab_size != BYTE_VOCABULARY and not any(map(read_manifest, shards)):

@@ -70,23 +70,23 @@ def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer:
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(job, "training", training.mixture, training.seq_len, tokenizer, seed, training.repeat)
+    return _open(job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat)
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows on any mesh."""
-    steps, local = job.config.validation.steps, job.config.validation.local_batch_size
-    data = _open(job, "validation", [], job.validation_seq_len, tokenizer, seed=0, repeat=False)
-    if steps != -1 and isinstance(data, Windows):
-        data.samples = min(data.samples, steps * local)
+    settings = job.config.validation
+    source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
+    data = _open(job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    if settings.steps != -1 and isinstance(data, Windows):
+        data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
 
 
 def _open(
-    job: Job, key: str, mixture: list[MixturePart], seq_len: int, tokenizer: Tokenizer | None, seed: int, repeat: bool
+    job: Job, key: str, parts: list[MixturePart], seq_len: int, tokenizer: Tokenizer | None, seed: int, repeat: bool
 ) -> Windows | Stream:
-    section, training, vocab_size = getattr(job.config, key), job.config.training, job.shape.vocab_size
-    parts = mixture or [MixturePart(dataset=section.dataset, dataset_path=section.dataset_path, weight=1.0)]
+    training, vocab_size = job.config.training, job.shape.vocab_size
     masked, stall_timeout = training.document_mask, training.dataloader.stall_timeout_seconds
     if is_streamed(dataset := parts[0].dataset):
         name, shards = open_stream(key, dataset, parts[0].dataset_path)

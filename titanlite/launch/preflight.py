@@ -90,7 +90,7 @@ def data_faults(loaded: Loaded) -> list[Fault]:
 
 def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
     """Return what a run reads, each with its section."""
-    parts: list[tuple[str, Any]] = [("training", part) for part in config.training.mixture or [config.training]]
+    parts: list[tuple[str, Any]] = [("training", part) for part in config.training.sources]
     return [*parts, ("validation", config.validation)] if config.validation.enable else parts
 
 

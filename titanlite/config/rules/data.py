@@ -47,8 +47,7 @@ def _chunks_have_tokens(context: RuleContext) -> Faults:
 @RULES.add
 def _byte_tokenizer_fits_the_vocabulary(context: RuleContext) -> Faults:
     model, size = context.config.model, context.shape.vocab_size
-    training = context.config.training
-    if any(part.dataset == "tokens" for part in training.mixture or [training]):
+    if any(part.dataset == "tokens" for part in context.config.training.sources):
         return  # token shards bring a tokenizer or need none
     if not model.hf_assets_path and size < BYTE_VOCABULARY:
         why = f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
