@@ -27,10 +27,11 @@ from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch import preflight
-from titanlite.launch.launcher import _of_another_run, _print_summary, _put_back, _report
+from titanlite.launch.launcher import _of_another_run, _put_back, _report
 from titanlite.observe.console import LAUNCHED
 from titanlite.runtime import lock
 from titanlite.tools import config as config_command
+from titanlite.train.ending import describe_end
 
 FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 
@@ -169,11 +170,10 @@ def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path):
     assert (tmp_path / "logs").exists()
 
 
-def test_the_last_lines_fit_the_run(tmp_path, capsys):
+def test_the_last_lines_fit_the_run(tmp_path):
     for saving in ([], ["--checkpoint.enable"]):
-        _print_summary(job([*TINY, f"--job.dump_folder={tmp_path}", *saving], world=1), tmp_path)
-        out = capsys.readouterr().out
-        assert f"plot {tmp_path}\n" in out and (f"generate --config {tmp_path}/config.toml" in out) == bool(saving)
+        out = describe_end(job([*TINY, f"--job.dump_folder={tmp_path}", *saving], world=1).config)
+        assert f"plot {tmp_path}" in out and (f"generate --config {tmp_path}/config.toml" in out) == bool(saving)
         assert ("nothing was saved: checkpoint.enable is off" in out) != bool(saving)
 
 
@@ -355,9 +355,13 @@ def test_torchrun_can_start_workers(tmp_path):
 def test_srun_can_start_workers(tmp_path):
     variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     variables |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", LAUNCHED: "1"}  # inherited from another run
-    tasks = [start(TINY, tmp_path, "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **variables) for r in "01"]
+    argv = [*TINY, "--lr_scheduler.warmup_steps=5"]
+    tasks = [start(argv, tmp_path, "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **variables) for r in "01"]
     results = [finish(task) for task in tasks]
     assert [code for code, _ in results] == [0, 0], results
+    out = results[0][1]
+    assert "lr_scheduler.warmup_steps = 5 is longer than the run" in out, "all that the launcher says"
+    assert out.endswith(f"plot {tmp_path}\n") and "\ntitanlite: step 3 reached\n" in out and results[1][1] == ""
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 

@@ -31,6 +31,7 @@ from titanlite.launch.terminal import say
 from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, shown_ranks
+from titanlite.train.ending import describe_end
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -169,7 +170,7 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
             files = AS_IT_WAS
         say(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
-    _print_summary(job, folder)
+    say(describe_end(job.config))
     return OK
 
 
@@ -228,7 +229,7 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path, shown: set[int
         return math.inf if failures[rank].exitcode == -signal.SIGTERM or rank in unresponsive else 0.0
 
     rank = min(failures, key=failed_at)
-    message, exitcode, reason = failures[rank].message, failures[rank].exitcode, ""
+    message, exitcode, reason, was_shown = failures[rank].message, failures[rank].exitcode, "", False
     if isinstance(message, dict):
         details = message["extraInfo"]
         reason = message["message"].partition(": ")[2]
@@ -236,8 +237,7 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path, shown: set[int
         found = {other: failure.message for other, failure in failures.items()}
         same = {other for other, m in found.items() if isinstance(m, dict) and m["message"] == message["message"]}
         exitcode = max(failures[other].exitcode for other in same)  # the agent may have ended some meanwhile
-        if text == reason and same & shown:
-            return REFUSED if exitcode == REFUSED else FAILED
+        was_shown = text == reason and bool(same & shown)
     else:
         log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
         text = "\n".join([*log_tail, f"exited without a traceback ({message or f'exit code {exitcode}'})"])
@@ -246,28 +246,6 @@ def _report(failures: Mapping[int, ProcessFailure], folder: Path, shown: set[int
         failed += f"; its log: {rank_log(folder, rank)}"
     if unresponsive:
         failed += f"\nrank {', '.join(map(str, unresponsive))} hung or was stopped: it had to be killed"
-    print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
+    if not was_shown:
+        print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
     return REFUSED if exitcode == REFUSED else FAILED
-
-
-def _print_summary(job: Job, folder: Path) -> None:
-    """Print where the run's files are, and what to type next."""
-    config = job.config
-    rows = {"metrics": folder / "metrics.jsonl", "config": folder / "config.toml", "logs": folder / "logs"}
-    lines = [f"{name:<12} {path}" for name, path in rows.items()]
-    lines.append(f"checkpoints  {last_saved_message(config)}")
-    if config.metrics.enable_tensorboard:
-        lines.append(f"TensorBoard  {_installed('tensorboard')} --logdir {folder / config.metrics.save_tb_folder}")
-    if config.profiling.enable_profiling:
-        lines.append(f"traces       {folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev")
-    titanlite = _installed("titanlite")
-    lines.append(f"plot         {titanlite} plot {folder}")
-    if config.checkpoint.enable:
-        lines.append(f"generate     {titanlite} generate --config {folder / 'config.toml'}")
-        lines.append("go on        the same command with more --training.steps")
-    say("\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines]))
-
-
-def _installed(command: str) -> str:
-    """Return how to type a command of this environment."""
-    return command if shutil.which(command) else str(Path(sys.executable).parent / command)

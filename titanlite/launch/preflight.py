@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.rules.data import is_streamed
-from titanlite.config.rules.run import long_warmup
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
@@ -120,8 +119,6 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
-    if notice := long_warmup(config):
-        say(f"titanlite: {notice}")
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.config.rules.run import long_warmup
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes
 from titanlite.parallel.dtensor import local_part
@@ -39,11 +40,11 @@ def describe_start(trainer: Trainer) -> list[str]:
         + ", ".join(f"{role} {count:,}" for role, count in roles.items()),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
-        "batch": f"{batch.total} = local {batch.local} x data-parallel {batch.data_parallel} x accumulation "
-        f"{batch.accumulation}; {tokens:,} tokens a step, {tokens * training.steps:,} in all",
+        "batch": f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
+        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all",
         "data": f"{data_sets}, "
         + ("streamed, " if data.samples is None else f"{data.samples:,} ")
-        + f"windows of {training.seq_len} tokens, "
+        + f"windows of {training.seq_len:,} tokens, "
         + ("" if data.samples is None or training.mixture else f"{data.samples / batch.total:,.0f} steps an epoch, ")
         + f"fingerprint {data.fingerprint}",
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
@@ -58,7 +59,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (job.no_effect, compiling))]
+    return [*lines, *filter(None, (job.no_effect, long_warmup(config), compiling))]
 
 
 def _describe_device(trainer: Trainer) -> str:

@@ -24,6 +24,7 @@ from titanlite.observe.console import DEVICE, LAUNCHED, RESOLVED_CONFIG, open_lo
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.train.ending import describe_end
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
@@ -115,3 +116,5 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
+        if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
+            log.info(describe_end(config))

@@ -1,0 +1,33 @@
+"""The lines that a run prints at its end: where its files are, and what to type next. No torch: the launcher has them
+too."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from titanlite.checkpoint.resume import last_saved_message
+from titanlite.config.schema import JobConfig
+
+
+def describe_end(config: JobConfig) -> str:
+    """Return the lines."""
+    folder, titanlite = Path(config.job.dump_folder), _installed("titanlite")
+    rows = {name: str(folder / file) for name, file in _FILES.items()} | {"checkpoints": last_saved_message(config)}
+    if config.metrics.enable_tensorboard:
+        rows["TensorBoard"] = f"{_installed('tensorboard')} --logdir {folder / config.metrics.save_tb_folder}"
+    if config.profiling.enable_profiling:
+        rows["traces"] = f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
+    rows["plot"] = f"{titanlite} plot {folder}"
+    if config.checkpoint.enable:
+        rows["generate"] = f"{titanlite} generate --config {folder / 'config.toml'}"
+        rows["continue"] = "the same command with a larger --training.steps"
+    lines = [f"{name:<12} {text}" for name, text in rows.items()]
+    return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
+
+
+_FILES = {"metrics": "metrics.jsonl", "config": "config.toml", "logs": "logs"}
+
+
+def _installed(command: str) -> str:
+    """Return how to type a command of this environment."""
+    return command if shutil.which(command) else str(Path(sys.executable).parent / command)
