@@ -112,7 +112,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(pool, run):
 def test_a_missing_checkpoint_is_an_error(pool, run, tmp_path):
     for argv, says in (
         ([*SAVING, "--checkpoint.load_step=7"], "no such checkpoint in"),
-        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is not a committed checkpoint"),
+        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is not a complete checkpoint"),
     ):
         ((step, message, _),) = pool.run(start, argv, str(run), world=1)
         assert step == -1 and says in message

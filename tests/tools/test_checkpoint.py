@@ -87,7 +87,11 @@ def test_verify_reads_every_byte(run, tool):
 def test_show_prints_position_tensors_and_config(saved, tool):
     code, out = tool("checkpoint", "show", saved)
     assert code == 0 and "step 3" in out and "fingerprint" in out and "consumed 12" in out
-    assert "model.layers.0.attention.wq.weight" in out and "[16, 16]" in out and "tp 2: " in out
+    assert (
+        "model.layers.0.attention.wq.weight" in out
+        and "[16, 16]" in out
+        and "dim 0 over dp_shard, dim 0 over tp" in out
+    )
     assert "exp_avg, exp_avg_sq in" in out and 'flavor = "debugmodel"' in out
 
 
@@ -197,7 +201,7 @@ def test_rm_keeps_the_last_complete_checkpoint_and_the_last_that_can_be_resumed(
     assert tool("checkpoint", "rm", root / "step-1")[0] == 0 and steps_in(run) == ["step-2"]
     for wrong in (run, root / "latest", root / "step-9"):
         code, out = tool("checkpoint", "rm", wrong)
-        assert code == 2 and "is not a committed checkpoint" in out
+        assert code == 2 and "is not a complete checkpoint" in out
     assert tool("checkpoint", "rm", root / "step-2", "--force")[0] == 0 and steps_in(run) == []
     assert not (root / "latest").exists() and read_manifest
 
@@ -241,6 +245,10 @@ def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved,
         return out.rpartition("titanlite:")[0]
 
     assert text() != text("--seed", "5") == text("--debug.seed", "5") != text("--seed", "6")
+    several = text("--samples", "3", "--seed", "4")
+    headings = re.findall(r"^----- sample (\d) of 3, seed (\d) -----$", several, re.MULTILINE)
+    assert headings == [("1", "4"), ("2", "5"), ("3", "6")]
+    assert text("--seed", "5") + "\n-----" in several and several.endswith(text("--seed", "6"))
     greedy = text("--temperature=0")
     assert text("--top-k", "1", "--temperature=5") == text("--top-p", "1e-9", "--temperature=5") == greedy != text()
     for option, value, says in (
@@ -249,6 +257,7 @@ def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved,
         ("--top-p", "nan", "--top-p nan: must be above 0"),
         ("--top-k", "x", "--top-k: invalid int value: 'x'"),
         ("--seed", "x", "debug.seed = "),
+        ("--samples", "0", "--samples: must be a whole number >= 1, not '0'"),
     ):
         code, out = tool("generate", "--checkpoint", saved, option, value)
         assert code == 2 and says in out and "Traceback" not in out

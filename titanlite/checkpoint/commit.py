@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, step_folder
 from titanlite.errors import RunFailed, UserError, first_line
+from titanlite.parallel.dtensor import describe_placement
 from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -212,16 +212,8 @@ def _tensor_entries(
                 Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
             )
         dtype = str(planned.properties.dtype).removeprefix("torch.")
-        entries[name] = Tensor(tuple(planned.size), dtype, _placement(tensors[name]), tuple(chunks))
+        entries[name] = Tensor(tuple(planned.size), dtype, describe_placement(tensors[name]), tuple(chunks))
     return entries
-
-
-def _placement(tensor: torch.Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "whole"
-    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
-    parts = zip(names, mesh.shape, tensor.placements, strict=True)
-    return ", ".join(f"{name} {size}: {placement}" for name, size, placement in parts)
 
 
 def _publish(root: Path, staging: Path, manifest: Manifest) -> None:

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder} is not a committed checkpoint: it has no {MANIFEST}") from None
+        raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
     try:
         document = json.loads(raw)
         body = document["manifest"]

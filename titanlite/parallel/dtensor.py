@@ -32,3 +32,13 @@ def box_of(tensor: torch.Tensor) -> Box:
     """Return the region of the full tensor that this rank holds."""
     sizes = local_part(tensor).shape
     return tuple(slice(start, start + size) for start, size in zip(shard_offset(tensor), sizes, strict=True))
+
+
+def describe_placement(tensor: torch.Tensor) -> str:
+    """Say which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return "replicated on every rank"
+    names = tensor.device_mesh.mesh_dim_names or ()
+    dims = (getattr(placement, "dim", None) for placement in tensor.placements)  # whichever kind of shard it is
+    splits = zip(names, dims, strict=True)
+    return ", ".join(f"replicated over {name}" if dim is None else f"dim {dim} over {name}" for name, dim in splits)

@@ -5,18 +5,16 @@ is what a run has.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config.job import Job
 from titanlite.errors import format_table
 from titanlite.layout import DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
+from titanlite.parallel.dtensor import describe_placement, local_part
 from titanlite.parallel.parallelize import parallelize, split
 from titanlite.planner.fake_world import fake_world
 
@@ -68,25 +66,10 @@ def _parameters(part: nn.Module, job: Job) -> list[str]:
     """Return a row for each parameter; layers that are placed alike share one."""
     rows: Counter[tuple[str, ...]] = Counter()
     for name, parameter in part.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         pattern = layer_pattern(name, job.spec.blocks)
-        rows[pattern, _size(parameter.shape), _placement(parameter), _size(local.shape)] += 1
+        shapes = str([*parameter.shape]), str([*local.shape])
+        rows[pattern, shapes[0], describe_placement(parameter), shapes[1]] += 1
     header = ("parameter", "shape", "placement", "on rank 0", "layers")
     cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
     return format_table(cells, header).splitlines()
-
-
-def _size(shape: Iterable[int]) -> str:
-    return " x ".join(map(str, shape)) or "one number"
-
-
-def _placement(parameter: nn.Parameter) -> str:
-    """Say which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
-    if not isinstance(parameter, DTensor):
-        return "replicated on every rank"
-    names = parameter.device_mesh.mesh_dim_names or ()
-    splits = [  # a strided shard is not a Shard in every version, but has a dim
-        f"replicated over {name}" if placement.is_replicate() else f"dim {cast(Shard, placement).dim} over {name}"
-        for name, placement in zip(names, parameter.placements, strict=True)
-    ]
-    return ", ".join(splits)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
+_COUNTS = ("step", "tokens", "consumed")  # of a position in the data; its seed is no count
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
 
@@ -162,19 +163,21 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
 def _show(arguments: Namespace, overrides: list[str]) -> int:
     folder = find_checkpoint(arguments.folder)
     manifest, (mesh, versions) = read_manifest(folder), _environment(folder)
+    position = read_state(folder)["position"]
+    position = {name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()}
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     optimizer = manifest.tensors.keys() - model.keys()
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
     print(f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files")
     rows = [
-        ("data", ", ".join(f"{key} {value}" for key, value in read_state(folder)["position"].items())),
+        ("data", ", ".join(f"{name} {value}" for name, value in position.items())),
         ("mesh", mesh),
         ("versions", versions),
         ("optimizer", f"{kinds} in {len(optimizer)} tensors" if optimizer else "weights only"),
     ]
     _print_table((), rows)
     print()
-    rows = [(name, tensor.dtype, str(list(tensor.shape)), tensor.placement) for name, tensor in model.items()]
+    rows = [(name, tensor.dtype, str([*tensor.shape]), tensor.placement) for name, tensor in model.items()]
     _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
     return 0
@@ -192,7 +195,7 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
             rows.append((name, f"only in {sides[name in b.tensors]}"))
             continue
         tensors = a.tensors[name], b.tensors[name]
-        kind_a, kind_b = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+        kind_a, kind_b = (f"{tensor.dtype} {[*tensor.shape]}" for tensor in tensors)
         if kind_a != kind_b:
             rows.append((name, f"{kind_a}, {kind_b}"))
         else:
@@ -282,8 +285,8 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
         raise UserError(f"--tokenizer {named}: it has no tokenizer.json")
     if named:
         return load_tokenizer(named)
-    parts, assets = config.training.mixture or [config.training], config.model.hf_assets_path
-    folders = [assets] if assets else [part.dataset_path for part in parts if part.dataset == "tokens"]
+    sources, assets = config.training.sources, config.model.hf_assets_path
+    folders = [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
     is_known = here or (not assets and all(map(os.path.exists, folders)))
     if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
@@ -336,7 +339,7 @@ def _rm(arguments: Namespace, overrides: list[str]) -> int:
     folders = [path.resolve() for path in arguments.folders]
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
-            raise UserError(f"{folder} is not a committed checkpoint: it must be named step-N and have a {MANIFEST}")
+            raise UserError(f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}")
     for root in {folder.parent for folder in folders}:
         for resumable, what in ((False, "complete checkpoint"), (True, "checkpoint that can be resumed")):
             steps = (step_folder(root, step) for step in committed(root))

@@ -9,6 +9,10 @@ from titanlite.config.load import parse_command_line
 from titanlite.config.rules.run import long_warmup
 from titanlite.config.toml import to_toml
 
+_ABOUT = """Print the config that `titanlite train` would run with the same options: files and command line merged,
+checked, with all defaults. Or print what an option below asks for. No process is started and no GPU is
+needed, so a laptop can judge the layout of a cluster."""
+
 
 def positive_int(text: str) -> int:
     """Return a command-line option's whole number >= 1."""
@@ -20,13 +24,24 @@ def positive_int(text: str) -> int:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.set_defaults(takes_overrides=True)
+    parser.description = _ABOUT
     parser.epilog = "example: titanlite config --config llama_8b.toml --world 8 --placements"
-    parser.add_argument("--world", type=positive_int, metavar="N", help="check for N ranks (default: the fewest)")
+    about = "check and show the config for N ranks: degrees of -1 and the batch follow from N. "
+    about += "Default: the fewest ranks that the degrees allow"
+    parser.add_argument("--world", type=positive_int, metavar="N", help=about)
     shows = parser.add_mutually_exclusive_group()
-    shows.add_argument("--schedule", action="store_true", help="print the FSDP prefetch schedule")
-    shows.add_argument("--placements", action="store_true", help="print the mesh, its nodes and parameter placements")
-    shows.add_argument("--schema", action="store_true", help="print the JSON schema of configs")
-    shows.add_argument("--markdown", action="store_true", help="print docs/config.md")
+    about = (
+        "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what the fsdp_ "
+    )
+    about += "keys of [parallelism] lead to"
+    shows.add_argument("--schedule", action="store_true", help=about)
+    about = "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default 8); "
+    about += "then the techniques that are applied, and each parameter's split and shape on rank 0"
+    shows.add_argument("--placements", action="store_true", help=about)
+    about = "print the JSON schema with which editors complete and check configs: docs/config.schema.json"
+    shows.add_argument("--schema", action="store_true", help=about)
+    about = "print every key with its default, legal values and meaning: docs/config.md"
+    shows.add_argument("--markdown", action="store_true", help=about)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.manifest import read_state
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError
+from titanlite.tools.config import positive_int
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 if TYPE_CHECKING:
@@ -25,17 +26,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", help="tokens to generate")
     parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
+    about = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
+    parser.add_argument("--samples", type=positive_int, default=1, metavar="N", help=about)
     about = "draw from the K likeliest tokens only (default: from all)"
     parser.add_argument("--top-k", type=int, metavar="K", help=about)
     about = "of these, draw from the fewest whose chances add up to P (default: 1, from all)"
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
-    parser.add_argument("--seed", metavar="N", help="another one draws another text (default: the run's seed)")
+    parser.add_argument("--seed", metavar="N", help="another one gives another text (default: the run's seed)")
     add_checkpoint(parser)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Load the model and print what it generates, as it comes."""
-    top_k, top_p = arguments.top_k, arguments.top_p
+    top_k, top_p, count = arguments.top_k, arguments.top_p, arguments.samples
     if top_k is not None and top_k < 1:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
     if not 0 < top_p <= 1:
@@ -48,13 +51,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.train.generate import generate
 
     device, settings = pick_device(job.config.job.device, 0), job.config.generate
+    if count > 1 and settings.temperature == 0:
+        raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
     model = load_model(job, folder, device)  # verifies the folder
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
-    seed = saved if given is None else given
-    print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {seed}", file=sys.stderr)
-    show, narrow = Show(tokenizer), narrowing(settings.temperature, top_k, top_p)
-    text = generate([model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show)
-    print(text[show.shown :])
+    first_seed = saved if given is None else given
+    print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}", file=sys.stderr)
+    narrow = narrowing(settings.temperature, top_k, top_p)
+    for number, seed in enumerate(range(first_seed, first_seed + count), start=1):
+        if count > 1:
+            print("\n" * (number > 1) + f"----- sample {number} of {count}, seed {seed} -----")
+        show = Show(tokenizer)
+        text = generate([model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show)
+        print(text[show.shown :])
     return 0
 
 

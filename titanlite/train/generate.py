@@ -33,7 +33,8 @@ def generate(
     (model,) = parts  # the only case today
     tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
-    generator = torch.Generator().manual_seed(derive_seed("generate", seed))
+    # Of the prompt too: with the same random numbers, texts of different prompts are alike.
+    generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
     model.eval()
     for _ in range(settings.tokens):
         show(tokens)

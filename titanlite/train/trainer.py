@@ -203,7 +203,7 @@ class Trainer:
         return micro_batches
 
     def _data_ended(self) -> RunFailed:
-        size = "" if self.data.samples is None else f"it has {self.data.samples} windows, and "
+        size = "" if self.data.samples is None else f"it has {self.data.samples:,} windows, and "
         steps = f"step {self.step - 1} of {self.job.config.training.steps}"
         return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
