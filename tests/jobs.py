@@ -23,7 +23,7 @@ OUTSIDE = str(Path(__file__).parent / "outside")
 
 QUIET = (
     "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 --metrics.no_enable_tensorboard "
-    "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --job.device=cpu"
+    "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --job.device=cpu --job.no_plan"
 ).split()
 TINY = [
     *QUIET,

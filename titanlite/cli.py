@@ -27,6 +27,7 @@ COMMANDS = {
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
     "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
+    "plan": ("titanlite.tools.plan", "memory, communication and speed of a config on any mesh, without a GPU"),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
@@ -69,6 +70,8 @@ def main(argv: list[str]) -> int:
             command = _command(argv[0])
             arguments, overrides = parse_options(argv[0], command, argv[1:])
             arguments.argv = argv
+            if getattr(arguments, "selftest", False):  # of `plan`: tools may not import verify, which has the ranks
+                command = importlib.import_module("titanlite.verify.plan_check")
             code = command.run(arguments, overrides)
         sys.stdout.flush()
         return code

@@ -111,7 +111,7 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
     "checkpoint.initial_load_in_hf": ("true", "needs a folder in checkpoint.initial_load_path", ""),
 }
 NEVER_MOOT = """
-job.dump_folder job.description job.print_config job.device
+job.dump_folder job.description job.print_config job.device job.plan
 model.name model.flavor model.hf_assets_path model.converters model.package model.freeze model.overrides
 training.local_batch_size training.global_batch_size training.seq_len training.max_norm training.steps
 training.dtype training.mixed_precision_param training.enable_cpu_offload training.gc_freq training.packing

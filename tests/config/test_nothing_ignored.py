@@ -253,6 +253,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "job.dump_folder": "every run in this file",
     "job.print_config": "tests/launch/test_launch.py::test_a_run_leaves_its_files_and_says_where",
     "job.device": "tests/launch/test_launch.py::test_a_missing_gpu_is_refused",
+    "job.plan": "tests/launch/test_background.py::test_a_run_prints_two_lines_of_its_plan_unless_switched_off",
     "model.converters": CONVERTERS + "test_custom_converter_hooks_are_called",
     "model.package": "tests/models/test_outside.py::test_package_registers_its_model_and_trains",
     "model.hf_assets_path": "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named",

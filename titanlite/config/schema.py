@@ -38,6 +38,8 @@ class Job(Section):
     """Print the resolved config at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses the GPUs if the node has any, else the CPU."""
+    plan: bool = True
+    """Plan a step while the run starts, and print its peak memory, communication and speed bound."""
 
 
 class Model(Section):

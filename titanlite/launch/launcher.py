@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.resume import require_step
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import RunFailed, UserError, nearest
-from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
-from titanlite.launch.preflight import check_machine, data_faults
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
+from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.terminal import say
 from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
 from titanlite.runtime import lock
@@ -104,7 +105,8 @@ def run(arguments: Namespace, argv: list[str]) -> int:
         if others := _of_another_run(job, root):
             say(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
         return OK
-    return _run(job, argv, nodes, device, processes, shown)
+    with _plan(job, nodes, device, processes) as notices:
+        return _run(job, argv, nodes, device, processes, shown, notices)
 
 
 def _of_another_run(job: Job, root: Path) -> list[str]:
@@ -128,7 +130,26 @@ def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str,
     return device, max(1, processes)
 
 
-def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, shown: set[int]) -> int:
+def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContextManager[Callable[[], list[str]]]:
+    """Plan a step of the job in the background; yield what returns the lines about it when they are known."""
+    if not job.config.job.plan or nodes.rank > 0:
+        return nullcontext(list)
+    from titanlite.launch.background import BackgroundLines
+    from titanlite.planner.start import start_lines
+
+    memory = rank_bytes(job, device, processes)
+    return BackgroundLines(partial(start_lines, job, gpu_name() if device == "cuda" else "", memory, processes))
+
+
+def _run(
+    job: Job,
+    argv: list[str],
+    nodes: Nodes,
+    device: str,
+    processes: int,
+    shown: set[int],
+    notices: Callable[[], list[str]],
+) -> int:
     """Start the workers and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -141,7 +162,8 @@ def _run(job: Job, argv: list[str], nodes: Nodes, device: str, processes: int, s
     first = nodes.rank * processes
     logs = {rank: rank_log(folder, rank) for rank in range(first, first + processes) if rank in shown}
     logs = logs or {first: rank_log(folder, first)}
-    terminal = Terminal(logs, folder / "metrics.jsonl", steps, not job.config.metrics.disable_color_printing)
+    color = not job.config.metrics.disable_color_printing
+    terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices)
     moved: set[Path] | None = None
     try:
         say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")

@@ -103,9 +103,14 @@ def gpu_capability() -> tuple[int, int] | None:
     return min(((int(major), int(minor)) for major, minor in versions), default=None)
 
 
+def gpu_name() -> str:
+    """Return the driver's name of the first GPU, or an empty string."""
+    return next(iter(_query_gpus("name")), "")
+
+
 def _query_gpus(field: str) -> list[str]:
     """Return a field of each GPU from the driver; asking torch would allocate some of their memory."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()

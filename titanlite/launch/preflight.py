@@ -31,7 +31,6 @@ Check = Callable[..., Any]
 
 def check_machine(job: Job, device: str, processes: int) -> None:
     """Raise a UserError that names everything this machine lacks for the job."""
-    from titanlite.observe.memory import machine_bytes
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor
     from titanlite.parallel.build import build_model
@@ -53,13 +52,19 @@ def check_machine(job: Job, device: str, processes: int) -> None:
             check(tensor.check, model, table, job.layout.tp)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
-            on_gpu = device == "cuda" and not job.config.training.enable_cpu_offload
-            available = gpu_bytes() if on_gpu else machine_bytes() // processes
-            check(_check_memory, job, model, table, available)
+            check(_check_memory, job, model, table, rank_bytes(job, device, processes))
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
         title = f"this machine can't train {name} with this config; nothing was started"
         raise UserError("\n  ".join([title, *problems]))
+
+
+def rank_bytes(job: Job, device: str, processes: int) -> int | None:
+    """Return the memory in which a rank keeps parameters and optimizer state; None if unknown."""
+    from titanlite.observe.memory import machine_bytes
+
+    on_gpu = device == "cuda" and not job.config.training.enable_cpu_offload
+    return gpu_bytes() if on_gpu else machine_bytes() // processes
 
 
 def data_faults(loaded: Loaded) -> list[Fault]:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,11 @@ class Follower:
 class Terminal:
     """Shows logs from a thread inside `with`, at whose end everything written so far has been shown."""
 
-    def __init__(self, logs: dict[int, Path], metrics: Path, steps: int, color: bool) -> None:
+    def __init__(
+        self, logs: dict[int, Path], metrics: Path, steps: int, color: bool, notices: Callable[[], list[str]] = list
+    ) -> None:
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
-        self._metrics, self._steps = Follower(metrics), steps
+        self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()
         self._color = color and self._live
@@ -88,6 +90,8 @@ class Terminal:
             self._show(show, last=True)
 
     def _show(self, show: Any, last: bool = False) -> None:
+        for line in [] if last else self._notices():
+            show(line)
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
                 line = colored(line) if self._color else line

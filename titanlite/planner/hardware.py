@@ -94,12 +94,9 @@ class Hardware:
         return f"{key} compiled" if compiled and f"{key} compiled" in self.efficiencies else key
 
     def assumptions(self, efficiencies: Iterable[str]) -> list[str]:
-        """Return what is not known but assumed: the reserve, the node, and which of these efficiencies."""
+        """Return what of the speed is not known but assumed: the node, and which of these efficiencies."""
         links = f"{self.node.link:g} GB/s between GPUs, {self.node.nics} NICs of {self.nic:g} GB/s"
-        sources = {
-            f"{self.reserve.gib:g} GiB of the GPU's memory kept free": self.reserve.source,
-            f"node {self.gpu.node}: {links}": self.node.source,
-        }
+        sources = {f"node {self.gpu.node}: {links}": self.node.source}
         for key in sorted(efficiencies):
             sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[key].source
         return [f"{what} ({source})" for what, source in sources.items() if "assumed" in source]
@@ -123,9 +120,17 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     return Hardware(gpu, found, node, nic, reserve, efficiencies)
 
 
+def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
+    """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
+    words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
+    alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
+    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]  # what has more words stands first
+    return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
+
+
 def _named(table: Mapping[str, Any], kind: str, name: str, asked: str) -> Any:
     if name not in table[kind]:
-        close = nearest(name, table[kind])
+        close = " or ".join(key for key in table[kind] if key.startswith(name)) or nearest(name, table[kind])
         known = f"did you mean {close}? " * bool(close) + f"known: {', '.join(table[kind])}"
         raise UserError(f"{asked} {name}: unknown {kind}; {known}; --hardware adds others")
     return table[kind][name]

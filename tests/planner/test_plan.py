@@ -1,0 +1,113 @@
+"""`titanlite plan`: errors, exit codes, what the JSON has, and what a plan makes of a recording."""
+
+import json
+
+import pytest
+
+from tests.jobs import TINY, job
+from titanlite.cli import main
+from titanlite.planner.hardware import GIB, load_hardware, recognize
+from titanlite.planner.plan import Plan
+from titanlite.planner.record import Collective, Operation, Recording
+from titanlite.planner.report import report
+from titanlite.planner.speed import speed_of
+
+GATHER = Collective("all-gather", "dp_shard", 4, "bfloat16", 3 * GIB)
+SUM = Collective("all-reduce", "dp_replicate", 4, "float32", GIB)
+
+
+def plan_of(peak: int, *options: str, tokens: float = 0) -> Plan:
+    """Return the plan of a hand-made recording on 16 ranks, 4 of which share parameters."""
+    planned = job([*TINY, "--parallelism.data_parallel_replicate_degree=4", *options], world=16)
+    operations = [
+        Operation("forward 0", peak // 2, collective=GATHER, by_kind=(0, peak // 2, 0, 0, 0, 0, 0, 0)),
+        Operation("forward 0", peak // 3, flops=10**12, dtype="bfloat16", moved=GIB),
+        Operation("head", peak, flops=10**12, dtype="bfloat16", moved=GIB),
+        Operation("backward 0", peak // 2, collective=GATHER),
+        Operation("backward 0", peak // 2, collective=SUM),
+    ]
+    recording = Recording(operations, {"parameters": GIB}, {"parameters": GIB, "logits": peak - GIB})
+    hardware = load_hardware("h100-80g")
+    speed = speed_of(recording, planned.layout, hardware, planned.batch.total * 16)
+    return Plan(planned, hardware, recording, speed, flops_per_token=10**9, tokens=tokens)
+
+
+def test_the_verdict_leaves_the_reserve_free():
+    usable = load_hardware("h100-80g").usable_bytes
+    assert plan_of(usable).fits and not plan_of(usable + 1).fits
+    assert "It fits" in report(plan_of(usable)) and "It does not fit" in report(plan_of(usable + 1))
+    assert "assumed, not measured" in report(plan_of(usable))
+
+
+def test_the_tables_name_the_moment_the_links_and_the_days():
+    text = report(plan_of(50 * GIB, tokens=1e12))
+    assert "peak, in head" in text and "50.00" in text
+    (gather,) = (line for line in text.splitlines() if "all-gather" in line)
+    assert gather.split()[:5] == ["dp_shard", "all-gather", "bfloat16", "2", "6.00"] and "in the node" in gather
+    (reduction,) = (line for line in text.splitlines() if "all-reduce" in line)
+    assert "2 in a node" in reduction  # replicas are 4 ranks apart
+    assert text.index("all-reduce") < text.index("all-gather"), "outer dimensions first"
+    assert "days for 1e+12 tokens" in text and "days" not in report(plan_of(50 * GIB))
+
+
+def test_a_compiled_block_is_planned_as_an_upper_bound():
+    assert "at most" not in report(plan_of(50 * GIB))
+    assert "at most 50.00" in report(plan_of(50 * GIB, "--compile.enable"))
+    assert (
+        plan_of(50 * GIB, "--compile.enable", "--compile.components=['loss']").to_json()["memory"]["at_most"] is False
+    )
+
+
+def test_the_json_has_everything_that_is_shown():
+    found = json.loads(json.dumps(plan_of(50 * GIB, tokens=1e12).to_json()))
+    assert found.keys() == set("version job hardware memory communication speed changes".split())
+    assert found["job"]["layout"] == {"pp": 1, "dp_replicate": 4, "dp_shard": 4, "cp": 1, "tp": 1}
+    memory = found["memory"]
+    assert (memory["peak"], memory["moment"], memory["fits"]) == (50 * GIB, "head", True)
+    assert [phase["phase"] for phase in memory["phases"]] == ["forward 0", "head", "backward 0"]
+    assert memory["phases"][0]["live"] == 25 * GIB and memory["phases"][0]["by_kind"]["gathered"] == 25 * GIB
+    assert sum(row["bytes"] for row in found["communication"]) == 7 * GIB
+    bound, estimate = found["speed"]["bound"], found["speed"]["estimate"]
+    assert bound.keys() == estimate.keys() == {"seconds", "tokens_per_second_per_gpu", "mfu_percent", "days"}
+    assert 0 < bound["seconds"] <= estimate["seconds"] and bound["days"] > 0
+    tokens_per_second = found["job"]["tokens_per_step"] / bound["seconds"]
+    assert bound["tokens_per_second_per_gpu"] == pytest.approx(tokens_per_second / 16)
+    assert bound["mfu_percent"] == pytest.approx(100 * tokens_per_second / 16 * 1e9 / 989e12)
+
+
+def test_a_gpu_is_recognized_by_its_name_and_memory():
+    assert recognize("NVIDIA H100 80GB HBM3", 85 * 10**9) == "h100-80g"
+    assert recognize("NVIDIA H100 PCIe", 85 * 10**9) == "h100-pcie"
+    assert recognize("NVIDIA A100-SXM4-40GB", 42 * 10**9) == "a100-40g"
+    assert recognize("NVIDIA GeForce RTX 4090", 24 << 30) == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "this machine has no NVIDIA GPU; --gpu names one to plan for: h100-nvl"),
+        (["--gpu", "h100"], "did you mean h100-nvl or h100-pcie or h100-80g or h100-96g?"),
+        (["--gpu", "h100-80g", "--tokens", "many"], "--tokens: must be a number > 0"),
+        (["--gpu", "h100-80g", "--out", "best.toml"], "--out belongs to --search"),
+        (["--gpu", "h100-80g", "--measure", "2"], "--measure belongs to --search"),
+        (["--gpu", "h100-80g", "--hardware", "/nowhere.toml"], "/nowhere.toml: cannot be read"),
+        (["--gpu", "h100-80g", "--wrld", "8"], "did you mean --world?"),
+        (["--gpu", "h100-80g", "--training.enable_cpu_offload"], "not planned: training.enable_cpu_offload"),
+        (["--gpu", "h100-80g", "--parallelism.tensor_parallel_degree=3"], "3 does not divide"),
+    ],
+)
+def test_a_mistake_is_one_message_and_2(argv, part, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    assert main(["plan", *argv]) == 2
+    out = capsys.readouterr()
+    assert part in out.err and out.out == "" and "Traceback" not in out.err
+
+
+def test_the_command_plans_a_job_as_tables_and_as_json(capsys):
+    argv = ["plan", *TINY, "--world", "2", "--gpu", "h100-80g"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "llama3 debugmodel on 2 h100-80g GPUs: dp_shard 2" in text and "It fits" in text
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["peak"] == sum(found["memory"]["at_peak"].values())

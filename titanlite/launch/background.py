@@ -1,0 +1,72 @@
+"""Lines that a child process computes while the workers start: at the lowest priority, and nothing waits for them."""
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+CPU_SECONDS = 60
+"""After which the child is killed: what it says would come too late."""
+
+
+class BackgroundLines:
+    """Inside `with`, a fork of this process, which has imported torch already, runs a function that returns lines.
+
+    A process, since a thread has neither a priority nor limits of its own. If the function fails, there are no lines.
+    """
+
+    def __init__(self, compute: Callable[[], Sequence[str]]) -> None:
+        self._compute = compute
+
+    def __enter__(self) -> Callable[[], list[str]]:
+        self._pipe, write = os.pipe()
+        launcher = os.getpid()
+        self._child = os.fork()
+        if not self._child:
+            _run_child(self._compute, write, launcher)
+        os.close(write)
+        os.set_blocking(self._pipe, False)
+        return self._lines
+
+    def __exit__(self, *error: object) -> None:
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+        os.close(self._pipe)
+
+    def _lines(self) -> list[str]:
+        """Return the lines when they are there, once, and otherwise none."""
+        try:
+            text = os.read(self._pipe, 1 << 16) if self._child else b""
+        except BlockingIOError:
+            return []
+        if self._child and not text:
+            os.waitpid(self._child, 0)
+            self._child = 0
+        return text.decode().splitlines()
+
+
+def _run_child(compute: Callable[[], Sequence[str]], pipe: int, launcher: int) -> NoReturn:
+    """Write the lines into the pipe by one call, and nothing anywhere else."""
+    with suppress(BaseException):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.nice(19)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the signal of the next limit would write one
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nowhere, standard)
+        threading.Thread(target=_exit_with, args=(launcher,), daemon=True).start()
+        os.write(pipe, "\n".join(compute()).encode())
+    os._exit(0)
+
+
+def _exit_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os._exit(1)

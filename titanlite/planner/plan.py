@@ -1,0 +1,177 @@
+"""The plan of a job: what a step needs of a GPU's memory, of links and of time, and whether it fits.
+
+`to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the names.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from titanlite.config.job import Job
+from titanlite.layout import DIMENSIONS
+from titanlite.planner.hardware import Hardware
+from titanlite.planner.record import KINDS, Recording
+from titanlite.planner.speed import Speed, ranks_in_a_node, speed_of
+
+VERSION = 1
+"""Of the JSON; another one if a name goes or changes its meaning."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step communicates over one dimension of the mesh, in one way."""
+
+    dimension: str
+    kind: str
+    ranks: int
+    ranks_in_node: int
+    dtype: str
+    number: int
+    bytes: int
+    """Of the whole tensors."""
+
+    @property
+    def where(self) -> str:
+        if self.ranks_in_node == self.ranks:
+            return "in the node"
+        return "between nodes" if self.ranks_in_node == 1 else f"{self.ranks_in_node} in a node"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a job's step before it runs."""
+
+    job: Job
+    hardware: Hardware
+    recording: Recording
+    speed: Speed
+    flops_per_token: int
+    """Of the model, as MFU counts them: what is recomputed counts once."""
+    tokens: float = 0
+    """To train on; 0 if not given."""
+    changes: Sequence[Any] = ()
+    """What would fit, if this does not."""
+
+    @property
+    def fits(self) -> bool:
+        return self.recording.peak <= self.hardware.usable_bytes
+
+    @property
+    def at_most(self) -> bool:
+        return is_upper_bound(self.job)
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """Return the collectives of a step by dimension, outermost first."""
+        return traffic_of(self.job, self.recording, self.hardware.node.gpus)
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Return what the verdict on memory rests on beside the rehearsal."""
+        reserve = self.hardware.reserve
+        kept_free = f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments ({reserve.source})"
+        eager = "at most: compiled blocks are rehearsed eagerly, which keeps more (not measured how much)"
+        return [kept_free, *([eager] if self.at_most else [])]
+
+    def rates(self, seconds: float) -> dict[str, float | None]:
+        """Return what it means that a step takes so long."""
+        per_gpu = self.speed.tokens_per_gpu(seconds)
+        return {
+            "seconds": seconds,
+            "tokens_per_second_per_gpu": per_gpu,
+            "mfu_percent": 100 * per_gpu * self.flops_per_token / self.hardware.peak("bfloat16"),
+            "days": self.speed.days(self.tokens, seconds) if self.tokens else None,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that is known, in bytes and seconds."""
+        config, layout, batch = self.job.config, self.job.layout, self.job.batch
+        recording, speed = self.recording, self.speed
+        return {
+            "version": VERSION,
+            "job": {
+                "model": config.model.name,
+                "flavor": config.model.flavor,
+                "world": layout.world,
+                "layout": {name: degree for name, degree in asdict(layout).items() if name in DIMENSIONS},
+                "batch": {**asdict(batch), "total": batch.total},
+                "seq_len": config.training.seq_len,
+                "tokens_per_step": speed.tokens,
+                "recompute": config.activation_checkpoint.mode,
+                "compile": self.at_most,
+            },
+            "hardware": asdict(self.hardware),
+            "memory": {
+                "fits": self.fits,
+                "at_most": self.at_most,
+                "peak": recording.peak,
+                "moment": recording.moment,
+                "usable": self.hardware.usable_bytes,
+                "at_peak": {kind: recording.at_peak.get(kind, 0) for kind in KINDS},
+                "static": dict(recording.static),
+                "phases": [*_phases(recording)],
+                "assumptions": self.assumptions,
+            },
+            "communication": [{**asdict(row), "where": row.where} for row in self.traffic],
+            "speed": {
+                "bound": self.rates(speed.bound),
+                "bound_by": speed.binding,
+                "terms": [asdict(term) for term in speed.terms],
+                "estimate": self.rates(speed.estimate),
+                "exposed": dict(speed.exposed),
+                "spans": [asdict(span) for span in speed.spans],
+                "assumptions": list(speed.assumptions),
+            },
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+
+def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
+    """Rehearse a job's step; if it does not fit, also what would."""
+    from titanlite.observe.throughput import flops_per_token
+    from titanlite.parallel.build import build_model
+    from titanlite.planner.rehearse import record_step
+
+    recording = record_step(job)
+    seq_len = job.config.training.seq_len
+    speed = speed_of(recording, job.layout, hardware, job.batch.total * seq_len, is_upper_bound(job))
+    model, table = build_model(job)
+    flops = flops_per_token(model.named_parameters(), table, job.shape, seq_len)
+    return Plan(job, hardware, recording, speed, flops, tokens)
+
+
+def is_upper_bound(job: Job) -> bool:
+    """Whether the peak is only an upper bound: what is compiled is rehearsed eagerly, which keeps more."""
+    return job.config.compile.enable and "model" in job.config.compile.components
+
+
+def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
+    """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions first."""
+    Key = tuple[str, str, int, int, str]
+    numbers, sizes = Counter[Key](), Counter[Key]()
+    for collective, number in recording.collectives().items():
+        near = ranks_in_a_node(collective, job.layout, per_node)
+        key = (collective.dimension, collective.kind, collective.ranks, near, collective.dtype)
+        numbers[key] += number
+        sizes[key] += number * collective.bytes
+    order = {name: position for position, name in enumerate(DIMENSIONS)}
+    keys = sorted(numbers, key=lambda key: (order.get(key[0].split(" x ")[0], len(order)), *key))
+    return [Traffic(*key, numbers[key], sizes[key]) for key in keys]
+
+
+def _phases(recording: Recording) -> Iterator[dict[str, Any]]:
+    """Yield the phases in order, each with the moment at which most is alive."""
+    for phase, group in groupby(recording.operations, key=lambda operation: operation.phase):
+        operations = list(group)
+        fullest = max(operations, key=lambda operation: operation.live)
+        yield {
+            "phase": phase,
+            "live": fullest.live,
+            "by_kind": dict(zip(KINDS, fullest.by_kind, strict=False)),
+            "flops": sum(operation.flops for operation in operations),
+            "moved": sum(operation.moved for operation in operations),
+            "collectives": sum(operation.collective is not None for operation in operations),
+        }

@@ -1,0 +1,59 @@
+"""The two lines about a step that the start of a run prints: its memory, then its communication and speed."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from titanlite.config.job import Job
+from titanlite.errors import UserError, format_bytes
+from titanlite.planner.hardware import Hardware, load_hardware, recognize
+from titanlite.planner.plan import is_upper_bound, traffic_of
+from titanlite.planner.record import Recording
+from titanlite.planner.rehearse import record_step
+from titanlite.planner.speed import speed_of
+
+
+def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:
+    """Return the lines for a job of which so many ranks share a node, each on a GPU of this name, or else on a CPU.
+
+    `memory` is that of a rank in bytes, if known.
+    """
+    try:
+        recording = record_step(job, as_on_cuda=bool(gpu))
+        known = recognize(gpu, memory) if gpu else ""
+        hardware = load_hardware(known) if known else None
+        lines = [_memory(job, recording, hardware, memory), _communication(job, recording, processes)]
+    except UserError as error:
+        return [f"titanlite: no plan: {error}"]
+    if hardware:
+        tokens = job.batch.total * job.config.training.seq_len
+        speed = speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
+        lines[1] += f"; {speed.bound:.3g} s or more by {speed.binding}, by estimate {speed.estimate:.3g} s"
+    else:
+        lines[1] += "; no speed bound " + (f'of "{gpu}", which hardware.toml has not' if gpu else "on a CPU")
+    return [f"titanlite: {line}" for line in lines]
+
+
+def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
+    line = (
+        f"planned peak {'at most ' * is_upper_bound(job)}{format_bytes(recording.peak)} a rank, in {recording.moment}"
+    )
+    if memory is None:
+        return line
+    usable = memory - int((hardware.reserve.gib if hardware else 0) * (1 << 30))
+    of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"
+    if recording.peak <= usable:
+        return f"{line}; {of}"
+    less = f", of which {hardware.reserve.gib:g} GiB should stay free (assumed)" if hardware else ""
+    return f"warning: {line}, but {of}{less}"
+
+
+def _communication(job: Job, recording: Recording, processes: int) -> str:
+    by_dimension = defaultdict(list)
+    for row in traffic_of(job, recording, processes):
+        by_dimension[row.dimension].append(row)
+    parts = [
+        f"{name} {' + '.join(f'{row.number} {row.kind}' for row in rows)} "
+        f"of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}"
+        for name, rows in by_dimension.items()
+    ]
+    return f"planned communication of a step: {'; '.join(parts) or 'none'}"

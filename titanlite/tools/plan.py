@@ -1,0 +1,99 @@
+"""`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, found out on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.hardware_table import hardware_table
+from titanlite.config.job import job_from
+from titanlite.config.load import parse_command_line
+from titanlite.errors import UserError
+from titanlite.launch.nodes import gpu_bytes, gpu_name
+from titanlite.tools.config import positive_int
+
+if TYPE_CHECKING:
+    from titanlite.planner.hardware import Hardware
+
+DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, and print whether it
+fits into the memory of a GPU, what it communicates, and how fast it can be. Nothing is trained, no data is read.
+The exit code is 0 if it fits and 2 if not; then changes that would fit are listed."""
+EPILOG = """examples:
+  titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
+  titanlite plan --config llama_405b.toml --world 512 --gpu h100-80g --tokens 15e12
+  titanlite plan --config llama_70b.toml --world 256 --gpu h100-80g --search --out best.toml
+  titanlite train --config llama_70b.toml best.toml
+
+docs/planning.md says what of the answer is exact, what is an upper bound and what is assumed."""
+
+
+def _tokens(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ArgumentTypeError(f"must be a number > 0 such as 15e12, not {text!r}")
+    return number
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.set_defaults(takes_overrides=True)
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "--world", type=positive_int, metavar="N", help="number of GPUs (default: the fewest that the config allows)"
+    )
+    about = "GPU to plan for, such as h100-80g (default: this machine's)"
+    parser.add_argument("--gpu", metavar="NAME", help=about)
+    about = "a TOML file with further GPUs, nodes or networks, or other numbers of known ones"
+    parser.add_argument("--hardware", type=Path, action="append", default=[], metavar="FILE", help=about)
+    parser.add_argument(
+        "--tokens", type=_tokens, default=0.0, metavar="N", help="also print the days that N tokens take"
+    )
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures of the step")
+    search = "look for the fastest mesh, batch and recomputation that fit"
+    parser.add_argument("--search", action="store_true", help=search)
+    about = "time for --search in seconds (default: 60)"
+    parser.add_argument("--max-seconds", type=positive_int, metavar="S", help=about)
+    about = "with --search: write the best as a config to lay over the given one"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
+    about = "with --search: train the best K for a few steps on this machine, and rank by that"
+    parser.add_argument("--measure", type=positive_int, metavar="K", help=about)
+    about = "compare plans with real steps of small models on this machine's CPU, to the byte"
+    parser.add_argument("--selftest", action="store_true", help=about)
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Print the plan of a job, or the ranking of a search; 2 if nothing fits."""
+    if not arguments.search:
+        for option in ("max_seconds", "out", "measure"):
+            if getattr(arguments, option) is not None:
+                raise UserError(f"--{option.replace('_', '-')} belongs to --search: add it")
+    if arguments.search or arguments.html:
+        raise UserError("--search and --html are not built yet")
+    hardware = _hardware(arguments.gpu, arguments.hardware)
+    job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
+    from titanlite.planner.plan import make_plan
+    from titanlite.planner.report import report
+
+    plan = make_plan(job, hardware, arguments.tokens)
+    print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
+    return 0 if plan.fits else 2
+
+
+def _hardware(name: str | None, files: list[Path]) -> Hardware:
+    """Return the named GPU's hardware, by default that of this machine's GPU."""
+    from titanlite.planner.hardware import load_hardware, recognize
+
+    if name is not None:
+        return load_hardware(name, files)
+    found = gpu_name()
+    if known := recognize(found, gpu_bytes(), files) if found else "":
+        return load_hardware(known, files)
+    why = f"this machine's GPU, {found}, is unknown" if found else "this machine has no NVIDIA GPU"
+    raise UserError(f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}")
