@@ -119,7 +119,8 @@ class Parser(argparse.ArgumentParser):
             close = nearest(value, legal)
             what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
             message = f"{what} '{value}'; " + (f"did you mean '{close}'?" if close else f"use {', '.join(legal)}")
-        raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+        message = f"{message.removeprefix('argument ')} (see {self.prog} --help)"
+        raise UserError(f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message)
 
 
 def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -9,7 +9,7 @@ from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import value_of
-from titanlite.config.toml import to_toml
+from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
 from titanlite.models.common import RopeScaling
 
@@ -260,3 +260,7 @@ def test_the_last_of_two_equal_flags_wins():
 def test_invalid_fields_have_their_defaults_while_others_are_read():
     loaded = load(parse_command_line(["--config", "debug.toml", "--training.steps=x", "--training.seq_len=64"], {}))
     assert loaded.invalid == {"training.steps"} and loaded.config.training.seq_len == 64
+
+
+def test_a_key_that_only_one_config_has_is_called_not_set():
+    assert toml_differences("[a]\nb = 1", '[a]\nc = "none"') == {"a.b": "1 -> not set", "a.c": 'not set -> "none"'}

@@ -288,6 +288,8 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
     assert "the following arguments are required: SRC" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
+    assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--tokenizer", "no"]) == 2
+    assert capsys.readouterr().err.startswith('titanlite: --tokenizer = "no": cannot read tokenizer.json there')
     assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
     assert "unknown option --worker; did you mean --workers?" in capsys.readouterr().err
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"

@@ -413,6 +413,8 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
         (["zzz"], "unknown command 'zzz'; commands are: train, config"),
         (["download", "gpt2"], 'hf download REPO --include "tokenizer*" --local-dir DIR'),
         (["data", "perpare"], "unknown command 'perpare'; did you mean 'prepare'?"),
+        (["data"], "are required: prepare|show (see titanlite data --help)\nusage: titanlite data [-h] prepare|show"),
+        (["checkpoint"], "(see titanlite checkpoint --help)\nusage: titanlite checkpoint [-h] ls|verify|show"),
         (["data", "prepare", "x"], "the following arguments are required: --out"),
         (["plot", "--ot", "x"], "unknown option --ot; did you mean --out?"),
         (["plot", "/nonexistent"], "/nonexistent"),

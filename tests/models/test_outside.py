@@ -1,14 +1,19 @@
 """A model in a user's own package trains without an edit in the checkout."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import jobs
 from tests.jobs import OUTSIDE, PARROT, run_to_end
+from titanlite.cli import main
+from titanlite.config.config_json import model_of
+from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +27,7 @@ def test_package_registers_its_model_and_trains(pool, tmp_path):
 
 def test_entry_point_registers_a_model(tmp_path):
     """An entry point is a dist-info folder that names the module, as pip writes it."""
-    info = tmp_path / "parrot-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[titanlite.models]\nparrot = parrot\n")
+    _install_entry_point(tmp_path, "parrot", "parrot")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), OUTSIDE, str(ROOT)])}
     argv = ["config", "--model.name", "parrot", "--model.flavor", "small"]
     done = subprocess.run(
@@ -35,11 +37,29 @@ def test_entry_point_registers_a_model(tmp_path):
     assert 'name = "parrot"' in done.stdout
 
 
+def _install_entry_point(folder: Path, name: str, module: str) -> None:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[titanlite.models]\n{name} = {module}\n")
+
+
+def test_an_entry_point_that_fails_to_import_is_one_line_that_names_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_owl.py").write_text("import nothing_of_this_name\n")
+    _install_entry_point(tmp_path, "owl", "broken_owl")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["models"]) == 0
+    printed = capsys.readouterr()
+    line = 'owl\'s entry point owl = "broken_owl" in titanlite.models fails to import: ModuleNotFoundError: '
+    assert "llama3" in printed.out and printed.err.startswith(f"titanlite: {line}") and printed.err.count("\n") == 1
+    assert main(["models", "owl"]) == 2 and line in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "owl"}))
+    with pytest.raises(UserError, match="no registered model has; legal: gpt2, llama"):
+        model_of(tmp_path)
+
+
 def test_parameter_outside_the_table_is_an_error(monkeypatch):
     import parrot.model
-    import pytest
-
-    from titanlite.errors import UserError
 
     class Extra(parrot.model.Parrot):
         def __init__(self, *args):

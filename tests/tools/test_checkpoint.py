@@ -238,6 +238,20 @@ def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path,
         assert code == 2 and f"{saved / named} is a file; name the checkpoint's folder" in out
 
 
+def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(run, tool, tmp_path, monkeypatch):
+    (run / "checkpoint").rename(run / "states")
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('folder = "checkpoint"', 'folder = "states"'))
+    asked = ("--prompt", "def ", "--tokens", "2")
+    assert "step-3" in tool("checkpoint", "ls", run)[1]
+    by_name = tool("generate", "--checkpoint", run, *asked)
+    assert by_name[0] == 0 and f"{run}/states/step-3" in by_name[1]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(run)
+    code, out = tool("generate", *asked)
+    assert code == 0 and "outputs/states/step-3" in out
+
+
 def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved, tool):
     def text(*words: str) -> str:
         code, out = tool("generate", "--checkpoint", saved, "--prompt", "def ", "--tokens", "12", *words)

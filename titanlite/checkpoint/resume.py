@@ -143,7 +143,7 @@ def take_folder(config: JobConfig) -> str:
         archive = archive_previous_files(config, resumed=True)
         newest = f"the newest of steps {', '.join(map(str, steps))}"
         chosen = newest if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
-        return f"resuming from {chosen} in {root}" + (f"; earlier logs are in {archive}" if archive else "")
+        return f"resuming from {chosen} in {root}" + (f"; earlier logs go to {archive}" if archive else "")
     archive = archive_previous_files(config, resumed=False)
     return f"an earlier run's files are now in {archive}" if archive else ""
 

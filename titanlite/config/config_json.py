@@ -94,7 +94,7 @@ def model_of(folder: Path) -> str:
     """Return the name of the registered model that a folder's config.json is of."""
     kind, kinds = read_config(folder).get("model_type"), list[str]()
     for name in model_names():
-        with suppress(ImportError):  # of another package, which may be broken
+        with suppress(UserError):  # of another package, which may be broken
             kinds += [known := _model_type(get_model(name)) or ""]
             if known == kind:
                 return name

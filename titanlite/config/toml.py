@@ -39,9 +39,13 @@ def toml_value(value: Any) -> str:
 
 def toml_differences(old: str, new: str) -> dict[str, str]:
     """Return both values of each dotted key that differs between two TOML texts, for people."""
+
+    def show(values: dict[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "not set"
+
     before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
     return {
-        key: f"{json.dumps(before.get(key, 'none'))} -> {json.dumps(after.get(key, 'none'))}"
+        key: f"{show(before, key)} -> {show(after, key)}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     }

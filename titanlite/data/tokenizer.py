@@ -36,7 +36,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, run by the tokenizers library."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, origin: str) -> None:
         from tokenizers import Tokenizer as Backend
 
         path = folder / "tokenizer.json"
@@ -44,7 +44,7 @@ class JsonTokenizer:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(
-                f'model.hf_assets_path = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
+                f'{origin} = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
                 f'To fetch one: hf download REPO --include "tokenizer*" --local-dir "{folder}"'
             ) from None
         try:
@@ -85,9 +85,9 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def load_tokenizer(assets: str) -> Tokenizer:
-    """Load the tokenizer in the folder `assets`, or bytes for ""."""
-    return JsonTokenizer(Path(assets)) if assets else ByteTokenizer()
+def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokenizer:
+    """Load the tokenizer in the folder `assets`, or bytes for ""; `origin` is the key or option in errors."""
+    return JsonTokenizer(Path(assets), origin) if assets else ByteTokenizer()
 
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:

@@ -6,10 +6,10 @@ import os
 import pkgutil
 import sys
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
-from titanlite.errors import UserError, nearest
+from titanlite.errors import UserError, first_line, nearest
 from titanlite.registry.model import ModelSpec
 
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ class Registry(Generic[Item]):
         if name in folders:
             importlib.import_module(f"titanlite.models.{name}")
         elif name in points:
-            points[name].load()
+            _load_entry_point(points[name])
         if name in self.items:
             return self.items[name]
         known = self.names()
@@ -115,6 +115,16 @@ def import_package(package: str) -> None:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise
         raise UserError(f"there is no package {error.name} in {os.getcwd()}, and none is installed") from None
+
+
+def _load_entry_point(point: EntryPoint) -> None:
+    """Import another package's entry point; whatever it raises, one line names it."""
+    try:
+        point.load()
+    except Exception as error:
+        of = f"{point.dist.name}'s entry point" if point.dist else "the entry point"
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}') from None
 
 
 def _model_folders() -> list[str]:

@@ -35,7 +35,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.resume import saved_model
 from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml
+from titanlite.config.toml import to_toml, tomllib
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.observe.metrics import format_duration
@@ -117,10 +117,19 @@ def find_checkpoints(path: Path) -> list[Path]:
         raise UserError(f"{path} is a file; name the checkpoint's folder, {path.parent}")
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
         return [path]
-    for root in (path, path / "checkpoint"):
+    for root in (path, saved_root(path), path / "checkpoint"):
         if steps := committed(root):
             return [step_folder(root, step) for step in steps]
     raise UserError(f"no checkpoint in {path}")
+
+
+def saved_root(dump_folder: Path) -> Path:
+    """Return where the run in a dump folder saves its checkpoints: its config says."""
+    try:
+        saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
+        return dump_folder / saved["checkpoint"]["folder"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # no config, or none of a run
+        return dump_folder / "checkpoint"
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -281,10 +290,8 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     """Return the tokenizer of a folder named by --tokenizer, or the run's own; say so if it is not here."""
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 
-    if named and not (Path(named) / "tokenizer.json").is_file():
-        raise UserError(f"--tokenizer {named}: it has no tokenizer.json")
     if named:
-        return load_tokenizer(named)
+        return load_tokenizer(named, "--tokenizer")
     sources, assets = config.training.sources, config.model.hf_assets_path
     folders = [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]

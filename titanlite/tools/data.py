@@ -44,6 +44,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _prepare(arguments: Namespace) -> int:
+    load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
     documents = {source: text_files(source, source) for source in arguments.sources}
     for notice in filter(None, (found.notice for found in documents.values())):
         _print_notice(notice)

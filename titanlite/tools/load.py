@@ -22,7 +22,7 @@ from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.rules.weights import check_model
 from titanlite.errors import UserError, some_of
-from titanlite.tools.checkpoint import find_checkpoint
+from titanlite.tools.checkpoint import find_checkpoint, saved_root
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -59,7 +59,10 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
     job = job_from(given, world=None, training=False) if names_config else None
     if checkpoint is None:
-        checkpoint = checkpoint_root(job.config if job else load_config(given).config)
+        config = job.config if job else load_config(given).config
+        checkpoint = checkpoint_root(config)
+        if not job and not committed(checkpoint):  # the run there may have set checkpoint.folder
+            checkpoint = saved_root(Path(config.job.dump_folder))
         if not committed(checkpoint):
             raise UserError(f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint")
     folder = find_checkpoint(checkpoint)

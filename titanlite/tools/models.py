@@ -1,12 +1,13 @@
 """`titanlite models`: the registered models, their flavors and the fields that model.overrides sets. No torch."""
 
 import dataclasses
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 from titanlite.config.toml import toml_value
-from titanlite.errors import format_table
+from titanlite.errors import UserError, format_table
 from titanlite.registry import ModelSpec, get_model, model_names
 from titanlite.registry.register import import_package
 
@@ -32,7 +33,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the models."""
     import_package(arguments.package)
     names = [arguments.name] if arguments.name else model_names()
-    specs = [get_model(name) for name in names]
+    specs = []
+    for name in names:
+        try:
+            specs.append(get_model(name))
+        except UserError as error:  # another package's, which hides none of the rest
+            if arguments.name:
+                raise
+            print(f"titanlite: {error}", file=sys.stderr)
     if arguments.markdown:
         print(markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end="")
     else:
