@@ -36,7 +36,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, run by the tokenizers library."""
 
-    def __init__(self, folder: Path, origin: str) -> None:
+    def __init__(self, folder: Path, origin: str = "model.hf_assets_path") -> None:
         from tokenizers import Tokenizer as Backend
 
         path = folder / "tokenizer.json"
