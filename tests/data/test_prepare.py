@@ -160,21 +160,6 @@ def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path):
         assert [len(text) for text in texts] == [1, 50, 3, 0, 200, 7], limit
 
 
-def test_bytes_that_are_not_utf8_are_counted_and_told_with_their_file(tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/good.txt").write_text("é and more\n")
-    (tmp_path / "text/junk.txt").write_bytes(b"a\xff\xfe\xc3(\n")
-    command = ["data", "prepare", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--workers=1"]
-    for _ in range(2):  # also of a folder that was prepared before
-        assert main(command) == 0
-        told = capsys.readouterr().err
-        assert told.count("titanlite: 3 bytes that are not UTF-8 became U+FFFD, in junk.txt") == 1
-    assert not list((tmp_path / "out").glob("*utf8*")), "no file of the staging folder is left"
-    documents = text_files("test", str(tmp_path / "text"))
-    module.prepare_in_cache("text", documents, load_tokenizer(""))
-    assert "3 bytes that are not UTF-8" in capsys.readouterr().err
-
-
 def test_a_long_text_stays_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "SEGMENT_BYTES", 40)
     text = "".join(f"line {n}\n" * (n % 3) for n in range(60)) + "no newline at the end"

@@ -115,8 +115,6 @@ class Segment:
 
     text: str
     ends: bool  # whether the document ends with this segment
-    bad_bytes: int = 0
-    """Bytes of a .txt file that are not UTF-8, and became U+FFFD."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +174,10 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
             lines.append(line)
             size += len(line)
             if size >= SEGMENT_BYTES:
-                yield _decode(b"".join(lines), False)
+                yield Segment(b"".join(lines).decode("utf-8", errors="replace"), False)
                 lines, size = [], 0
         if lines or piece.last:
-            yield _decode(b"".join(lines), piece.last)
-
-
-def _decode(raw: bytes, ends: bool) -> Segment:
-    try:
-        return Segment(raw.decode("utf-8"), ends)
-    except UnicodeDecodeError:
-        bad_bytes = len(raw) - len(raw.decode("utf-8", errors="ignore").encode())
-        return Segment(raw.decode("utf-8", errors="replace"), ends, bad_bytes)
+            yield Segment(b"".join(lines).decode("utf-8", errors="replace"), piece.last)
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:

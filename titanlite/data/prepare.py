@@ -11,9 +11,7 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -35,8 +33,6 @@ from titanlite.runtime.cluster import cores
 
 T = TypeVar("T")
 UNIT_BYTES = 16 << 20
-_BAD_BYTES = ".not-utf8.json"
-"""Beside a shard in the staging folder: bytes that are not UTF-8, by file."""
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 
@@ -74,7 +70,6 @@ def prepare(
             raise UserError(f"{out} holds other data or another tokenizer's; choose another folder or remove it")
         if existing["state"] != state:
             raise UserError(f"the text of {out} has changed since; remove the folder to prepare it again")
-        _tell_bad_bytes(existing, log)
         log(f"{out} is already prepared")
         return existing
     if out.exists() and any(out.iterdir()):
@@ -92,14 +87,7 @@ def prepare(
         progress(done, total)
     manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
-    _tell_bad_bytes(manifest, log)
     return manifest
-
-
-def _tell_bad_bytes(manifest: dict[str, Any], log: Callable[[str], None]) -> None:
-    if files := manifest.get("not_utf8"):  # folders of older versions do not have it
-        more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
-        log(f"{sum(files.values()):,} bytes that are not UTF-8 became U+FFFD, in {next(iter(files))}{more}")
 
 
 def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -209,15 +197,12 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     draft = path.with_suffix(f".draft-{socket.gethostname()}-{os.getpid()}")
     dtype = id_type(tokenizer.vocab_size)
     ends: list[int] = []
-    bad_bytes = Counter[str]()
     tokens = 0
     with draft.open("wb") as out:
         out.write(bytes(HEADER_BYTES))
-        text = ((piece.name, segment) for piece in unit.pieces for segment in segments(unit.root, piece))
-        for batch in _groups(text, SEGMENT_BYTES, lambda item: len(item[1].text)):
-            encoded = tokenizer.encode_batch([segment.text for _, segment in batch])
-            for (name, segment), ids in zip(batch, encoded, strict=True):
-                bad_bytes[name] += segment.bad_bytes
+        text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
+        for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
+            for segment, ids in zip(batch, tokenizer.encode_batch([s.text for s in batch]), strict=True):
                 out.write(np.asarray(ids, dtype=dtype).tobytes())
                 tokens += len(ids)
                 if segment.ends:
@@ -229,7 +214,6 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     store.sync(draft)
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
     store.sync(path.with_suffix(".ends.npy"))
-    store.write(path.with_suffix(_BAD_BYTES), json.dumps(+bad_bytes).encode())
     draft.rename(path)
 
 
@@ -238,14 +222,11 @@ def _manifest(
 ) -> dict[str, Any]:
     shards: list[dict[str, Any]] = []
     sources: dict[str, dict[str, int]] = {}
-    not_utf8 = Counter[str]()
     for unit in units:
         path = _shard_path(staging, unit)
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
         counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
         shards.append({"file": path.name, **counts, "source": unit.source})
-        if (counted := path.with_suffix(_BAD_BYTES)).exists():  # not of an older version's shard
-            not_utf8.update(json.loads(counted.read_text()))
         source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
         sources[unit.source] = {key: source[key] + count for key, count in counts.items()}
     return {
@@ -257,7 +238,6 @@ def _manifest(
         "tokenizer": assets or "bytes",
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "sources": sources,
-        "not_utf8": not_utf8,
         "shards": shards,
     }
 
@@ -266,8 +246,8 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if assets and (Path(assets) / name).is_file():
             store.write(staging / name, (Path(assets) / name).read_bytes())
-    for leftover in (*staging.glob("*.draft-*"), *staging.glob(f"*{_BAD_BYTES}")):  # drafts of a run that was killed
-        leftover.unlink()
+    for draft in staging.glob("*.draft-*"):  # of a run that was killed
+        draft.unlink()
     store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
     store.sync(staging)
     store.rename(staging, out)  # an empty folder of that name is replaced
@@ -277,8 +257,7 @@ def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> P
     """Prepare a data set beside its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
     with _locked_cache(documents.root, key) as folder:
-        manifest = prepare({name: documents}, tokenizer.assets, folder, workers=cores())
-    _tell_bad_bytes(manifest, lambda message: print(f"titanlite: {message}", file=sys.stderr))
+        prepare({name: documents}, tokenizer.assets, folder, workers=cores())
     return folder
 
 

@@ -95,6 +95,7 @@ class Plan:
             "job": {
                 "model": config.model.name,
                 "flavor": config.model.flavor,
+                "description": config.job.description,
                 "world": layout.world,
                 "layout": {name: degree for name, degree in asdict(layout).items() if name in DIMENSIONS},
                 "batch": {**asdict(batch), "total": batch.total},

@@ -74,8 +74,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} belongs to --search: add it")
-    if arguments.search or arguments.html:
-        raise UserError("--search and --html are not built yet")
+    if arguments.search:
+        raise UserError("--search is not built yet")
     hardware = _hardware(arguments.gpu, arguments.hardware)
     job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
     from titanlite.planner.plan import make_plan
@@ -83,6 +83,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
     plan = make_plan(job, hardware, arguments.tokens)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
+    if arguments.html:
+        from titanlite.planner.page import write_page
+
+        write_page(plan.to_json(), arguments.html)
     return 0 if plan.fits else 2
 
 
