@@ -39,7 +39,7 @@ MAY_USE_PRIVATE_NAMES = {
 }
 MAX_LINES_OF_A_FILE = 500
 MAX_LINES_OF_THE_CORE = 7_760
-MAX_LINES_OF_TITANLITE = 15_623
+MAX_LINES_OF_TITANLITE = 16_000
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
