@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, and print whether it
 fits into the memory of a GPU, what it communicates, and how fast it can be. Nothing is trained, no data is read.
 The exit code is 0 if it fits and 2 if not; then changes that would fit are listed."""
-EPILOG = """examples:
-  titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
+EPILOG = """example: titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
   titanlite plan --config llama_405b.toml --world 512 --gpu h100-80g --tokens 15e12
   titanlite plan --config llama_70b.toml --world 256 --gpu h100-80g --search --out best.toml
   titanlite train --config llama_70b.toml best.toml
