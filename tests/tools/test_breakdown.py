@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.jobs import TINY, trainer
-from tests.launch.run import ROOT, environment
 from titanlite.cli import main
 from titanlite.data.loader import BatchPrefetcher, MicroBatch
 from titanlite.errors import UserError
@@ -117,20 +113,6 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
         assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9 and min(breakdown.kinds.values()) >= 0
         assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
         assert breakdown.kinds[DATA] >= 0.05
-
-
-@pytest.mark.long
-def test_the_command_prints_the_table_and_leaves_traces(tmp_path):
-    overrides = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite", "profile", *overrides],
-        capture_output=True, text=True, check=False, env={**environment(), "NGPU": "1"}, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^  (\S.*?) +([\d.]+) +([\d.]+)%$", done.stdout, re.MULTILINE)
-    assert [name for name, _, _ in rows] == [*KINDS, "the step"]
-    assert abs(sum(float(share) for _, _, share in rows[:-1]) - 100) < 1
-    assert (tmp_path / "profile/profile_traces/step-8/rank-0.json").exists()
 
 
 def test_profile_refuses_an_invalid_config(capsys):
