@@ -6,11 +6,13 @@ The recordings are formulas, because pipeline parallel, asynchronous tensor para
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.jobs import QUIET, job
 from tests.test_house import ROOT
 from titanlite.config.hardware_table import hardware_table
 from titanlite.errors import UserError
@@ -18,6 +20,7 @@ from titanlite.layout import Layout
 from titanlite.models.llama3 import FLAVORS
 from titanlite.planner.hardware import Efficiency, Hardware, load_hardware
 from titanlite.planner.record import Collective, Operation, Recording
+from titanlite.planner.rehearse import record_step
 from titanlite.planner.speed import Speed, ranks_in_a_node, speed_of, traffic
 
 SEQUENCE = 8192
@@ -81,6 +84,7 @@ def _operations(row: Row) -> Iterator[Operation]:
     weights = (attention + 3 * c.dim * c.hidden_dim) // layout.tp
     embedding = c.vocab_size * c.dim // layout.tp
     products, scores = 2 * weights * tokens, 4 * tokens * SEQUENCE * c.dim // layout.tp
+    every_second = 2 * tokens * c.dim * (c.n_kv_heads * c.head_dim + c.dim + c.hidden_dim) // layout.tp  # wk, wo, w3
     layers, is_whole = c.n_layers // layout.pp, layout.pp == 1
     sequence_parallel = [
         Operation("", 0, collective=Collective(kind, "tp", layout.tp, "bfloat16", 2 * tokens * c.dim))
@@ -117,9 +121,9 @@ def _operations(row: Row) -> Iterator[Operation]:
         if layer and is_whole:  # with a pipeline, parameters stay gathered
             yield gather(phase, gathered * weights)
         yield from sequence_parallel * (2 if row.recompute == "full" else 1)
-        again = {"full": (1.0, 1.0), "op": (0.5, 0.0)}[row.recompute]
-        yield compute(phase, products * (2 + again[0]), linear)
-        yield compute(phase, scores * (2.5 + again[1]), "bfloat16")
+        again = products if row.recompute == "full" else every_second
+        yield compute(phase, 2 * products + again, linear)
+        yield compute(phase, scores * 2.5 + scores * (row.recompute == "full"), "bfloat16")
         yield reduce(phase, weights)
     if is_whole:
         yield reduce("backward embedding", 2 * embedding)
@@ -182,6 +186,35 @@ def test_the_estimate_of_128_gpus_is_within_10_percent(row):
 def test_the_page_shows_every_row_with_its_error():
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in page, "\n".join(table())
+
+
+@pytest.mark.parametrize(("recompute", "tp"), [("full", 2), pytest.param("op", 1, marks=pytest.mark.long)])
+def test_the_formulas_count_what_a_rehearsal_counts(monkeypatch, recompute, tp):
+    monkeypatch.setitem(FLAVORS, "debugmodel", replace(FLAVORS["debugmodel"], n_layers=2))
+    mode = "full" if recompute == "full" else "selective"
+    argv = [*QUIET, f"--training.seq_len={SEQUENCE}", f"--activation_checkpoint.mode={mode}"]
+    rehearsed_job = job([*argv, f"--parallelism.tensor_parallel_degree={tp}"], 8)
+    rehearsed = record_step(rehearsed_job)
+    formula = recording_of(Row("", 1, "debugmodel", rehearsed_job.layout, 2, EAGER, recompute))
+    assert flops_by_phase(rehearsed) == flops_by_phase(formula)
+    # titanlite gathers the embedding and the head apart, the embedding once more in backward; TorchTitan keeps both
+    beside_blocks = {("all-gather", "dp_shard"): 2, ("reduce-scatter", "dp_shard"): 1}
+    beside_blocks |= {("all-gather", "tp"): 2 * (tp - 1), ("reduce-scatter", "tp"): 2 * (tp - 1)}
+    for key, more in beside_blocks.items():
+        assert number_of(rehearsed, *key) == number_of(formula, *key) + more, key
+    awaited = sum(operation.awaits for operation in rehearsed.operations)
+    assert awaited == number_of(rehearsed, "all-gather", "dp_shard")
+
+
+def number_of(recording: Recording, kind: str, dimension: str) -> int:
+    return sum(n for c, n in recording.collectives().items() if (c.kind, c.dimension) == (kind, dimension))
+
+
+def flops_by_phase(recording: Recording) -> Counter[str]:
+    flops = Counter[str]()
+    for operation in recording.operations:
+        flops[operation.phase] += operation.flops
+    return +flops
 
 
 def collective(kind: str, dimension: str, ranks: int, size: int = 1600) -> Collective:

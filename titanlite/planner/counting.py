@@ -164,7 +164,9 @@ class Counting(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=result) if count else 0
         if collective or flops or moved:
             dtype = _name(_tensors(args)[0].dtype) if flops else ""
-            self._record(Operation(self.phase, 0, flops, dtype, moved, collective))
+            # FSDP2 copies parameters out of what it gathered where it needs them, one gather after the other.
+            awaits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
+            self._record(Operation(self.phase, 0, flops, dtype, moved, collective, awaits))
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
