@@ -1,5 +1,6 @@
 """The core of causal attention, in one module that context parallel or another kernel can replace, and its mask."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,15 @@ _compiled = cache(torch.compile)  # late, since it takes seconds to import
 class CausalAttention(nn.Module):
     """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
 
+    attend_last: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    """A kernel, in 16 bits, of causal attention from the last tokens: context parallel sets it where there is one."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout  # the probability that training drops one token's attention to another
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Attend causally, or with a mask from `document_mask` within documents."""
+        """Attend causally, or with a mask from `document_mask`; `q` may hold only the last of the tokens of `k`."""
         grouped = q.size(1) != k.size(1)
         dropout = self.dropout if self.training else 0.0
         if isinstance(mask, BlockMask):
@@ -30,23 +34,34 @@ class CausalAttention(nn.Module):
             # Outside of a compiled block it is compiled by itself: uncompiled it would keep all scores.
             attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
             return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
+        if mask is None and q.size(2) < k.size(2):
+            if self.attend_last and q.element_size() == 2 and q.size(3) % 8 == 0:
+                return self.attend_last(q, k, v, dropout)
+            mask = torch.full((q.size(2), k.size(2)), -torch.inf, dtype=q.dtype, device=q.device)
+            mask = mask.triu(1 + k.size(2) - q.size(2))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
         )
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype, dropout: float = 0.0) -> Mask:
+def document_mask(documents: Tensor, dtype: torch.dtype, dropout: float = 0.0, last: int = 0) -> Mask:
     """Return the mask with which a token sees only earlier tokens of the same number in `documents` (batch, tokens).
+
+    With `last` it is the mask of that many queries, the last ones, and all keys.
 
     A model makes it once per micro-batch, outside of its blocks: each block would make it again, and a compiled block
     that is recomputed cannot make it. `dtype` is that of the hidden states. On a GPU it is a BlockMask, with which
     FlexAttention skips what lies between documents, unless attention has `dropout`, which FlexAttention lacks.
     """
+    tokens = documents.size(1)
+    first = tokens - last if last else 0
     if documents.device.type in FLEX_DEVICES and not dropout:
-        sizes = (len(documents), None, documents.size(1), documents.size(1))  # batch, heads, queries, keys
-        return _compiled(create_block_mask)(
-            lambda b, _, i, j: (i >= j) & (documents[b, i] == documents[b, j]), *sizes, device=documents.device
-        )
-    visible = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+        def sees(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i + first >= j) & (documents[b, i + first] == documents[b, j])
+
+        sizes = (len(documents), None, tokens - first, tokens)  # batch, heads, queries, keys
+        return _compiled(create_block_mask)(sees, *sizes, device=documents.device)
+    visible = (documents[:, None, first:, None] == documents[:, None, None, :]).tril(first)
     # Not booleans: each layer would convert them, and keep the result for its backward pass.
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)

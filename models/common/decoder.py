@@ -29,12 +29,12 @@ class Decoder(nn.Module):
         """Return what every block receives after the hidden states, such as rotary tables."""
         return ()
 
-    def attention_mask(self, documents: Tensor, h: Tensor) -> Mask:
+    def attention_mask(self, documents: Tensor, h: Tensor, last: int = 0) -> Mask:
         """Return what every block receives last and hands to its CausalAttention, for hidden states `h`.
 
-        Context parallel replaces this method, to mask its rank's queries and all keys, and every CausalAttention.
+        Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in `documents`.
         """
-        return document_mask(documents, h.dtype, self.attention_dropout if self.training else 0.0)
+        return document_mask(documents, h.dtype, self.attention_dropout if self.training else 0.0, last)
 
     def forward(
         self,

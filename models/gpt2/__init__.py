@@ -131,6 +131,7 @@ SPEC = register_model(
         shape,
         rules,
         build="titanlite.models.gpt2.model:GPT2",
+        core="attention.core",
         before=("tok_embeddings", "pos_embeddings"),
         parameters=parameters,
         hf=HuggingFace(hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS),

@@ -111,5 +111,5 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 HF_FIELDS = HF_KEYS | {f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()}
 HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS)
-_BUILD = "titanlite.models.llama3.model:Llama"
-SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, build=_BUILD, hf=HF, parameters=parameters))
+_PATHS = {"build": "titanlite.models.llama3.model:Llama", "core": "attention.core"}
+SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, **_PATHS, hf=HF, parameters=parameters))

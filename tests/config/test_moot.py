@@ -38,6 +38,7 @@ NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run
     "parallelism.pipeline_parallel_schedule": ("Interleaved1F1B", "without pipeline parallel", ""),
     "parallelism.pipeline_parallel_microbatch_size": ("2", "without pipeline parallel", ""),
     "parallelism.context_parallel_load_balancer": ("none", "without context parallel", ""),
+    "parallelism.context_parallel_rotate_method": ("ulysses", "without context parallel", ""),
     "activation_checkpoint.selective_ac_option": ("99", f'without {MODE} "selective"', f"--{MODE}=full"),
     "activation_checkpoint.memory_budget": ("0.25", f'without {MODE} "memory_budget"', f"--{MODE}=full"),
     "activation_checkpoint.preserve_rng_state": ("false", "without recomputation of blocks", ""),
@@ -119,7 +120,7 @@ training.document_mask training.loss_chunks training.mixture training.dataloader
 optimizer.name optimizer.lr optimizer.weight_decay optimizer.implementation
 lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
 parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree
-parallelism.tensor_parallel_degree
+parallelism.tensor_parallel_degree parallelism.context_parallel_degree
 activation_checkpoint.mode quantize.linear.float8.enable
 checkpoint.enable checkpoint.initial_load_path validation.enable generate.at_end
 metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing

@@ -32,7 +32,6 @@ SOURCE, ROOT = Path(titanlite.__file__).parent, Path(__file__).parents[2]
 TUNING_KEYS = {  # key: the degree that switches its technique on
     "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
-    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
 }
 
 
@@ -221,7 +220,7 @@ REFUSED = {  # key: (value, part of the message)
 ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
-TENSOR = "tests/parallel/test_tensor.py::"
+TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
 CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
 SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "quantize.linear.float8.enable": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
@@ -233,6 +232,9 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "parallelism.tensor_parallel_degree": TENSOR + "test_sequence_is_gathered_once_per_module",
     "parallelism.disable_loss_parallel": TENSOR + "test_sequence_is_gathered_once_per_module",
     "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_missing_requirements",
+    "parallelism.context_parallel_degree": CONTEXT + "test_keys_and_values_are_gathered_once_per_block_and_pass",
+    "parallelism.context_parallel_load_balancer": CONTEXT + "test_each_rank_reads_the_places_that_the_config_says",
+    "parallelism.context_parallel_rotate_method": CONTEXT + "test_ulysses_exchanges_four_tensors_per_block_and_pass",
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_all_reduces_over_replicas",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_forward_prefetch_follows_the_schedule",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_backward_prefetch_follows_the_schedule",

@@ -15,6 +15,7 @@ MEANT_FOR = {
     "llama_1b": Layout(dp_shard=8),
     "llama_8b": Layout(dp_shard=8),
     "llama_8b_tp": Layout(dp_shard=4, tp=2),
+    "llama_8b_128k": Layout(cp=8),
     "llama_70b": Layout(dp_replicate=4, dp_shard=8, tp=8),
     "llama_405b": Layout(dp_shard=64, tp=8),
 }
@@ -22,6 +23,7 @@ PARAMETERS = {
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,
     "llama_8b_tp": 8_030_261_248,
+    "llama_8b_128k": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "llama_405b": 405_853_388_800,
 }

@@ -32,9 +32,10 @@ def package(tmp_path_factory) -> Path:
 
 
 def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
-    """Two of the rows; the page's command runs all pairs."""
+    """Three of the rows; the page's command runs all pairs."""
     monkeypatch.syspath_prepend(package)
     rows = [Row("dp2 x tp2", "op", prefetch="2", variant="frozen"), Row("hsdp2x2", "2nd", reshard="never")]
+    rows += [Row("cp2 x tp2", documents="on")]
     model = read_model(["--model.package=tiny", "--model.name=tiny"], {})
     with closing(Pool(4, PRELOAD)) as ranks, row_runner(model, ranks) as run:  # ranks that find the package
         for row in rows:

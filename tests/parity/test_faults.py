@@ -28,13 +28,19 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
     "documents-mixed": "gradient of ",
+    "keys-not-summed": "gradient of layers.",
+    "order-forgotten": "gradient of layers.",
+    "positions-restart": "gradient of layers.",
+    "tokens-counted-whole": "gradient of ",
+    "context-not-reduced": "gradient of ",
+    "documents-cut": "gradient of layers.",
     "loss-in-bf16": "loss differs by ",
     "names-wrapped": "layers.0.wrapped.",
 }
 
 
-SAMPLED = ["same-shards", "norms-not-reduced", "prefetch-reversed", "accumulation-forgotten"]
-"""One of each kind: initial values, tensor parallel, the order of gathers, accumulation."""
+SAMPLED = ["same-shards", "norms-not-reduced", "prefetch-reversed", "accumulation-forgotten", "order-forgotten"]
+"""One of each kind: initial values, tensor parallel, the order of gathers, accumulation, context parallel."""
 LLAMA = read_model([], {})
 
 

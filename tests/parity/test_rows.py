@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from titanlite.verify.command import table
 from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
-from titanlite.verify.table import EXTRA, LAYOUTS, Row, choices, pairwise
+from titanlite.verify.table import ALL_LAYOUTS, EXTRA, Row
 
 SAMPLES = {  # model: layouts, each with a precision
-    "llama3": {"1": "float64", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64"},
-    "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "pure bf16", "dp2 x tp2": "bfloat16"},
+    "llama3": {"1": "float64", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
+    | {"cp2 x tp2": "float64", "replicate2 x cp2": "bfloat16"},
+    "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "pure bf16", "dp2 x tp2": "bfloat16"}
+    | {"cp2": "float32", "dp2 x cp2": "float64"},
     "parrot": {"dp2": "bfloat16", "hsdp2x2": "float64"},
     "scaled": {"tp2": "pure bf16"},  # has replicated parameters by its table, and norms inside of attention
 }
 LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1"), ("gpt2", "dp2")}
-ONLY_BY_COMMAND = {"hsdp2x2 x tp2"}
-"""Eight processes take half a minute on two cores."""
+LONG |= {("llama3", "cp2 x tp2"), ("llama3", "replicate2 x cp2"), ("gpt2", "cp2"), ("gpt2", "dp2 x cp2")}
+ONLY_BY_COMMAND = {"hsdp2x2 x tp2", "hsdp2x2 x cp2", "cp4"}
+"""Eight processes take half a minute on two cores; cp4 is in no table but --full's."""
 
 
 def argv_of(name: str) -> list[str]:
@@ -27,13 +31,13 @@ def argv_of(name: str) -> list[str]:
 def sampled_row(name: str, layout: str) -> Row:
     """Return the row of a layout and its precision; only the command runs compiled ones."""
     model = read_model(argv_of(name), {})
-    rows = pairwise(choices(model.layouts, list(model.variants)))
+    rows = table(model).values()
     wanted = (layout, SAMPLES[name][layout], "off")
     return next(row for row in rows if (row.layout, row.precision, row.compile) == wanted)
 
 
 def test_every_layout_and_precision_is_sampled_and_tensor_parallel_in_all_but_float32():
-    assert {layout for layouts in SAMPLES.values() for layout in layouts} | ONLY_BY_COMMAND == LAYOUTS.keys()
+    assert {layout for layouts in SAMPLES.values() for layout in layouts} | ONLY_BY_COMMAND == ALL_LAYOUTS.keys()
     sampled = [(layout, precision) for layouts in SAMPLES.values() for layout, precision in layouts.items()]
     assert {precision for _, precision in sampled} == BOUNDS.keys()
     assert {precision for layout, precision in sampled if "tp" in layout} == {"float64", "bfloat16", "pure bf16"}
@@ -52,7 +56,7 @@ def runners(pool):
     ("name", "layout"),
     [
         pytest.param(name, layout, marks=pytest.mark.long if (name, layout) in LONG else ())
-        for layout in LAYOUTS  # rows on as many ranks share their process groups
+        for layout in ALL_LAYOUTS  # rows on as many ranks share their process groups
         for name in SAMPLES
         if layout in SAMPLES[name]
     ],

@@ -11,17 +11,32 @@ from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.registry import Rule, ones, register_model, zeros
 from titanlite.registry.register import get_model
-from titanlite.verify.command import ResultCache, fault_rows, numbered, selected, source_files
+from titanlite.verify.command import (
+    ResultCache,
+    fault_rows,
+    first_rows,
+    full_table,
+    further_rows,
+    numbered,
+    selected,
+    source_files,
+    table,
+)
 from titanlite.verify.model_under_test import build_job, read_model
 from titanlite.verify.table import (
+    ALL_LAYOUTS,
+    BEYOND,
+    COLUMNS,
     EXCLUDED_PAIR,
     EXTRA,
     EXTRAS,
     INDUCTOR,
     LAYOUTS,
+    ONLY_FULL,
     SAMPLES,
     VARIANTS,
     Row,
+    beyond,
     choices,
     full,
     is_valid,
@@ -57,13 +72,43 @@ def test_the_full_table_is_a_product_with_all_pairs():
 def test_prefetch_and_reshard_need_sharding():
     assert not is_valid({"layout": "tp2", "prefetch": "1"}) and not is_valid({"layout": "1", "reshard": "never"})
     assert is_valid({"layout": "dp2", "prefetch": "2", "reshard": "always"})
+    assert is_valid({"layout": "cp2", "prefetch": "2"}), "parameters are sharded over its ranks too"
+
+
+@pytest.mark.parametrize("layout", BEYOND)
+def test_a_further_layout_meets_every_choice_in_at_most_four_rows(layout):
+    of = choices([layout], ["plain", "tied", "frozen"], ["headtail", "none", "ulysses"])
+    rows = beyond(of)
+    assert len(rows) <= 4 and rows == beyond(of), "the same rows every time"
+    for column in COLUMNS:
+        assert {getattr(row, column) for row in rows} == {*of[column]}
+    assert (rows[0].precision, rows[0].sequence) == ("float64", "headtail")
+
+
+def test_the_default_runs_one_row_of_each_further_layout_and_beyond_runs_all():
+    rows = table(model_of())
+    chosen, further = first_rows(rows), further_rows(rows)
+    assert [row.layout for number, row in chosen.items() if number in further] == [*BEYOND]
+    assert {row.layout for row in further.values()} == {*BEYOND} and rows == {**chosen, **further}
+    assert not {row.layout for row in rows.values()} & ONLY_FULL.keys()
+    assert {row.layout for row in full_table(model_of()).values()} == {*ALL_LAYOUTS}
+
+
+def test_only_context_parallel_splits_sequences():
+    assert not is_valid({"layout": "dp2", "sequence": "none"}) and is_valid({"layout": "cp2", "sequence": "ulysses"})
+    rows = table(model_of("--model.overrides.n_kv_heads=2"))
+    split = {(row.layout, row.sequence) for row in rows.values()}
+    assert ("cp2", "ulysses") in split and ("cp2 x tp2", "none") in split
+    assert ("cp2 x tp2", "ulysses") not in split, "four ranks cannot share two heads of keys and values"
+    refused = model_of("--model.overrides.n_kv_heads=2").refused_layouts["cp2 x tp2 with ulysses"]
+    assert "2 does not divide 2 key and value heads for tensor_parallel_degree 2; legal: 1" in refused
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_every_row_is_a_valid_config(tmp_path, name):
     model = model_of("--model.name", name)
-    assert model.layouts == tuple(LAYOUTS)
-    for row in {*pairwise(choices(model.layouts, list(model.variants))), *EXTRA, *INDUCTOR}:
+    assert [*model.layouts] == [*ALL_LAYOUTS]
+    for row in {*table(model).values(), *full_table(model).values()}:
         job = build_job(model.command_line(row, tmp_path), row.mesh.world)
         assert (job.layout, job.batch.total, job.batch.accumulation) == (row.mesh, SAMPLES, int(row.accumulation))
         assert getattr(job.model, "dropout", 0.0) == 0.0 and not job.no_effect
@@ -83,6 +128,7 @@ def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):
     parrot = model_of("--model.package=parrot", "--model.name=parrot")
     assert parrot.name == "parrot small" and not any("tp" in layout for layout in parrot.layouts)
     assert "attention heads" in parrot.refused_layouts["tp2"]
+    assert "cp2" not in parrot.layouts and "names no core" in parrot.refused_layouts["cp2"]
     with pytest.raises(UserError, match="no row that can show norms-not-reduced"):
         fault_rows(parrot, "norms-not-reduced")
 

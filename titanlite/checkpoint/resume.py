@@ -99,8 +99,9 @@ class Resume:
         old_mesh = json.loads(store.read(self.folder / ENVIRONMENT))["mesh"]
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
-        batch_keys = {"training.local_batch_size", "training.global_batch_size"}
-        if has_dropout and (old_mesh != new_mesh or batch_keys & changed.keys()):
+        keys = {"training.local_batch_size", "training.global_batch_size"}
+        keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
+        if has_dropout and (old_mesh != new_mesh or keys & changed.keys()):
             lines.append("dropout masks will differ: mesh or batch size changed")
         return lines
 

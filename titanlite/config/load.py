@@ -21,6 +21,12 @@ from titanlite.errors import UserError
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
+_NOT_DONE = {
+    "float16": "would need loss scaling, which titanlite does not do",
+    "ptrr": "balances the masks of FlexAttention, which titanlite does not do",
+    "alltoall": "passes keys and values around a ring, which titanlite does not do",
+}
+"""Values that a user may know from elsewhere, and why they are refused."""
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 
 
@@ -243,6 +249,5 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
-        if tree[key].value == "float16":
-            invalid[key] += "; float16 would need loss scaling, which titanlite does not do"
+        invalid[key] += "".join(f"; {value} {why}" for value, why in _NOT_DONE.items() if tree[key].value == value)
     return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

@@ -216,7 +216,11 @@ class Parallelism(Section):
     pipeline_parallel_microbatch_size: Positive = 1
     """Sequences per pipeline micro-batch."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """How the sequence is split so that causal attention costs every rank the same."""
+    """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
+    attention costs every rank the same; none gives each one chunk."""
+    context_parallel_rotate_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads,
+    whose numbers the degree must divide then, by all-to-all, and splits the sequence without balancing."""
 
 
 class ActivationCheckpoint(Section):

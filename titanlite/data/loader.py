@@ -31,25 +31,34 @@ class MicroBatch:
     """
 
     rows: torch.Tensor
+    places: torch.Tensor | None = None
+    """This rank's places in the windows under context parallel; None for all."""
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(self.rows.to(device, non_blocking=True))
+    def to(self, device: torch.device, places: torch.Tensor | None = None) -> "MicroBatch":
+        """Return the batch on the device, where only the tokens at `places` are this rank's."""
+        return MicroBatch(self.rows.to(device, non_blocking=True), places)
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.rows[:, 0]
+        return self._own(0)
 
     @property
     def labels(self) -> torch.Tensor:
-        return self.rows[:, 1]
+        return self._own(1)
 
     @property
     def documents(self) -> torch.Tensor | None:
+        """Of all tokens, also of those that other ranks have: masks need them."""
         return self.rows[:, 2] if self.rows.size(1) > 2 else None
 
     @property
     def positions(self) -> torch.Tensor | None:
-        return self.rows[:, 3] if self.rows.size(1) > 2 else None
+        if self.rows.size(1) > 2:
+            return self._own(3)
+        return None if self.places is None else self.places.expand(len(self.rows), -1)
+
+    def _own(self, row: int) -> torch.Tensor:
+        return self.rows[:, row] if self.places is None else self.rows[:, row, self.places]
 
 
 @dataclass(frozen=True)

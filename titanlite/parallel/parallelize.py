@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from titanlite.parallel import compile, convert, fsdp, recompute, replicated, tensor
+from titanlite.parallel import compile, context, convert, fsdp, recompute, replicated, tensor
 from titanlite.parallel.build import Context
 from titanlite.parallel.init import materialize
 from titanlite.parallel.replica_check import check_replicas
@@ -16,6 +16,7 @@ Technique = Callable[[nn.Module, Context], list[str]]
 ORDER: tuple[Technique, ...] = (
     convert.apply,  # swaps layers: before anything takes their parameters or looks at their class
     tensor.apply,  # splits parameters: before anything looks at their shapes or wraps a forward method
+    context.apply,  # around attention only: before a block's forward method is recomputed or compiled
     replicated.apply,  # casts what FSDP will not, innermost, where FSDP would cast its own
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     compile.apply,  # before sharding, so that gathering and freeing parameters stay outside of the graph

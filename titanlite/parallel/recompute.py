@@ -30,9 +30,9 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
     if settings.mode not in ("full", "selective"):
         return []
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under tensor parallel,
-    # where blocks have a mesh, a compiled block runs again instead.
-    if around_graphs != (context.job.layout.tp > 1 and not by_operation):
+    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under tensor or context
+    # parallel, where blocks have a mesh, a compiled block runs again instead.
+    if around_graphs != (context.job.layout.tp * context.job.layout.cp > 1 and not by_operation):
         return []
     every = int(settings.selective_ac_option) if settings.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state, "early_stop": settings.early_stop}

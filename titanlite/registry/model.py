@@ -131,6 +131,8 @@ class ModelSpec:
     """Modules that run before the blocks."""
     after: tuple[str, ...] = ("norm", "output")
     """Modules that run after the blocks."""
+    core: str = ""
+    """The path inside of a block of what attends, for context parallel; empty if the model cannot split sequences."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     parameters: Callable[[Any], int] | None = None

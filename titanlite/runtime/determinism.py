@@ -21,9 +21,9 @@ def agree_on_seed(configured: int | None) -> int:
     return seed[0]
 
 
-def reseed(seed: int, step: int, micro_batch: int, batch_coordinate: int, tensor_coordinate: int) -> None:
-    """Seed dropout for one micro-batch, so that a checkpoint needs no generator state."""
-    torch.manual_seed(derive_seed("dropout", seed, step, micro_batch, batch_coordinate, tensor_coordinate))
+def reseed(seed: int, step: int, micro_batch: int, *coordinates: int) -> None:
+    """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no generator state."""
+    torch.manual_seed(derive_seed("dropout", seed, step, micro_batch, *coordinates))
 
 
 def use_deterministic_algorithms() -> None:

@@ -26,6 +26,14 @@ ATTENTION_OPERATIONS = (
 REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
+def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Attend causally from the last tokens, on a GPU and in 16 bits, without a mask."""
+    # torch 2.14, read only (no GPU): what torch.nn.attention.bias.causal_lower_right calls, whose subclass of Tensor
+    # breaks compiled blocks and recomputation by operation. It takes fewer heads of keys and values as they are.
+    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash_attention(q, k, v, dropout, is_causal=True)[0]
+
+
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each tensor by the factor, in one kernel."""
     # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does so too, but is slow on a list of DTensors.

@@ -22,6 +22,8 @@ def generate(
     seed: int,
     device: torch.device,
     multiple: int = 1,
+    own_places: Callable[[int], torch.Tensor | None] = lambda length: None,
+    group: dist.ProcessGroup | None = None,
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     show: Callable[[list[int]], None] = lambda tokens: None,
 ) -> str:
@@ -29,6 +31,7 @@ def generate(
 
     `narrow` may rule out tokens, by a logit of -inf; `show` sees the text's tokens before each further one.
     The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
+    Under context parallel a rank has `own_places` of a length, and the ranks of `group` all of them.
     """
     (model,) = parts  # the only case today
     tokenizer = require_tokenizer(tokenizer, "generation")
@@ -39,11 +42,15 @@ def generate(
     for _ in range(settings.tokens):
         show(tokens)
         context = tokens[-positions:]
-        padded = context + [tokenizer.end] * (-len(context) % multiple)
-        logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
-        if isinstance(logits, DTensor):  # each rank holds a slice of the vocabulary
-            logits = logits.full_tensor()
-        token = _sample(narrow(logits.float().cpu()), settings.temperature, generator).to(device)
+        padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)
+        last, places = len(context) - 1, own_places(padded.size(1))
+        if places is None:
+            logits = _whole(model(padded)[0, last])
+        else:  # one rank of the group has the last token
+            own = (places == last).nonzero().flatten().tolist()
+            logits = _whole(model(padded[:, places], places.unsqueeze(0))[0, own[0] if own else 0]) * len(own)
+            dist.all_reduce(logits, group=group)
+        token = _sample(narrow(logits.cpu()), settings.temperature, generator).to(device)
         if dist.is_initialized():
             dist.broadcast(token, src=0)
         tokens.append(int(token))
@@ -51,6 +58,11 @@ def generate(
             break
     model.train()
     return printable(tokenizer.decode([token for token in tokens if token != tokenizer.end]))
+
+
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    """Return all logits in float32, where each rank may hold a slice of the vocabulary."""
+    return (logits.full_tensor() if isinstance(logits, DTensor) else logits).float()
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

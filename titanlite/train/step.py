@@ -53,7 +53,8 @@ class StepRunner:
         """
         (model,), config, layout = self.parts, self.config, self.context.job.layout
         chunks, deferred = config.training.loss_chunks, config.parallelism.defer_gradient_sync
-        coordinates = layout.batch_coordinate(self.rank), layout.coordinates(self.rank)["tp"]
+        own = layout.coordinates(self.rank)  # cp only where there is any: runs without it resume bit for bit
+        coordinates = layout.batch_coordinate(self.rank), own["tp"], *[own["cp"]] * (layout.cp > 1)
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for number, batch in enumerate(micro_batches):
             if deferred and isinstance(model, FSDPModule):

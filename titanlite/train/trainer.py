@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import re
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.context import own_places, sequence_multiple
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_parts
@@ -60,6 +62,7 @@ class Trainer:
         self._require_equal("the kind of device", device.type)
         self._require_equal("the software", f"titanlite {__version__}, torch {torch.__version__}")
         self.mesh = build_mesh(job.layout, device.type)
+        self.own_places = partial(own_places, job, rank_info.rank, device)
         self.checkpoints = Checkpoints(job, rank_info, device, log)
         self.resume = self.checkpoints.find()
         self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
@@ -195,9 +198,9 @@ class Trainer:
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
-        count = self.rank_slice.accumulation
+        count, places = self.rank_slice.accumulation, self.own_places(self.job.config.training.seq_len)
         with self.report.clock.waiting_for_data():
-            micro_batches = [batch.to(self.device) for batch in islice(self.batches, count)]
+            micro_batches = [batch.to(self.device, places) for batch in islice(self.batches, count)]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches
@@ -211,8 +214,8 @@ class Trainer:
     def validate(self) -> None:
         """Log the loss on held-out data."""
         with self.report.clock.paused("validation"):
-            chunks = self.job.config.training.loss_chunks
-            loss = validation_loss(self.parts, self.validation_loader, self.device, self.mesh.loss, chunks)
+            chunks, places = self.job.config.training.loss_chunks, self.own_places(self.job.validation_seq_len)
+            loss = validation_loss(self.parts, self.validation_loader, self.device, self.mesh.loss, chunks, places)
             self.report.log_validation(self.step, loss)
 
     def save(self) -> None:
@@ -228,7 +231,10 @@ class Trainer:
         """Log text that the model generates."""
         job, settings = self.job, self.job.config.generate
         text = generate(
-            self.parts, self.tokenizer, settings, job.positions, self.seed, self.device, multiple=job.layout.tp
+            *(self.parts, self.tokenizer, settings, job.positions, self.seed, self.device),
+            multiple=sequence_multiple(job),
+            own_places=self.own_places,
+            group=self.mesh.world["cp"].get_group(),
         )
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines()) + "\n")

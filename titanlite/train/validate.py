@@ -14,9 +14,16 @@ from titanlite.train.loss import count_valid
 
 
 def validation_loss(
-    parts: Sequence[nn.Module], loader: Loader, device: torch.device, group: dist.ProcessGroup | None, chunks: int = 1
+    parts: Sequence[nn.Module],
+    loader: Loader,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    chunks: int = 1,
+    places: torch.Tensor | None = None,
 ) -> float:
     """Return the mean token loss over a loader's batches, which are the same every time.
+
+    `places` are this rank's in each sequence, None for all.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
@@ -27,7 +34,7 @@ def validation_loss(
     model.eval()
     with torch.no_grad():
         for batch in batches:
-            batch = batch.to(device)
+            batch = batch.to(device, places)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
                 valid_anywhere = valid.clone()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
-from titanlite.verify.table import EXTRA, INDUCTOR, Row, choices, full, pairwise
+from titanlite.verify.table import BEYOND, EXTRA, INDUCTOR, LAYOUTS, ONLY_FULL, Row, beyond, choices, full, pairwise
 
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
@@ -37,6 +37,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=about)
     product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
     parser.add_argument("--full", action="store_true", help=product)
+    about = "all rows of the further layouts (context parallel), of which the table without options has one each"
+    parser.add_argument("--beyond", action="store_true", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
     about = "run only these rows of the table: numbers or layouts, such as tp2,dp2,40"
     parser.add_argument("--only", metavar="ROW,…", help=about)
@@ -49,8 +51,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
     if arguments.fault and arguments.full:
         raise UserError("--fault runs the rows that can show the fault: remove --full")
-    if arguments.only is not None and (arguments.full or arguments.fault):
-        raise UserError(f"--only selects rows of the default table: remove --{'full' if arguments.full else 'fault'}")
+    for name, selected_by in (("only", arguments.only is not None), ("beyond", arguments.beyond)):
+        others = [option for option in ("full", "fault", "beyond") if option != name and getattr(arguments, option)]
+        if selected_by and others:
+            raise UserError(f"--{name} selects rows of the default table: remove --{others[0]}")
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
@@ -61,10 +65,43 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     model = read_model([*overrides, *name], os.environ)
     if arguments.fault:
         return _run_rows(model, numbered(fault_rows(model, arguments.fault)), arguments)
-    columns = choices(model.layouts, list(model.variants))
-    single = [row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts]
-    rows = numbered([*(full(columns) if arguments.full else pairwise(columns)), *single])
-    return _run_rows(model, rows if arguments.only is None else selected(model, rows, arguments.only), arguments)
+    if arguments.full:
+        rows = full_table(model)
+    elif arguments.only is not None:
+        rows = selected(model, table(model), arguments.only)
+    else:
+        rows = further_rows(table(model)) if arguments.beyond else first_rows(table(model))
+    return _run_rows(model, rows, arguments)
+
+
+def first_rows(rows: Rows) -> Rows:
+    """Return the rows that run without options: of each further layout the first only."""
+    first = {row.layout: number for number, row in reversed(rows.items()) if row.layout in BEYOND}
+    return {number: row for number, row in rows.items() if first.get(row.layout, number) == number}
+
+
+def further_rows(rows: Rows) -> Rows:
+    """Return all rows of the further layouts."""
+    return {number: row for number, row in rows.items() if row.layout in BEYOND}
+
+
+def table(model: ModelUnderTest) -> Rows:
+    """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
+    variants, allowed = list(model.variants), model.layouts
+    rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants))
+    rows += [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed]
+    for layout in filter(allowed.get, BEYOND):
+        rows += beyond(choices([layout], variants, allowed[layout]))
+    return numbered(rows)
+
+
+def full_table(model: ModelUnderTest) -> Rows:
+    """Return the product of what changes the mathematics most for every layout."""
+    variants, allowed = list(model.variants), model.layouts
+    rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants))
+    for layout in filter(allowed.get, [*BEYOND, *ONLY_FULL]):
+        rows += full(choices([layout], variants, allowed[layout]))
+    return numbered(rows + [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed])
 
 
 def numbered(rows: Sequence[Row]) -> Rows:
@@ -75,7 +112,7 @@ def numbered(rows: Sequence[Row]) -> Rows:
 def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
     names = {name.strip() for name in only.split(",")}
-    layouts = [layout for layout in model.layouts if layout != "1"]  # which as a number is the first row
+    layouts = [x for x in model.layouts if x != "1" and x not in ONLY_FULL]  # 1 as a number is the first row
     if unknown := sorted(names - {*layouts, *map(str, rows)}):
         reasons = [f"{name} ({model.refused_layouts.get(name, 'unknown')})" for name in unknown]
         legal = f"the numbers 1 to {len(rows)}, {', '.join(layouts)}"

@@ -31,7 +31,7 @@ from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
-def measure(overrides: list[str], reference: str, precision: str, extra: str = "", fault: str = "") -> Mismatch:
+def measure(overrides: list[str], reference: str, precision: str, batch: str = "", fault: str = "") -> Mismatch:
     """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
 
     A job that does not run raises RowFailed, so that the pool ends the ranks that wait for this one.
@@ -45,7 +45,7 @@ def measure(overrides: list[str], reference: str, precision: str, extra: str = "
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
             rank_info = RankInfo(rank, world, rank, f"rank{rank}")
-            trainer = InstrumentedTrainer(build_job(overrides, world), rank_info, extra)
+            trainer = InstrumentedTrainer(build_job(overrides, world), rank_info, batch)
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
@@ -78,12 +78,14 @@ class RowFailed(Exception):
 class InstrumentedTrainer(Trainer):
     """The trainer on a fixed batch, measured while it steps."""
 
-    def __init__(self, job: Job, rank_info: RankInfo, extra: str = "") -> None:
+    def __init__(self, job: Job, rank_info: RankInfo, batch: str = "") -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
         super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
-        global_batch = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, extra).rows
+        seq_len = job.config.training.seq_len
+        global_batch = measurements.ragged_batch(job.shape.vocab_size, seq_len, batch).rows
         own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
-        self.micro_batches = [MicroBatch(rows) for rows in own_rows.chunk(self.rank_slice.accumulation)]
+        places = self.own_places(seq_len)
+        self.micro_batches = [MicroBatch(rows, places) for rows in own_rows.chunk(self.rank_slice.accumulation)]
         self.measured: Measured = {}
         self.gathered: list[gather_order.Group] = []
         self.report.close()

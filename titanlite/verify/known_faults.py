@@ -21,7 +21,7 @@ import titanlite.train.trainer as trainer
 from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import fsdp, fsdp_schedule, init, parallelize, recompute, tensor
+from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, recompute, tensor
 from titanlite.parallel.build import Context
 from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
@@ -108,15 +108,19 @@ def _same_shards() -> Patch:
     return patch.multiple(init, shard_offset=lambda tensor: (0,) * tensor.dim())
 
 
-@_fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
-def _hsdp_made_fsdp() -> Patch:
+def _sharded_over(dimension: str) -> Patch:
     build = trainer.build_mesh
 
-    def without_replicas(*args: Any) -> Any:
+    def build_other(*args: Any) -> Any:
         mesh = build(*args)
-        return replace(mesh, fsdp=mesh.world["dp_shard"])
+        return replace(mesh, fsdp=mesh.world[dimension])
 
-    return patch.multiple(trainer, build_mesh=without_replicas)
+    return patch.multiple(trainer, build_mesh=build_other)
+
+
+@_fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
+def _hsdp_made_fsdp() -> Patch:
+    return _sharded_over("dp_shard")
 
 
 @_fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
@@ -213,9 +217,50 @@ def _reduction_in_bf16() -> Patch:
     return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
-@_fault("attention crosses from one document to the next", Row("tp2", extra="documents"))
+@_fault("attention crosses from one document to the next", Row("tp2", documents="on"))
 def _documents_mixed() -> Patch:
     return patch.multiple(MicroBatch, documents=None)
+
+
+@_fault("each rank keeps the gradients of its own tokens' attention to other ranks' keys and values", Row("cp2"))
+def _keys_not_summed() -> Patch:
+    return patch.multiple(context, Partial=Replicate)
+
+
+@_fault("gathered keys and values stay in the order of the ranks", Row("cp2"))
+def _order_forgotten() -> Patch:
+    return patch.multiple(context, _order=lambda degree, balanced: range(degree * (1 + balanced)))
+
+
+@_fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
+def _positions_restart() -> Patch:
+    return patch.multiple(MicroBatch, positions=property(lambda self: torch.arange(self.tokens.size(1))[None]))
+
+
+@_fault("the tokens of a sequence are counted by each of the ranks that split it", Row("cp2"))
+def _tokens_counted_whole() -> Patch:
+    original = StepRunner.forward_backward
+
+    def counted_whole(self: StepRunner, number: int, batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
+        whole = loss.count_valid(torch.stack([batch.rows[:, 1] for batch in batches]))
+        dist.all_reduce(whole, group=self.context.mesh.loss)
+        return original(self, number, batches, whole)
+
+    return patch.multiple(StepRunner, forward_backward=counted_whole)
+
+
+@_fault("parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp", Row("dp2 x cp2"))
+def _context_not_reduced() -> Patch:
+    return _sharded_over("dp_shard")
+
+
+@_fault("the documents are cut like the tokens", Row("cp2", documents="on"))
+def _documents_cut() -> Patch:
+    def tiled(batch: MicroBatch) -> torch.Tensor:
+        own = batch.rows[:, 2, batch.places]
+        return own.repeat(1, batch.rows.size(2) // own.size(1))
+
+    return patch.multiple(MicroBatch, documents=property(tiled))
 
 
 @_fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))

@@ -65,31 +65,32 @@ def after_steps(optimizer: str) -> str:
     return f"after {STEPS[optimizer]} {optimizer} step{'s' * (STEPS[optimizer] > 1)}:"
 
 
-def ragged_batch(vocab_size: int, tokens: int, extra: str = "") -> MicroBatch:
+def ragged_batch(vocab_size: int, tokens: int, kind: str = "") -> MicroBatch:
     """Return SAMPLES samples of `tokens` tokens, some labels ignored, in the first half all of them.
 
     As "one slice", no token is in the slice of the vocabulary that the second of two tensor-parallel ranks has; with
-    "documents" each sample has two.
+    "documents" each sample has three.
     """
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(vocab_size, (SAMPLES, tokens + 1), generator=generator)
-    if extra == "one slice":
+    if kind == "one slice":
         text %= vocab_size // 2
     labels = text[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED
     labels[: SAMPLES // 2] = IGNORED
     rows = [text[:, :-1], labels]
-    if extra == "documents":
-        first, second = lengths_of(tokens, extra)
-        documents = torch.tensor([0] * first + [1] * second)
-        positions = torch.cat([torch.arange(first), torch.arange(second)])
+    if kind == "documents":
+        lengths = lengths_of(tokens, kind)
+        documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(length) for length in lengths])
         rows += [documents.expand_as(labels), positions.expand_as(labels)]
     return MicroBatch(torch.stack(rows, dim=1))
 
 
-def lengths_of(tokens: int, extra: str) -> list[int]:
-    """Return the lengths of the documents in a sample."""
-    return [tokens // 3, tokens - tokens // 3] if extra == "documents" else [tokens]
+def lengths_of(tokens: int, kind: str) -> list[int]:
+    """Return the lengths of the documents in a sample; the second of three lies on both sides of the middle."""
+    third, rest = tokens // 3, tokens % 3
+    return [third, third + rest // 2, third + rest - rest // 2] if kind == "documents" else [tokens]
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, get_model
-from titanlite.verify.table import LAYOUTS, SAMPLES, Row
+from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
@@ -52,7 +52,8 @@ class ModelUnderTest:
     """The override that replicates its small parameters."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
-    layouts: tuple[str, ...]
+    layouts: Mapping[str, tuple[str, ...]]
+    """Those that it allows, each with the ways to split sequences that it allows there."""
     refused_layouts: Mapping[str, str]
     """Layouts that the config's rules refuse for it, and why."""
 
@@ -101,8 +102,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
     kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}"
     tied = any(rule.tied for rule in rules)
-    refused = _refused_layouts(section)
-    layouts = tuple(layout for layout in LAYOUTS if layout not in refused)
+    layouts, refused = _allowed_layouts(section)
     modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
     return ModelUnderTest(
         f"{model.name} {model.flavor}", modules, section, variants, kept_whole, tied, layouts, refused
@@ -117,15 +117,21 @@ def _freezing(model: Model, spec: ModelSpec) -> str:
     return f"--model.freeze={toml_value([*model.freeze, *patterns, block])}"
 
 
-def _refused_layouts(overrides: tuple[str, ...]) -> dict[str, str]:
-    """Return the layouts that the config refuses, and why; a model refused on one process is an error of its own."""
-    refused = {}
-    for layout in LAYOUTS:
-        row = Row(layout)
-        try:
-            build_job([*overrides, *row.overrides(), "--training.dataset_path=."], row.mesh.world)
-        except ConfigError as error:
-            if layout == "1":
-                raise
-            refused[layout] = f"{error.faults[0].key}: {error.faults[0].why}"
-    return refused
+def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the layouts that the config allows, each with the ways to split sequences, and why it refuses others.
+
+    A model refused on one process is an error of its own.
+    """
+    allowed, refused = dict[str, tuple[str, ...]](), dict[str, str]()
+    for layout, degrees in ALL_LAYOUTS.items():
+        for sequence in OVERRIDES["sequence"] if degrees.cp > 1 else ("headtail",):
+            row = Row(layout, sequence=sequence)
+            try:
+                build_job([*overrides, *row.overrides(), "--training.dataset_path=."], degrees.world)
+                allowed[layout] = (*allowed.get(layout, ()), sequence)
+            except ConfigError as error:
+                if layout == "1":
+                    raise
+                name = f"{layout} with {sequence}" if layout in allowed else layout
+                refused.setdefault(name, f"{error.faults[0].key}: {error.faults[0].why}")
+    return allowed, refused

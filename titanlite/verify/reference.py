@@ -16,12 +16,12 @@ from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measure
 from titanlite.verify.model_under_test import build_job
 
 
-def measure_reference(overrides: list[str], path: str, extra: str) -> float:
+def measure_reference(overrides: list[str], path: str, kind: str) -> float:
     """Write the plain module's measurements to a file, and return the norm it clipped to: half of its own."""
     job = build_job(overrides, 1)
     config = job.config
-    batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len, extra)
-    documents = batch.tokens.split(measurements.lengths_of(config.training.seq_len, extra), dim=1)
+    batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len, kind)
+    documents = batch.tokens.split(measurements.lengths_of(config.training.seq_len, kind), dim=1)
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)

@@ -13,7 +13,7 @@ from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
-_WIDTHS = {"layout": 14, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "variant": 7}
+_WIDTHS = {"layout": 16, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "sequence": 8, "variant": 7}
 
 
 class TablePrinter:

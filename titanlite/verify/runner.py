@@ -18,7 +18,7 @@ from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
-from titanlite.verify.table import BATCHES, SAMPLES, Row
+from titanlite.verify.table import SAMPLES, Row
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
@@ -95,7 +95,7 @@ class RowRunner:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
-                arguments = (overrides, reference, row.precision, row.extra, fault)
+                arguments = (overrides, reference, row.precision, row.batch, fault)
                 worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
             if self._pool.log:
@@ -108,11 +108,10 @@ class RowRunner:
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
-        batch = row.extra if row.extra in BATCHES else ""
-        key = (row.variant, precision, batch)
+        key = (row.variant, precision, row.batch)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
-            max_norm = pool.run(measure_reference, overrides, path, batch, world=1, timeout=TIMEOUT_SECONDS)[0]
+            max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

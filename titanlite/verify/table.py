@@ -1,8 +1,9 @@
 """The table: which combinations are compared with one process on the whole batch. Imports no torch.
 
 A row has one choice of every column. `pairwise` returns a small set of rows in which every valid pair of choices
-occurs; `full` returns every layout with every recomputation, accumulation and variant, and every valid pair of
-choices in its other columns.
+occurs; `beyond` returns a few for each further layout, in which it meets every choice of every other column; `full`
+returns every layout with every recomputation, accumulation and variant, and every valid pair of choices in its other
+columns.
 """
 
 import random
@@ -26,9 +27,19 @@ LAYOUTS = {
     "dp2 x tp2": Layout(dp_shard=2, tp=2),
     "hsdp2x2 x tp2": Layout(dp_replicate=2, dp_shard=2, tp=2),
 }
+BEYOND = {
+    "cp2 x tp2": Layout(cp=2, tp=2),
+    "cp2": Layout(cp=2),
+    "dp2 x cp2": Layout(dp_shard=2, cp=2),
+    "replicate2 x cp2": Layout(dp_replicate=2, cp=2),
+}
+"""Layouts that meet each choice of every other column, but not each pair of choices."""
+ONLY_FULL = {"cp4": Layout(cp=4), "hsdp2x2 x cp2": Layout(dp_replicate=2, dp_shard=2, cp=2)}
+ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
 VARIANTS = ("plain", "tied", "untied", "frozen")
 
 _AC, _FSDP, _TRAINING = "--activation_checkpoint.", "--parallelism.fsdp_", "--training."
+_CONTEXT = "--parallelism.context_parallel_"
 _MIXED = [_TRAINING + "mixed_precision_param=", _TRAINING + "mixed_precision_reduce="]
 OVERRIDES: dict[str, dict[str, list[str]]] = {
     "recompute": {
@@ -48,6 +59,12 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
         depth: [f"{_FSDP}forward_prefetch={depth}", f"{_FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
     },
     "reshard": {policy: [f"{_FSDP}reshard_after_forward={policy}"] for policy in ("default", "always", "never")},
+    "sequence": {
+        "headtail": [],
+        "none": [_CONTEXT + "load_balancer=none"],
+        "ulysses": [_CONTEXT + "rotate_method=ulysses"],
+    },
+    "documents": {"off": [], "on": []},  # each sample has three, which the reference reads one by one
     "precision": {
         "float64": [_TRAINING + "dtype=float64", *(key + "float64" for key in _MIXED)],
         "float32": [key + "float32" for key in _MIXED],
@@ -61,12 +78,9 @@ EXTRAS: dict[str, list[str]] = {
     "deferred": ["--parallelism.defer_gradient_sync=true"],
     "kept whole": [],  # what of the model is, is computed
     "offloaded": [_TRAINING + "enable_cpu_offload"],
-    "documents": [],  # each sample has two, which the reference reads one by one
     "one slice": [],  # no token or label is in the second half of the vocabulary
 }
 """What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
-BATCHES = ("documents", "one slice")
-"""Those that change the batch, and so the reference."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +94,26 @@ class Row:
     chunks: str = "1"
     prefetch: str = "0"
     reshard: str = "default"
+    sequence: str = "headtail"
+    documents: str = "off"
     variant: str = "plain"
     precision: str = "float64"
     extra: str = ""
 
     @property
     def mesh(self) -> Layout:
-        return LAYOUTS[self.layout]
+        return ALL_LAYOUTS[self.layout]
+
+    @property
+    def batch(self) -> str:
+        """Return what changes the batch, and so the reference."""
+        return "documents" * (self.documents == "on") + self.extra * (self.extra == "one slice")
 
     def overrides(self) -> list[str]:
         """Return the command line's overrides for this row, without those for its variant of the model."""
         return [
             f"--parallelism.data_parallel_replicate_degree={self.mesh.dp_replicate}",
+            f"{_CONTEXT}degree={self.mesh.cp}",
             f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
             f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
             *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
@@ -115,7 +137,6 @@ EXTRA = (
     Row("hsdp2x2", accumulation="3", extra="deferred"),
     Row("dp2", accumulation="3", extra="kept whole"),
     Row("dp2", extra="offloaded"),
-    Row("tp2", extra="documents"),
     Row("tp2", "full", extra="one slice"),
 )
 """Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have."""
@@ -126,17 +147,21 @@ EXCLUDED_PAIR: _Pair = frozenset({("layout", "hsdp2x2 x tp2"), ("compile", "aot_
 """Has one row in `full` and none in `pairwise`: eight processes that compile take a minute on two cores."""
 
 
-def choices(layouts: Sequence[str], variants: Sequence[str]) -> Choices:
-    """Return the choices of every column, for the layouts and variants that a model allows."""
-    by_column = {"layout": layouts, "variant": variants} | {column: list(c) for column, c in OVERRIDES.items()}
-    by_column["compile"] = ["off", "aot_eager"]
+def choices(layouts: Sequence[str], variants: Sequence[str], sequences: Sequence[str] = ("headtail",)) -> Choices:
+    """Return the choices of every column, for what a model allows of layouts, variants and splits of sequences."""
+    by_column = {column: list(c) for column, c in OVERRIDES.items()} | {"compile": ["off", "aot_eager"]}
+    by_column |= {"layout": layouts, "variant": variants, "sequence": sequences}
     return {column: by_column[column] for column in COLUMNS}
 
 
 def is_valid(row: Mapping[str, str]) -> bool:
-    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect."""
-    shards = "layout" not in row or LAYOUTS[row["layout"]].dp_shard > 1
-    return shards or (row.get("prefetch", "0"), row.get("reshard", "default")) == ("0", "default")
+    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect, and
+    without context parallel those for sequences; a rank of cp4 has two tokens, too few for three chunks."""
+    if "layout" not in row:
+        return True
+    layout, gathers = ALL_LAYOUTS[row["layout"]], (row.get("prefetch", "0"), row.get("reshard", "default"))
+    split = layout.cp > 1 or row.get("sequence", "headtail") == "headtail"
+    return split and (layout.fsdp > 1 or gathers == ("0", "default")) and (layout.cp < 4 or row.get("chunks") != "3")
 
 
 def pairs(of: Choices) -> set[_Pair]:
@@ -157,6 +182,21 @@ def pairwise(of: Choices) -> list[Row]:
     covers = (_cover(of, pairs(of) - {EXCLUDED_PAIR}, random.Random(seed), prefer_cheap=True) for seed in range(30))
     order = sorted(LAYOUTS, key=lambda layout: LAYOUTS[layout].tp == 1)
     return sorted(min(covers, key=len), key=lambda row: (order.index(row.layout), astuple(row)))
+
+
+def beyond(of: Choices) -> list[Row]:
+    """Return a small set of rows in which a layout meets every choice of every other column, always the same.
+
+    The first is in float64 and with the default split of sequences, if the model allows that.
+    """
+    (layout,) = of["layout"]
+    met = {pair for pair in pairs(of) if ("layout", layout) in pair}
+    covers = [_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True) for seed in range(30)]
+
+    def order(row: Row) -> tuple[bool, ...]:
+        return row.precision != "float64", row.sequence != "headtail", row.compile != "off"
+
+    return sorted(min(covers, key=lambda rows: (len(rows), min(map(order, rows)))), key=order)
 
 
 def full(of: Choices) -> list[Row]:

@@ -40,8 +40,10 @@ def _sequences_fit_the_model(context: RuleContext) -> Faults:
 def _chunks_have_tokens(context: RuleContext) -> Faults:
     training, validation = context.config.training, context.config.validation
     shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
+    shortest //= context.layout.cp
     if training.loss_chunks > shortest:
-        yield "training.loss_chunks", f"a sequence has {shortest} tokens; at most {shortest}"
+        rank = " on a rank" * (context.layout.cp > 1)
+        yield "training.loss_chunks", f"a sequence has {shortest} tokens{rank}; at most {shortest}"
 
 
 @RULES.add

@@ -26,7 +26,6 @@ DEGREES = {
 """The keys of all degrees but the sharding one, which may be -1."""
 
 NOT_BUILT = {
-    "parallelism.context_parallel_degree": "context parallel",
     "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
 }
@@ -61,6 +60,8 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
             reasons["training.mixed_precision_reduce"] = "without data parallel"
     if layout.tp == 1:
         reasons |= dict.fromkeys(_NEED_TENSOR_PARALLEL, "without tensor parallel")
+    if config.parallelism.context_parallel_rotate_method == "ulysses":
+        reasons["parallelism.context_parallel_load_balancer"] = "with ulysses"
     if layout.world == 1:
         reasons = dict.fromkeys(reasons, "on 1 rank")
     return {key: reasons[key] for key in KEYS if key in reasons and _is_set(config, key)}
@@ -114,7 +115,7 @@ def _legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
         if key == "tensor_parallel_degree":
             sizes += _split_by_tensor_parallel(context).values()
         elif key == "context_parallel_degree":
-            sizes.append(context.config.training.seq_len // 2)
+            sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
         elif key == "pipeline_parallel_degree":
             most = context.shape.layers
     return [number for number in divisors(math.gcd(*sizes)) if number <= most]
@@ -132,6 +133,18 @@ def _split_by_tensor_parallel(context: RuleContext) -> dict[str, int]:
     if validation.enable and validation.seq_len:
         sizes["tokens in a validation sequence"] = validation.seq_len
     return sizes
+
+
+def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
+    """Return what a context-parallel degree must divide; 1 if tensor parallel and chunks leave nothing to divide."""
+    settings, sizes = context.config.parallelism, _split_by_tensor_parallel(context)
+    tp, what = settings.tensor_parallel_degree, ""
+    if settings.context_parallel_rotate_method == "allgather":
+        sizes = {name: size for name, size in sizes.items() if "tokens" in name}
+        if settings.context_parallel_load_balancer == "headtail":
+            tp, what = 2 * tp, " in chunks of head and tail"
+    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (settings.tensor_parallel_degree > 1)
+    return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
 
 @RULES.add
@@ -156,13 +169,21 @@ def _async_tensor_parallel_has_what_it_needs(context: RuleContext) -> Faults:
 
 
 @RULES.add
-def _context_and_pipeline_divide_the_model(context: RuleContext) -> Faults:
-    parallelism, seq_len, layers = context.config.parallelism, context.config.training.seq_len, context.shape.layers
-    cp, pp = parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
-    if cp > 1 and seq_len % (2 * cp):
-        world = context.world or 0
-        legal = _legal_degrees(context, "context_parallel_degree", world) if seq_len % 2 == 0 else [1]
-        yield "parallelism.context_parallel_degree", _does_not_divide(cp, f"half of {seq_len} tokens", legal)
+def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
+    cp, key = context.config.parallelism.context_parallel_degree, "context_parallel_degree"
+    if cp > 1 and not context.spec.core:
+        why = "its ModelSpec names no core, the part of attention that would have to see the tokens of all ranks"
+        yield f"parallelism.{key}", f"{context.spec.name} cannot split sequences: {why}; legal: 1"
+        return
+    legal = _legal_degrees(context, key, context.world or 0)
+    for what, size in _split_by_context_parallel(context).items():
+        if size % cp:
+            yield f"parallelism.{key}", _does_not_divide(cp, what, legal)
+
+
+@RULES.add
+def _pipeline_has_layers(context: RuleContext) -> Faults:
+    pp, layers = context.config.parallelism.pipeline_parallel_degree, context.shape.layers
     if pp > layers:
         yield "parallelism.pipeline_parallel_degree", f"{pp} stages for {layers} layers; at most {layers}"
 
@@ -223,9 +244,10 @@ def _float8_can_multiply(context: RuleContext) -> Faults:
         return
     if training.mixed_precision_param == "float64":
         yield _FLOAT8 + "enable", "float8 products come out in float32 or bfloat16, not in float64"
-    tokens = training.local_batch_size * training.seq_len
+    tokens = training.local_batch_size * training.seq_len // context.layout.cp
     if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
-        why = f"a weight gradient sums over training.local_batch_size x training.seq_len = {tokens} tokens"
+        rank = " / context_parallel_degree" * (context.layout.cp > 1)
+        why = f"a weight gradient sums over training.local_batch_size x training.seq_len{rank} = {tokens} tokens"
         yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 

@@ -1,0 +1,247 @@
+"""Context parallel: who has which tokens, its collectives, what it refuses, and all that uses it beside a step.
+
+tests/parity proves that its numbers equal those of one process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.checkpoint.layouts import WIDE, load_all
+from tests.checkpoint.saved import SAVING, run_until
+from tests.jobs import FLOAT64, TINY, forward_backward, job, micro_batches, trainer
+from tests.lanes import sample
+from tests.models.test_gpt2 import GPT2
+from tests.parallel.test_exact import SAMPLES, ragged_batch
+from titanlite.config.load import ConfigError
+from titanlite.data.loader import MicroBatch
+from titanlite.errors import UserError
+from titanlite.parallel import context
+from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.context import own_places, places
+from titanlite.planner.fake_world import fake_world
+from titanlite.runtime.determinism import derive_seed, reseed
+from titanlite.train.generate import generate
+from titanlite.train.validate import validation_loss
+
+CP2, TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
+UNBALANCED = "--parallelism.context_parallel_load_balancer=none"
+EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
+    for degree in range(1, 9):
+        chunks = [chunk for rank in range(degree) for chunk in places(48 * degree, degree, rank, balanced)]
+        assert sorted(token for chunk in chunks for token in chunk) == [*range(48 * degree)]
+        ordered = [chunks[number] for number in context._order(degree, balanced)]
+        assert [token for chunk in ordered for token in chunk] == [*range(48 * degree)]
+
+
+def test_head_and_tail_see_as_many_tokens_on_every_rank():
+    def pairs(degree: int, rank: int, balanced: bool) -> int:
+        """Count the tokens and those that each sees, whole chunks at a time, as a core attends."""
+        return sum(len(chunk) * chunk.stop for chunk in places(16 * degree, degree, rank, balanced))
+
+    for degree in range(1, 9):
+        assert {pairs(degree, rank, True) for rank in range(degree)} == {(2 * degree + 1) * 8**2}
+        assert [pairs(degree, rank, False) for rank in range(degree)] == [(r + 1) * 16**2 for r in range(degree)]
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ([], [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]),
+        ([UNBALANCED], [[*range(8)], [*range(8, 16)]]),
+        ([ULYSSES], [[*range(8)], [*range(8, 16)]]),
+    ],
+    ids=["headtail", "none", "ulysses"],
+)
+def test_each_rank_reads_the_places_that_the_config_says(options, own):
+    found = job([*EVEN, CP2, *options], 4)
+    device = torch.device("cpu")
+    read = [own_places(found, rank, device, 16) for rank in range(4)]
+    assert [places.tolist() for places in read if places is not None] == [*own, *own]
+    rows, second = torch.arange(2 * 4 * 16).view(2, 4, 16), torch.tensor(own[1])
+    batch = MicroBatch(rows).to(device, read[1])
+    assert torch.equal(batch.tokens, rows[:, 0, second]) and torch.equal(batch.labels, rows[:, 1, second])
+    assert batch.positions is not None and torch.equal(batch.positions, rows[:, 3, second])
+    assert batch.documents is not None and torch.equal(batch.documents, rows[:, 2]), "masks need all of them"
+    unmasked = MicroBatch(rows[:, :2], read[1])
+    assert unmasked.documents is None and unmasked.positions is not None
+    assert unmasked.positions.tolist() == [own[1]] * 2
+
+
+def collectives(argv: list[str], folder: str) -> dict[str, list[int]]:
+    """Return the sizes, in elements of the whole, of each collective of one step that attention issues."""
+    run = trainer([*argv, f"--training.local_batch_size={SAMPLES}"], folder)
+    seen: dict[str, list[int]] = {}
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
+            result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+            if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+                seen.setdefault(name, []).append(max(args[0].numel(), result.numel()))
+            elif name == "alltoall_base_":
+                seen.setdefault(name, []).append(args[0].numel())
+            return result
+
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
+    own = run.own_places(TOKENS)
+    with Recorded():
+        forward_backward(run, [batch.to(run.device, own) for batch in mine])
+    return seen
+
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 2, 2, 1, 8, 16
+RECOMPUTE = "--activation_checkpoint.mode="
+
+
+@pytest.mark.parametrize(("option", "gathers"), [("", 1), (f"{RECOMPUTE}full", 2), (f"{RECOMPUTE}selective", 2)])
+def test_keys_and_values_are_gathered_once_per_block_and_pass(pool, tmp_path, option, gathers):
+    """One collective has both. Recomputing a block gathers them again."""
+    for found in pool.run(collectives, [*TINY, CP2, *filter(None, [option])], str(tmp_path), world=2):
+        both = 2 * SAMPLES * TOKENS * KV_HEADS * HEAD_DIM
+        assert found == {
+            "all_gather_into_tensor": [both] * LAYERS * gathers,
+            "reduce_scatter_tensor": [both] * LAYERS,
+        }
+
+
+def test_ulysses_exchanges_four_tensors_per_block_and_pass(pool, tmp_path):
+    for found in pool.run(collectives, [*EVEN, CP2, ULYSSES], str(tmp_path), world=2):
+        own = SAMPLES * TOKENS * HEADS * HEAD_DIM // 2
+        assert found == {"alltoall_base_": [own] * 8 * LAYERS}, "kv heads are as many as heads here"
+
+
+def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
+    run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
+    loss = validation_loss(
+        run.parts, run.validation_loader, run.device, run.mesh.loss, places=run.own_places(run.job.validation_seq_len)
+    )
+    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
+    text = generate(
+        *(run.parts, run.tokenizer, settings, 16, 0, run.device),
+        multiple=context.sequence_multiple(run.job),
+        own_places=run.own_places,
+        group=run.mesh.world["cp"].get_group(),
+    )
+    return loss, text
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    sample([(2, CP2), (2, f"{CP2} {ULYSSES}"), (4, f"{CP2} {TP2}"), (4, f"{CP2} {UNBALANCED}")], (2, CP2)),
+)
+def test_validation_and_generation_equal_one_process(pool, tmp_path, world, options):
+    """The text grows past the chunks, so that the last token changes its rank; every rank draws the same numbers."""
+    (loss, text), *_ = pool.run(validation_and_sample, EVEN, str(tmp_path), world=1)
+    split = pool.run(validation_and_sample, [*EVEN, *options.split()], str(tmp_path), world=world)
+    assert [found[1] for found in split] == [text] * world
+    assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in split)
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+@pytest.mark.long
+def test_dropout_differs_between_ranks_and_resumes_bit_for_bit(pool, tmp_path):
+    argv = [*GPT2, *SAVING[len(TINY) :], "--model.overrides.dropout=0.2", CP2]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=2)
+    cut = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
+    assert cut[0]["begun"] == 2 and cut[0]["state"] == straight[0]["state"]
+    assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
+
+
+def seeds(argv: list[str], folder: str) -> int:
+    trainer([*argv, "--training.steps=1"], folder).train()
+    return torch.initial_seed()
+
+
+def test_ranks_that_split_a_sequence_draw_other_masks_and_older_runs_the_same_as_before(pool, tmp_path):
+    of_ranks = pool.run(seeds, [*TINY, CP2], str(tmp_path), world=2)
+    assert len(set(of_ranks)) == 2
+    alone = pool.run(seeds, TINY, str(tmp_path), world=1)[0]
+    assert alone == derive_seed("dropout", 0, 1, 0, 0, 0), "batch and tensor coordinate"
+    reseed(0, 1, 0, 0, 0, 1)
+    assert of_ranks[1] == torch.initial_seed()
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_split_sequences_loads_on_any_mesh(pool, tmp_path):
+    argv = [*WIDE, CP2, TP2, "--checkpoint.enable", "--training.steps=2"]
+    saved = pool.run(run_until, argv, str(tmp_path / "saved"), world=4)[0]["state"]
+    source = {"saved": str(tmp_path / "saved" / "checkpoint")}
+    for found in pool.run(load_all, WIDE, str(tmp_path / "to"), source, world=4):
+        assert found["saved"] == saved
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "message"),
+    [
+        (
+            ["--training.seq_len=6"],
+            2,
+            "2 does not divide 6 tokens in a sequence in chunks of head and tail; legal: 1",
+        ),
+        (
+            ["--training.seq_len=18", TP2],
+            4,
+            "18 tokens in a sequence in chunks of head and tail for tensor_parallel_degree 2; legal: 1",
+        ),
+        (["--training.seq_len=15", UNBALANCED], 2, "2 does not divide 15 tokens in a sequence; legal: 1"),
+        (["--validation.enable", "--validation.seq_len=6"], 2, "6 tokens in a validation sequence in chunks"),
+        ([ULYSSES, "--model.overrides.n_kv_heads=1"], 2, "2 does not divide 1 key and value heads; legal: 1"),
+        (["--model.package=parrot", "--model.name=parrot"], 2, "parrot cannot split sequences: its ModelSpec names"),
+        (["--training.loss_chunks=9"], 2, "a sequence has 8 tokens on a rank; at most 8"),
+        (
+            ["--quantize.linear.float8.enable", "--training.local_batch_size=1"],
+            2,
+            "training.local_batch_size x training.seq_len / context_parallel_degree = 8 tokens",
+        ),
+        (["--parallelism.context_parallel_load_balancer=ptrr"], 2, "ptrr balances the masks of FlexAttention"),
+        (
+            ["--parallelism.context_parallel_rotate_method=alltoall"],
+            2,
+            'must be one of "allgather", "ulysses"; alltoall passes keys and values around a ring',
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_legal_degrees(argv, world, message):
+    if "--model.name=parrot" in argv:
+        options = [*argv, "--model.flavor=small", "--training.seq_len=16"]
+    else:
+        options = [*EVEN, *argv]
+    with pytest.raises(ConfigError) as caught:
+        job([*options, CP2], world)
+    assert message in str(caught.value)
+
+
+def test_an_unbalanced_split_has_nothing_to_balance_with_ulysses():
+    found = job([*EVEN, CP2, ULYSSES, UNBALANCED], 2)
+    assert "with ulysses: parallelism.context_parallel_load_balancer" in found.no_effect
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: delattr(model.layers["1"].attention, "core"), "layers.1.attention.core is not in the model"),
+        (lambda model: setattr(model, "attention_mask", None), "Llama has no method attention_mask"),
+    ],
+)
+def test_a_model_without_what_its_table_names_is_refused(spoil, message):
+    found = job([*EVEN, CP2], 2)
+    model, table = build_model(found)
+    spoil(model)
+    with fake_world(found.layout) as mesh, pytest.raises(UserError, match=message):
+        context.apply(model, Context(found, mesh, table, torch.device("cpu")))
