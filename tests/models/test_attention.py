@@ -48,6 +48,43 @@ def test_flex_attention_equals_the_masked_kernel(kv_heads, as_on_a_gpu):
         assert (CausalAttention()(q, k, v) - expected).abs().max() > 1e-2, "the mask must matter"
 
 
+def random_heads(kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, kv_heads, kv_heads))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("last", [1, 13, 40])
+def test_the_last_queries_see_what_they_see_among_all(masked, last):
+    q, k, v = random_heads()
+    whole, rows = (document_mask(DOCUMENTS, q.dtype, last=n) if masked else None for n in (0, last))
+    expected = CausalAttention()(q, k, v, whole)[:, :, -last:]
+    assert (CausalAttention()(q[:, :, -last:], k, v, rows) - expected).abs().max() <= 1e-6
+
+
+def test_the_last_queries_see_the_same_documents_under_flex_attention(as_on_a_gpu):
+    q, k, v = random_heads()
+    with torch.no_grad():
+        expected = CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))[:, :, -13:]
+        found = CausalAttention()(q[:, :, -13:], k, v, document_mask(DOCUMENTS, q.dtype, last=13))
+    assert (found - expected).abs().max() <= 1e-6
+
+
+def test_a_kernel_without_a_mask_gets_the_last_queries_in_16_bits_only():
+    calls = []
+    core = CausalAttention(dropout=0.25)
+    core.attend_last = lambda *given: calls.append(given) or given[0]  # type: ignore[func-returns-value]
+    q, k, v = (tensor.bfloat16() for tensor in random_heads())
+    core(q[:, :, -13:], k, v)
+    (given,) = calls
+    assert torch.equal(given[0], q[:, :, -13:]) and torch.equal(given[1], k) and given[3] == 0.25
+    core(q, k, v)  # all of them: the kernel of every run
+    core(q[:, :, -13:].float(), k.float(), v.float())
+    core(q[:, :, -13:], k, v, document_mask(DOCUMENTS, q.dtype, DENSE, last=13))
+    core(q[:, :, -13:, :9], k[..., :9], v[..., :9])  # heads of 9, which it does not take
+    assert len(calls) == 1
+
+
 def test_layers_share_one_dense_mask():
     """Neither do they keep one of their own for the backward pass."""
     model: Any = build(SMALL)[0]
