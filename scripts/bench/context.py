@@ -4,7 +4,8 @@
 
 For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's attention over the
 mean, and the sum over the ranks over the whole sequence's attention in one process; forward and backward, without the
-gather. On a GPU it is in bfloat16, and the peak of memory shows whether a mask of tokens x tokens was made.
+gather. On a CPU it is the processor time of one thread, which other work on the machine changes little; on a GPU it is
+in bfloat16, and the peak of memory shows whether a mask of tokens x tokens was made.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     tokens, core = arguments.tokens, CausalAttention()
     core.attend_last = attend_last if ON_GPU else None
     q, k, v = (_random(heads, tokens) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -74,13 +76,14 @@ def _time(core: CausalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     parts = [(q[:, :, c.start : c.stop], k[:, :, : c.stop], v[:, :, : c.stop]) for c in chunks]
     if ON_GPU:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    clock = time.perf_counter if ON_GPU else time.process_time
+    start = clock()
     for part in parts:
         seen = core(*(leaves := [tensor.detach().requires_grad_() for tensor in part]))
         torch.autograd.grad(seen, leaves, torch.ones_like(seen))
     if ON_GPU:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 if __name__ == "__main__":

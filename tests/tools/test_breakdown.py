@@ -69,6 +69,8 @@ def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
         ("cpu_op", "aten::copy_", 1, 250, 50),
         ("user_annotation", "FSDP::all_gather (layers.0)", 1, 400, 100),
         ("cpu_op", "c10d::_allgather_base_", 1, 420, 60),
+        ("cpu_op", "c10d::alltoall_base_", 1, 620, 10),  # of context parallel
+        ("cpu_op", "c10d::send", 1, 640, 10),
         ("user_annotation", "optimizer", 1, 700, 100),
         ("cpu_op", "aten::mm", 1, 710, 20),
         ("cpu_op", "c10d::allreduce_", 1, 740, 10),
@@ -77,8 +79,8 @@ def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
     )
     breakdown = read(tmp_path / "cpu.json")
     expected = {
-        MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90, COMMUNICATION: 70, DATA: 0,
-        HOST: 640,
+        MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90, COMMUNICATION: 90, DATA: 0,
+        HOST: 620,
     }  # fmt: skip
     assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
 
