@@ -4,7 +4,7 @@
 
 For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's attention over the
 mean, and the sum over the ranks over the whole sequence's attention in one process; forward and backward, without the
-gather. On a CPU it is the processor time of one thread, which other work on the machine changes little; on a GPU it is
+gather. On a CPU it is the processor time of one thread, which other work hardly changes; on a GPU it is
 in bfloat16, and the peak of memory shows whether a mask of tokens x tokens was made.
 """
 
