@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -41,6 +42,20 @@ def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
         for row in rows:
             result = run(row)
             assert result.passed, f"{row}: {result.what} {result.error:.1e}"
+
+
+@pytest.mark.long
+def test_a_wrong_role_in_the_table_is_named_with_its_row(package, tmp_path):
+    shutil.copytree(package / "tiny", tmp_path / "tiny")
+    table = (tmp_path / "tiny/__init__.py").read_text()
+    wrong = table.replace(', "feed_forward.up")', ")").replace(
+        '"feed_forward.down")', '"feed_forward.down", "feed_forward.up")'
+    )
+    (tmp_path / "tiny/__init__.py").write_text(wrong)
+    command = [sys.executable, "-m", "titanlite", *"verify --model.package tiny --model.name tiny --only 1".split()]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    line = "the model's table: the row layers.*.feed_forward.up.weight = row is wrong: with column this layout passes"
+    assert done.returncode == 1 and done.stdout.count("the model's table") == 1 and line in done.stdout, done.stdout
 
 
 def test_commands_of_the_page_find_the_package_in_the_current_folder(package):

@@ -166,17 +166,6 @@ def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_no
         assert fault in err
 
 
-def test_a_module_that_fails_is_named_with_the_roles_of_its_rows():
-    from titanlite.verify.harness import roles_near
-
-    rules = [Rule(f"layers.*.mlp.{name}", ones, "row") for name in ("gate.weight", "down.weight", "down.bias")]
-    rules += [Rule(name, ones, "norm") for name in ("layers.*.mlp_norm.weight", "norm.weight")]
-    table = {rule.pattern.replace("*", str(layer)): rule for rule in rules for layer in (0, 1)}
-    expected = "; roles in the model's table: layers.*.mlp.gate.weight = row, layers.*.mlp.down.weight = row"
-    assert roles_near("layers.0.mlp", table) == roles_near("layers.1.mlp.down", table) == expected
-    assert roles_near("", table).endswith(": norm.weight = norm"), "a step that fails outside of any module"
-
-
 def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatch, tmp_path):
     names = {f"{path.parent.name}/{path.name}" for path in source_files(model_of())}
     assert {"common/attention.py", "llama3/model.py", "verify/table.py", "optim/grad_norm.py"} <= names

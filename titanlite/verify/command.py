@@ -149,12 +149,16 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     cached = cache.passed if cache else {}
     printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached)))
     results: list[Result] = []
+    told = False
     with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
         for number, row in rows.items():
             result = cached.get(row) or run(row, arguments.fault or "")
             results.append(result)
             if row not in cached:
                 printer.row(number, result)
+            if not result.passed and row.mesh.tp > 1 and not told and not arguments.fault:
+                told = True
+                printer.table_fault(run.wrong_role(row.layout))
             if cache and row not in cached:
                 cache.add(result)
         printer.foot(results, time.monotonic() - start, pool.log)

@@ -6,8 +6,9 @@ The first half of the batch has no valid token at all, and goes to the first dat
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +23,7 @@ from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.parallel.build import shared_names
-from titanlite.registry import Rule
+from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify import gather_order, measurements
@@ -31,9 +32,17 @@ from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 
 
-def measure(overrides: list[str], reference: str, precision: str, batch: str = "", fault: str = "") -> Mismatch:
+def measure(
+    overrides: list[str],
+    reference: str,
+    precision: str,
+    batch: str = "",
+    fault: str = "",
+    role: tuple[str, Role] | None = None,
+) -> Mismatch:
     """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
 
+    `role` is a row of the model's table and the role that it has instead.
     A job that does not run raises RowFailed, so that the pool ends the ranks that wait for this one.
     """
     # Compile in the rank itself: a process that is killed would leave compiling children behind.
@@ -45,30 +54,26 @@ def measure(overrides: list[str], reference: str, precision: str, batch: str = "
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
             rank_info = RankInfo(rank, world, rank, f"rank{rank}")
-            trainer = InstrumentedTrainer(build_job(overrides, world), rank_info, batch)
+            job = build_job(overrides, world)
+            trainer = InstrumentedTrainer(with_role(job, *role) if role else job, rank_info, batch)
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
-        roles = roles_near(module, trainer.runner.context.table) if trainer and trainer.job.layout.tp > 1 else ""
-        where = module or "a step"
-        raise RowFailed(f"{type(error).__name__} in {where}: {first_line(error)}{roles}") from error
+        raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
     mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision)
     if mismatch.error <= measurements.BOUNDS[precision] and (difference := trainer.gathered_out_of_order()):
         return Mismatch("all-gathers:", difference)
     return mismatch
 
 
-def roles_near(module: str, table: Mapping[str, Rule]) -> str:
-    """Return the roles of a module's rows, and for a layer those beside it: a wrong role can fail in the next layer.
-
-    Without a module, those outside of the blocks. Biases are left out: a wrong role of theirs is an error of its own.
-    """
-    if any(name.rpartition(".")[0] == module for name in table):
-        module = module.rpartition(".")[0]
-    near = (r for name, r in table.items() if (name.startswith(f"{module}.") if module else "*" not in r.pattern))
-    rows = {rule.pattern: rule.tensor for rule in near}
-    roles = ", ".join(f"{pattern} = {role}" for pattern, role in rows.items() if not pattern.endswith(".bias"))
-    return f"; roles in the model's table: {roles}" if roles else ""
+def with_role(job: Job, pattern: str, role: Role) -> Job:
+    """Return the job with another role in one row of the model's table, and in its bias's row what goes with it."""
+    roles: dict[str, Role] = {
+        pattern: role,
+        f"{pattern.removesuffix('.weight')}.bias": "column" if role == "column" else "replicated",
+    }
+    rules = tuple(replace(rule, tensor=roles.get(rule.pattern, rule.tensor)) for rule in job.spec.rules(job.model))
+    return replace(job, spec=replace(job.spec, rules=lambda flavor: rules))
 
 
 class RowFailed(Exception):

@@ -34,6 +34,10 @@ class TablePrinter:
         what = f"{result.row.extra}: {result.what}" if result.row.extra else result.what
         self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}"))
 
+    def table_fault(self, what: str) -> None:
+        if what:
+            self._console.print(Text(f"      the model's table: {what}", "bold red"))
+
     def foot(self, results: Sequence[Result], seconds: float, log: str) -> None:
         failed = [result for result in results if not result.passed]
         took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from titanlite.data.shards import id_type
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
+from titanlite.registry.model import Role
 from titanlite.verify.harness import measure
 from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
@@ -23,6 +24,14 @@ from titanlite.verify.table import SAMPLES, Row
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
 """Of one row; compiling takes longest."""
+OTHER_ROLES: dict[Role, tuple[Role, ...]] = {
+    "column": ("row",),
+    "row": ("column",),
+    "replicated": ("column", "row"),
+    "norm": ("column", "row"),
+}
+OTHER_ROLES |= {"embedding": ("head",), "head": ("embedding",)}
+"""What a row may have been meant to be. A norm and a replicated parameter are alike under tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,12 @@ def open_pool(world: int) -> Iterator[Pool]:
 
 
 @contextmanager
-def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator[Callable[..., Result]]:
+def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     """Give a function that runs a row, with the name of a known fault or without."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        yield RowRunner(model, Path(folder), pool).run
+        yield RowRunner(model, Path(folder), pool)
 
 
 class RowRunner:
@@ -85,7 +94,19 @@ class RowRunner:
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
-    def run(self, row: Row, fault: str = "") -> Result:
+    def wrong_role(self, layout: str) -> str:
+        """Return what is known of the model's table where a tensor-parallel layout fails: each role is tried."""
+        row = Row(layout, precision="float64")
+        if self(row).passed:
+            return ""
+        job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
+        for rule in job.spec.rules(job.model):
+            for role in OTHER_ROLES.get(rule.tensor, ()) if not rule.pattern.endswith(".bias") else ():
+                if self(row, role=(rule.pattern, role)).passed:
+                    return f"the row {rule.pattern} = {rule.tensor} is wrong: with {role} this layout passes"
+        return "no other role of a single row makes this layout pass"
+
+    def __call__(self, row: Row, fault: str = "", role: tuple[str, Role] | None = None) -> Result:
         """Compare one row with its reference."""
         start = time.monotonic()
         # A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
@@ -95,7 +116,7 @@ class RowRunner:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
-                arguments = (overrides, reference, row.precision, row.batch, fault)
+                arguments = (overrides, reference, row.precision, row.batch, fault, role)
                 worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
         except RankFailed as error:
             if self._pool.log:
