@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
@@ -34,31 +36,58 @@ from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 
 
-def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:
-    """Rehearse a job as it is on its "first" or "last" rank; return what its second step does."""
+def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_once: bool = False) -> Recording:
+    """Rehearse a job as it is on its "first" or "last" rank; return what its second step does.
+
+    With `middle_once`, a step runs its first, second and last micro-batch: those between are like the second.
+    """
+    with _replaced() if as_on_cuda else nullcontext(), skeleton(job, role) as (context, parts), fake_tensor_mode():
+        job, config = context.job, context.job.config
+        for part in parts:
+            allocate(part, context.device)
+        trained = trained_parameters(parts, context.table, job.spec.blocks, config.optimizer.no_decay)
+        optimizer = build_optimizer(trained, config)
+        rank = dist.get_rank()
+        runner = StepRunner(context, parts, [item.parameter for item in trained], optimizer, seed=0, rank=rank)
+        shape = (job.batch.local, 4 if config.training.document_mask else 2, config.training.seq_len)
+        batches = [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
+        return count_second_step(runner, batches, middle_once)
+
+
+@contextmanager
+def skeleton(job: Job, role: str = "first") -> Iterator[tuple[Context, list[nn.Module]]]:
+    """Be a rank of a fake world; yield its parts of the model on the meta device, with all techniques but compile."""
     check_planned(job)
-    config, device = job.config, torch.device("cpu")
-    off = config.compile.model_copy(update={"enable": False})
-    job = replace(job, config=config.model_copy(update={"compile": off}))
-    rank = 0 if role == "first" else job.layout.world - 1
-    with fake_world(job.layout, rank) as mesh, _replaced() if as_on_cuda else nullcontext():
+    off = job.config.compile.model_copy(update={"enable": False})
+    job = replace(job, config=job.config.model_copy(update={"compile": off}))
+    with fake_world(job.layout, 0 if role == "first" else job.layout.world - 1) as mesh:
         model, table = build_model(job)
-        context = Context(job, mesh, table, device)
+        context = Context(job, mesh, table, torch.device("cpu"))
         parts = split(model, context)
         for part in parts:
             parallelize(part, context)
-        with fake_tensor_mode():
-            for part in parts:
-                allocate(part, device)
-            trained = trained_parameters(parts, table, job.spec.blocks, config.optimizer.no_decay)
-            optimizer = build_optimizer(trained, config)
-            runner = StepRunner(context, parts, [item.parameter for item in trained], optimizer, seed=0, rank=rank)
-            shape = (job.batch.local, 4 if config.training.document_mask else 2, config.training.seq_len)
-            batches = [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
-            return count_second_step(runner, batches)
+        yield context, parts
 
 
-def count_second_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
+def is_even(job: Job) -> bool:
+    """Return whether every rank has shards of the same shapes."""
+    with skeleton(job) as (_, parts):
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        return all(
+            parameter.numel() == parameter.to_local().numel() * _shards(parameter)
+            for parameter in parameters
+            if isinstance(parameter, DTensor)
+        )
+
+
+def _shards(tensor: DTensor) -> int:
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def count_second_step(
+    runner: StepRunner, micro_batches: Sequence[MicroBatch], middle_once: bool = False
+) -> Recording:
     """Take two steps, on fake tensors or on real ones; count the second, when the optimizer has its state."""
     context, counting = runner.context, Counting(runner.context.job.layout)
     guard = NonFiniteGuard(context.device, context.mesh.loss)
@@ -69,15 +98,20 @@ def count_second_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -
             for part in runner.parts:
                 _name_phases(part, context, counting, hooks)
             counting.mark("", [batch.rows for batch in micro_batches])
-            _take_step(1, runner, guard, micro_batches, counting)
-            static = _take_step(2, runner, guard, micro_batches, counting)
+            _take_step(1, runner, guard, micro_batches, counting, middle_once)
+            static = _take_step(2, runner, guard, micro_batches, counting, middle_once)
             return replace(counting.recording(), static=static)
     finally:
         gc.enable()
 
 
 def _take_step(
-    step: int, runner: StepRunner, guard: NonFiniteGuard, micro_batches: Sequence[MicroBatch], counting: Counting
+    step: int,
+    runner: StepRunner,
+    guard: NonFiniteGuard,
+    micro_batches: Sequence[MicroBatch],
+    counting: Counting,
+    middle_once: bool,
 ) -> dict[str, int]:
     """Take a step as the trainer does; return the bytes of what stays alive, and of the gradients."""
     state = runner.optimizer.state.values()
@@ -91,7 +125,8 @@ def _take_step(
     counting.restart()
     counting.enter_phase("valid tokens")
     valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in micro_batches])))
-    loss = runner.forward_backward(step, micro_batches, valid_tokens)
+    run = [*micro_batches[:2], micro_batches[-1]] if middle_once and len(micro_batches) > 3 else micro_batches
+    loss = runner.forward_backward(step, run, valid_tokens)
     static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
     counting.mark("gradients", static["gradients"])
     sizes = {kind: storage_bytes(tensors) for kind, tensors in static.items()}
@@ -114,20 +149,21 @@ def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: E
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             hidden.register_hook(lambda gradient: counting.enter_phase(phase))
 
-    def enter(phase: str, phase_before: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        counting.enter_phase(phase)
-        on_gradient(phase_before, args[0])
+    def enter(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        counting.enter_phase(f"forward {number}")
+        if number == first:
+            on_gradient("backward embedding", args[0])
 
-    def leave(phase: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        counting.enter_phase("head")
-        on_gradient(phase, output)
+    def leave(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        on_gradient(f"backward {number}", output)
+        if number == last:
+            counting.enter_phase("head")
 
-    phase_before = "backward embedding"
-    for number, block in context.blocks(part).items():
-        entering = partial(enter, f"forward {number}", phase_before)
-        hooks.callback(block.register_forward_pre_hook(entering, prepend=True).remove)
-        phase_before = f"backward {number}"
-        hooks.callback(block.register_forward_hook(partial(leave, phase_before)).remove)
+    blocks = context.blocks(part)
+    first, last = min(blocks), max(blocks)
+    for number, block in blocks.items():  # hooks before FSDP2's
+        hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
+        hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)
 
 
 def check_planned(job: Job) -> None:

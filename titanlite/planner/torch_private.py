@@ -15,6 +15,13 @@ def register_fake_backend() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
+def forget_meshes() -> None:
+    """Clear what DTensor has worked out: it refers to the meshes of earlier worlds. torch 2.14; no public name."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def is_wrapper_subclass(kind: type) -> bool:
     """Return whether tensors of this class hold other tensors that do the work, as DTensors do."""
     # torch 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private module.

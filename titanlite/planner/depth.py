@@ -1,0 +1,192 @@
+"""Plan a step of a deep model from two rehearsals of a shallow one.
+
+Exact, as tests compare with rehearsals of the whole: whatever is counted at an operation is affine in the number of
+blocks and in the place of a block among them, but for the first and last blocks, which are aligned from their end.
+The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
+samples is affine in the same way (one sample is another sequence of operations). What is not affine is rehearsed
+whole: blocks of different shapes, patterns that name a block, optimizers that take parameters in runs of equal size,
+and whatever does not pair off.
+"""
+
+import dataclasses
+import re
+from itertools import groupby
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.job import Job
+from titanlite.parallel.build import build_model
+from titanlite.planner.record import KINDS, Operation, Recording
+from titanlite.planner.rehearse import is_even, record_step
+
+Key = tuple[Any, ...]
+"""What must be equal for operations to pair off."""
+
+
+def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
+    """Return what a step of a job does, on the fuller of its first and last rank if parameters split unevenly."""
+    shallow = _shallow_jobs(job)
+    roles = ("first",) if is_even(shallow[0] if shallow else job) else ("first", "last")
+    return max((_plan_role(job, shallow, role, as_on_cuda) for role in roles), key=lambda recording: recording.peak)
+
+
+def _plan_role(job: Job, shallow: list[Job], role: str, as_on_cuda: bool) -> Recording:
+    recording = None
+    if shallow:
+        few, more = (record_step(one, role, as_on_cuda, middle_once=True) for one in shallow)
+        first, second = (one.shape.layers for one in shallow)
+        recording = extrapolate(few, more, (job.shape.layers - first) // (second - first), edge=_edge(job))
+    recording = recording or record_step(job, role, as_on_cuda, middle_once=True)
+    return _repeat_middle(recording, job.batch.accumulation - 3)
+
+
+def _shallow_jobs(job: Job) -> list[Job]:
+    """Return the same job with few blocks and with a period more, or nothing if it must be rehearsed whole."""
+    period, edge, layers = _period(job), _edge(job), job.shape.layers
+    fewest = 2 * edge + period + layers % period
+    field = _layers_field(job)
+    if layers <= fewest + period or not field or not _is_affine(job):
+        return []
+    flavors = [dataclasses.replace(job.model, **{field: depth}) for depth in (fewest, fewest + period)]
+    return [dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
+
+
+def _period(job: Job) -> int:
+    """Return after how many blocks the techniques repeat."""
+    settings = job.config.activation_checkpoint
+    option = settings.selective_ac_option if settings.mode == "selective" else "1"
+    return lcm(job.config.parallelism.fsdp_blocks_per_group, int(option) if option.isdigit() else 1)
+
+
+def _edge(job: Job) -> int:
+    """Return how many of the first and of the last blocks differ from those between: prefetches end there."""
+    settings = job.config.parallelism
+    return _period(job) * max(1, settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch)
+
+
+def _layers_field(job: Job) -> str:
+    """Return the field of the flavor that sets its number of blocks, or an empty string."""
+    for field in dataclasses.fields(job.model):
+        if getattr(job.model, field.name) == job.shape.layers:
+            deeper = dataclasses.replace(job.model, **{field.name: job.shape.layers + 1})
+            if job.spec.shape(deeper) == dataclasses.replace(job.shape, layers=job.shape.layers + 1):
+                return field.name
+    return ""
+
+
+def _is_affine(job: Job) -> bool:
+    """Return whether all blocks are alike and the optimizer treats all parameters alike."""
+    config = job.config
+    patterns = [*config.model.freeze, *config.parallelism.fsdp_keep_whole, *config.optimizer.no_decay]
+    if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
+        return False
+    if config.optimizer.state_dtype == "bfloat16" or config.optimizer.name not in ("AdamW", "Adam", "SGD"):
+        return False
+    model, _ = build_model(job)
+    blocks = model.get_submodule(job.spec.blocks).children()
+    return len({tuple((n, p.shape) for n, p in block.named_parameters()) for block in blocks}) == 1
+
+
+def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> Recording | None:
+    """Return the recording that is `steps` times as far from `few` as `more` is; None if they don't pair off.
+
+    `few` and `more` differ by one period of blocks, or by one sample of the local batch.
+    """
+    operations: list[Operation] = []
+    sections = [[[*group] for _, group in groupby(r.operations, _section)] for r in (few, more)]
+    if len(sections[0]) != len(sections[1]):
+        return None
+    for short, long in zip(*sections, strict=True):
+        stretched = _stretch(short, long, steps, edge)
+        if stretched is None:
+            return None
+        operations += stretched
+    static = {kind: size + (more.static[kind] - size) * steps for kind, size in few.static.items()}
+    at_peak = max(operations, key=lambda operation: operation.live).by_kind
+    return Recording(operations, static, dict(zip(KINDS, at_peak, strict=True)))
+
+
+def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: int) -> list[Operation] | None:
+    """Extrapolate a section: its operations pair off from the start and from the end, and those between repeat."""
+    extra, short_keys, long_keys = len(long) - len(short), [_key(o) for o in short], [_key(o) for o in long]
+    a, b = _values(short), _values(long)
+    if not extra:
+        return _operations(short_keys, a + (b - a) * steps) if short_keys == long_keys else None
+    start = _interior(short, long, edge)
+    end = start + extra
+    repeated = short_keys[start:end]
+    if extra < 0 or end > len(short) or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]:
+        return None
+    one, first, second = a[start:end], b[start:end], b[end : end + extra]
+    keys = [*short_keys[:start], *repeated * (steps + 1), *short_keys[end:]]
+    values = [
+        a[:start] + (b[:start] - a[:start]) * steps,
+        *(one + (first - one) * steps + (second - first) * turn for turn in range(steps + 1)),
+        a[end:] + (b[end + extra :] - a[end:]) * steps,
+    ]
+    return _operations(keys, np.concatenate(values))
+
+
+def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
+    """Return where a section of a short recording begins to repeat: `edge` blocks inside, else in the middle."""
+    blocks, more = ([*dict.fromkeys(map(_number, section))] for section in (short, long))
+    if len(blocks) == 1:
+        return (2 * len(short) - len(long)) // 2
+    # A group of fewer blocks than the others is the last: the backward pass begins with it.
+    first = edge if blocks[0] < blocks[-1] else 2 * len(blocks) - len(more) - edge
+    return [_number(operation) for operation in short].index(blocks[first])
+
+
+def _section(operation: Operation) -> Key:
+    """Return what is equal for all blocks of a pass, and elsewhere for operations of a kind, as a loop has them."""
+    return (_phase(operation),) if _number(operation) >= 0 else _key(operation)
+
+
+def _phase(operation: Operation) -> str:
+    return re.sub(r" \d+$", "", operation.phase)
+
+
+def _number(operation: Operation) -> int:
+    """Return the number of the block in an operation's phase; -1 if it has none."""
+    return int(operation.phase.rpartition(" ")[2]) if operation.phase[-1].isdigit() else -1
+
+
+def _key(operation: Operation) -> Key:
+    """Return an operation's phase without the number of its block; of a block also what it does."""
+    collective, in_block = operation.collective, _number(operation) >= 0
+    if collective and not in_block:
+        collective = dataclasses.replace(collective, bytes=0)
+    costs = (operation.flops, operation.moved) if in_block else ()
+    return _phase(operation), operation.dtype, collective, *costs
+
+
+def _values(section: list[Operation]) -> np.ndarray:
+    """Return a row for each operation: what is extrapolated."""
+    rows = (
+        (_number(o), o.live, o.flops, o.moved, o.collective.bytes if o.collective else 0, *o.by_kind) for o in section
+    )
+    return np.array([*rows], dtype=np.int64)
+
+
+def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
+    """Undo `_key` and `_values`."""
+    operations = []
+    for (phase, dtype, collective, *_), row in zip(keys, values.tolist(), strict=True):
+        number, live, flops, moved, size, *by_kind = row
+        phase = f"{phase} {number}" if number >= 0 else phase
+        collective = collective and dataclasses.replace(collective, bytes=size)
+        operations.append(Operation(phase, live, flops, dtype, moved, collective, tuple(by_kind)))
+    return operations
+
+
+def _repeat_middle(recording: Recording, times: int) -> Recording:
+    """Return a recording of three micro-batches with the second one repeated."""
+    if times <= 0:
+        return recording
+    phases = [operation.phase for operation in recording.operations]
+    starts = [i for i, phase in enumerate(phases) if phase == "embedding" != phases[i - 1]]
+    before, middle = recording.operations[: starts[1]], recording.operations[starts[1] : starts[2]]
+    operations = [*before, *[*middle] * (1 + times), *recording.operations[starts[2] :]]
+    return dataclasses.replace(recording, operations=operations)
