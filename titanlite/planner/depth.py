@@ -4,8 +4,8 @@ Exact, as tests compare with rehearsals of the whole: whatever is counted at an 
 blocks and in the place of a block among them, but for the first and last blocks, which are aligned from their end.
 The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
 samples is affine in the same way (one sample is another sequence of operations). What is not affine is rehearsed
-whole: blocks of different shapes, patterns that name a block, optimizers that take parameters in runs of equal size,
-and whatever does not pair off.
+whole: blocks of different shapes, patterns that name a block, optimizers that take parameters one by one or in
+runs of equal size, and whatever does not pair off.
 """
 
 import dataclasses
@@ -82,7 +82,9 @@ def _is_affine(job: Job) -> bool:
     patterns = [*config.model.freeze, *config.parallelism.fsdp_keep_whole, *config.optimizer.no_decay]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
-    if config.optimizer.state_dtype == "bfloat16" or config.optimizer.name not in ("AdamW", "Adam", "SGD"):
+    settings = config.optimizer
+    in_runs = settings.state_dtype == "bfloat16" or settings.name not in ("AdamW", "Adam", "SGD")
+    if in_runs or settings.implementation == "for-loop":
         return False
     model, _ = build_model(job)
     blocks = model.get_submodule(job.spec.blocks).children()
@@ -159,7 +161,7 @@ def _key(operation: Operation) -> Key:
     if collective and not in_block:
         collective = dataclasses.replace(collective, bytes=0)
     costs = (operation.flops, operation.moved) if in_block else ()
-    return _phase(operation), operation.dtype, collective, *costs
+    return _phase(operation), operation.dtype, collective, operation.awaits, *costs
 
 
 def _values(section: list[Operation]) -> np.ndarray:
@@ -173,11 +175,11 @@ def _values(section: list[Operation]) -> np.ndarray:
 def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
     """Undo `_key` and `_values`."""
     operations = []
-    for (phase, dtype, collective, *_), row in zip(keys, values.tolist(), strict=True):
+    for (phase, dtype, collective, awaits, *_), row in zip(keys, values.tolist(), strict=True):
         number, live, flops, moved, size, *by_kind = row
         phase = f"{phase} {number}" if number >= 0 else phase
         collective = collective and dataclasses.replace(collective, bytes=size)
-        operations.append(Operation(phase, live, flops, dtype, moved, collective, tuple(by_kind)))
+        operations.append(Operation(phase, live, flops, dtype, moved, collective, awaits, tuple(by_kind)))
     return operations
 
 

@@ -49,9 +49,13 @@ def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_o
         optimizer = build_optimizer(trained, config)
         rank = dist.get_rank()
         runner = StepRunner(context, parts, [item.parameter for item in trained], optimizer, seed=0, rank=rank)
-        shape = (job.batch.local, 4 if config.training.document_mask else 2, config.training.seq_len)
-        batches = [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
-        return count_second_step(runner, batches, middle_once)
+        return count_second_step(runner, blank_batches(job), middle_once)
+
+
+def blank_batches(job: Job) -> list[MicroBatch]:
+    """Return the micro-batches of a step, of the size that a rank reads."""
+    shape = (job.batch.local, 4 if job.config.training.document_mask else 2, job.config.training.seq_len)
+    return [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
 
 
 @contextmanager

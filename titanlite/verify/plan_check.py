@@ -1,0 +1,145 @@
+"""Compare the planner's rehearsals with real processes: the bytes of the peak and every collective must be equal.
+
+`titanlite plan --selftest` runs the table: each row takes two steps of the real trainer on gloo processes of this
+machine, counted as a rehearsal is, and on its first and last rank the second step must be what is rehearsed. Since a
+rehearsal runs the same code, the numbers of gathers are also compared with those that the table says.
+"""
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titanlite.data.shards import id_type
+from titanlite.planner.record import Collective, Recording
+from titanlite.planner.rehearse import blank_batches, count_second_step, record_step
+from titanlite.runtime.cluster import RankInfo
+from titanlite.train.trainer import Trainer
+from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, build_job, read_model
+from titanlite.verify.pool import Pool
+from titanlite.verify.runner import open_pool
+from titanlite.verify.table import SAMPLES, Row
+
+MODELS = {
+    "llama3": "dim=64 n_layers=4 n_heads=4 n_kv_heads=2 hidden_dim=128",
+    "gpt2": "dim=64 n_layers=4 n_heads=4 vocab_size=257",
+}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A row of the selftest."""
+
+    row: Row
+    gathers: Mapping[str, int] = field(default_factory=dict)
+    """How many all-gathers a step has, by dimension of the mesh."""
+    more: tuple[str, ...] = ()
+    model: str = "llama3"
+
+    def __str__(self) -> str:
+        chosen = [f"{key} {value}" for key, value in vars(self.row).items() if value != getattr(Row(""), key)]
+        return ", ".join([self.model, *chosen, *self.more])
+
+
+def row(layout: str, **columns: str) -> Row:
+    return Row(layout, **{"precision": "float32", **columns})
+
+
+ROWS = (
+    PlanRow(row("1")),
+    PlanRow(row("dp2"), {"dp_shard": 11}),
+    PlanRow(row("dp3"), {"dp_shard": 11}),
+    PlanRow(row("dp4"), {"dp_shard": 11}),
+    PlanRow(row("hsdp2x2"), {"dp_shard": 11}),
+    PlanRow(row("replicate4")),
+    PlanRow(row("tp2"), {"tp": 18}),
+    PlanRow(row("dp2 x tp2"), {"dp_shard": 11, "tp": 18}),
+    PlanRow(row("hsdp2x2 x tp2"), {"dp_shard": 11, "tp": 18}),
+    PlanRow(row("dp2", recompute="full"), {"dp_shard": 11}),
+    PlanRow(row("dp2", recompute="op"), {"dp_shard": 11}),
+    PlanRow(row("dp2", recompute="2nd"), {"dp_shard": 11}),
+    PlanRow(row("dp2 x tp2", recompute="full"), {"dp_shard": 11, "tp": 26}),
+    PlanRow(row("dp2 x tp2", recompute="op"), {"dp_shard": 11, "tp": 26}),
+    PlanRow(row("dp2", precision="bfloat16"), {"dp_shard": 11}),
+    PlanRow(row("dp2", reshard="never"), {"dp_shard": 6}),
+    PlanRow(row("dp2", reshard="always"), {"dp_shard": 12}),
+    PlanRow(row("dp2", prefetch="2"), {"dp_shard": 11}),
+    PlanRow(row("dp2"), {"dp_shard": 11}, ("--training.loss_chunks=4",)),
+    PlanRow(row("dp2", variant="tied"), {"dp_shard": 11}),
+    PlanRow(row("dp2", variant="frozen"), {"dp_shard": 11}),
+    PlanRow(row("dp2", accumulation="3"), {"dp_shard": 33}),
+    PlanRow(row("dp2", accumulation="3", extra="deferred"), {"dp_shard": 33}),
+    PlanRow(row("dp2"), {"dp_shard": 7}, ("--parallelism.fsdp_blocks_per_group=2",)),
+    PlanRow(row("dp2", extra="kept whole"), {"dp_shard": 11}),
+    PlanRow(row("dp2 x tp2"), {"dp_shard": 11, "tp": 18}, model="gpt2"),
+)
+
+
+def selftest() -> int:
+    """Run the table, printing a line for each row; return 1 if any differs."""
+    differing = 0
+    with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder, open_pool(8) as pool:
+        for plan_row in ROWS:
+            found = "; ".join(check(plan_row, Path(folder), pool))
+            differing += bool(found)
+            print(f"{plan_row}: {found or 'equal'}", flush=True)
+    print(f"{len(ROWS) - differing} of {len(ROWS)} rows equal")
+    return int(differing > 0)
+
+
+def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
+    """Return what differs between the rehearsal of a row and processes of a pool, if anything does."""
+    overrides = [f"--model.overrides.{field}" for field in MODELS[plan_row.model].split()]
+    model = read_model([f"--model.name={plan_row.model}", *overrides], {})
+    line = [*model.command_line(plan_row.row, folder), *plan_row.more]
+    world = plan_row.row.mesh.world
+    job = build_job(line, world)
+    np.zeros(2 * SAMPLES * SEQ_LEN, id_type(job.shape.vocab_size)).tofile(folder / TOKENS)
+    counted = pool.run(count_processes, line, world=world)
+    differences = []
+    for rank, role in ((0, "first"), (world - 1, "last"))[: min(world, 2)]:
+        peak, moment, collectives = counted[rank]
+        rehearsed = record_step(job, role, as_on_cuda=False)
+        if (peak, moment) != (rehearsed.peak, rehearsed.moment):
+            there = f"{rehearsed.peak:,} bytes at {rehearsed.moment} rehearsed"
+            differences.append(f"rank {rank}: {peak:,} bytes at {moment}, {there}")
+        differences += [f"rank {rank}: {line}" for line in _compare(collectives, rehearsed)]
+    return differences + _check_gathers(plan_row, counted[0][2])
+
+
+def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
+    """Take two steps as a rank of the pool; return the peak of the second, its moment, and the collectives."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    job = build_job(line, world)
+    Path(job.config.job.dump_folder).mkdir(exist_ok=True)
+    trainer = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet"))
+    trainer.report.close()
+    recording = count_second_step(trainer.runner, blank_batches(job))
+    return recording.peak, recording.moment, recording.collectives()
+
+
+def _compare(collectives: Counter[Collective], rehearsed: Recording) -> list[str]:
+    expected = rehearsed.collectives()
+    return [
+        f"{c.kind} on {c.dimension} ({c.ranks} ranks, {c.dtype}, {c.bytes:,} bytes): {collectives[c]}, "
+        f"{expected[c]} rehearsed"
+        for c in sorted({*collectives, *expected}, key=str)
+        if collectives[c] != expected[c]
+    ]
+
+
+def _check_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
+    found = Counter[str]()
+    for collective, count in collectives.items():
+        found[collective.dimension] += count * (collective.kind == "all-gather")
+    return [
+        f"{found[name]} all-gathers on {name}, expected {plan_row.gathers.get(name, 0)}"
+        for name in sorted({*found, *plan_row.gathers})
+        if found[name] != plan_row.gathers.get(name, 0)
+    ]
