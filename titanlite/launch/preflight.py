@@ -41,7 +41,8 @@ def check_machine(job: Job, device: str, processes: int) -> None:
         try:
             return function(*arguments)
         except UserError as error:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
 
     check(_check_gpus, device)
     if not problems:
@@ -177,11 +178,15 @@ def _check_triton(key: str) -> None:
 def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:
     """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
     from titanlite.parallel.build import build_meta_model
+    from titanlite.planner.rehearse import static_bytes
 
     element_size = next(model.parameters()).element_size()
     total = _state_size(job, model, table, element_size)
-    per_rank = total // job.layout.splits
-    if available is None or per_rank <= available:
+    if available is None or total <= available:
+        return
+    static = static_bytes(job)
+    per_rank = static["parameters"] + static["gradients"] + static["optimizer"]
+    if per_rank <= available:
         return
     fitting = []
     for flavor in job.spec.flavors:

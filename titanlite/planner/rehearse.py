@@ -23,7 +23,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.models.common import decoder
-from titanlite.optim import build_optimizer, trained_parameters
+from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
@@ -41,6 +41,7 @@ def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_o
 
     With `middle_once`, a step runs its first, second and last micro-batch: those between are like the second.
     """
+    check_planned(job)
     with _replaced() if as_on_cuda else nullcontext(), skeleton(job, role) as (context, parts), fake_tensor_mode():
         job, config = context.job, context.job.config
         for part in parts:
@@ -60,10 +61,10 @@ def blank_batches(job: Job) -> list[MicroBatch]:
 
 @contextmanager
 def skeleton(job: Job, role: str = "first") -> Iterator[tuple[Context, list[nn.Module]]]:
-    """Be a rank of a fake world; yield its parts of the model on the meta device, with all techniques but compile."""
-    check_planned(job)
-    off = job.config.compile.model_copy(update={"enable": False})
-    job = replace(job, config=job.config.model_copy(update={"compile": off}))
+    """Be a rank of a fake world; yield its parts of the model on the meta device, with what changes parameters."""
+    update: dict[str, Any] = {"compile": job.config.compile.model_copy(update={"enable": False})}
+    update["parallelism"] = job.config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
+    job = replace(job, config=job.config.model_copy(update=update))
     with fake_world(job.layout, 0 if role == "first" else job.layout.world - 1) as mesh:
         model, table = build_model(job)
         context = Context(job, mesh, table, torch.device("cpu"))
@@ -71,6 +72,18 @@ def skeleton(job: Job, role: str = "first") -> Iterator[tuple[Context, list[nn.M
         for part in parts:
             parallelize(part, context)
         yield context, parts
+
+
+def static_bytes(job: Job) -> dict[str, int]:
+    """Return the bytes by kind that the first rank, which has the largest shards, keeps between steps."""
+    with skeleton(job) as (context, parts):
+        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
+        return {
+            "parameters": storage_bytes(parameter for part in parts for parameter in part.parameters()),
+            "gradients": storage_bytes(item.parameter for item in trained),
+            "optimizer": optimizer_bytes(trained, job.config),
+            "buffers": storage_bytes(buffer for part in parts for buffer in part.buffers()),
+        }
 
 
 def is_even(job: Job) -> bool:
