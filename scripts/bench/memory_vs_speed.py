@@ -12,12 +12,10 @@ state; offloaded bytes stay in the same memory), and steps alternate with the ba
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,17 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from scripts.bench.ratios import keep  # noqa: E402
 from scripts.bench.train import measure  # noqa: E402
 from tests.jobs import QUIET, trainer  # noqa: E402
 from titanlite.data.loader import MicroBatch  # noqa: E402
+from titanlite.planner.rehearse import count_second_step  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and which frees it can't match
 
 AC, FSDP = "--activation_checkpoint.", "--parallelism.fsdp_"
 CHOICES: dict[str, dict[str, list[str]]] = {
@@ -94,7 +89,7 @@ def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
     for run in both:
         assert isinstance(run, Stepped)
         run.with_batch().take()
-        peaks.append(counted_peak(run, f"{folder}/trace-{dist.get_rank()}.json"))
+        peaks.append(counted_peak(run))
     for _ in range(steps):
         for run, taken in zip(both, seconds, strict=True):
             assert isinstance(run, Stepped)
@@ -102,14 +97,10 @@ def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
     return median(seconds[0]), median(seconds[1]), peaks[0], peaks[1]
 
 
-def counted_peak(run: Stepped, trace: str) -> int:
-    """Return the peak bytes that a step allocated, by the profiler's records of the allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run.take()
-    profiled.export_chrome_trace(trace)
-    events = [event for event in json.loads(Path(trace).read_text())["traceEvents"] if event["name"] == "[memory]"]
-    ordered = sorted(events, key=lambda event: event["ts"])
-    return max(accumulate(event["args"]["Bytes"] for event in ordered))
+def counted_peak(run: Stepped) -> int:
+    """Return the peak bytes of a step above what stays allocated between steps."""
+    counted = count_second_step(run.runner, run.micro_batches)
+    return counted.peak - sum(counted.static[kind] for kind in ("parameters", "optimizer", "buffers"))
 
 
 BASELINE = tuple(next(iter(choices)) for choices in CHOICES.values())

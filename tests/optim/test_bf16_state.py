@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.allocated import Allocated
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import QUIET, TINY, full, job, run_to_end, trainer
+from titanlite.layout import Layout
 from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer_bytes
 from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, round_at_random
 from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.planner.counting import Counting
 
 NARROW = "--optimizer.state_dtype=bfloat16"
 FOREACH = "--optimizer.implementation=foreach"
@@ -129,13 +130,17 @@ def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
     optimizer = build_optimizer(trained, job([*TINY, NARROW, FOREACH], 1).config)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    with Allocated() as first:
+    with Counting(Layout()) as counted:
+        counted.mark("parameters", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
+        before = counted.alive
         optimizer.step()
-    state = 2 * 2 * 8 * 1000
-    assert first.live == pytest.approx(state, abs=300), "half the size of float32 state"
-    with Allocated() as second:
+        state = 2 * 2 * 8 * 1000
+        assert counted.alive - before == pytest.approx(state, abs=300), "half the size of float32 state"
+        before = counted.alive
+        counted.restart()
         optimizer.step()
-    assert second.peak < 10 * 4 * 1000, "float32 state of one parameter in eight"
+        more = counted.recording().peak - before
+        assert more < 10 * 4 * 1000, "float32 state of one parameter in eight"
 
 
 @pytest.mark.long

@@ -113,6 +113,11 @@ class Counting(TorchDispatchMode):
         for tensor in tensors:
             self._see(local_part(tensor).untyped_storage(), use)
 
+    @property
+    def alive(self) -> int:
+        """Return the bytes that are alive now."""
+        return sum(storage.bytes for storage in self._alive.values())
+
     def restart(self) -> None:
         """Forget what was counted, but not what is alive."""
         self._operations = []

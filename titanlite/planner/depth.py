@@ -18,11 +18,11 @@ import numpy as np
 
 from titanlite.config.job import Job
 from titanlite.parallel.build import build_model
-from titanlite.planner.record import KINDS, Operation, Recording
+from titanlite.planner.record import KINDS, Collective, Operation, Recording
 from titanlite.planner.rehearse import is_even, record_step
 
-Key = tuple[Any, ...]
-"""What must be equal for operations to pair off."""
+Key = tuple[str, str, Collective | None, bool]
+"""What must be equal for operations to pair off: see `_key`."""
 
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
@@ -121,6 +121,9 @@ def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: in
     repeated = short_keys[start:end]
     if extra < 0 or end > len(short) or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]:
         return None
+    costs = slice(2, 5)  # of blocks: FLOPs, bytes that are moved and communicated
+    if _number(short[0]) >= 0 and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any():
+        return None
     one, first, second = a[start:end], b[start:end], b[end : end + extra]
     keys = [*short_keys[:start], *repeated * (steps + 1), *short_keys[end:]]
     values = [
@@ -141,9 +144,9 @@ def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
     return [_number(operation) for operation in short].index(blocks[first])
 
 
-def _section(operation: Operation) -> Key:
+def _section(operation: Operation) -> Any:
     """Return what is equal for all blocks of a pass, and elsewhere for operations of a kind, as a loop has them."""
-    return (_phase(operation),) if _number(operation) >= 0 else _key(operation)
+    return _phase(operation) if _number(operation) >= 0 else _key(operation)
 
 
 def _phase(operation: Operation) -> str:
@@ -156,12 +159,9 @@ def _number(operation: Operation) -> int:
 
 
 def _key(operation: Operation) -> Key:
-    """Return an operation's phase without the number of its block; of a block also what it does."""
-    collective, in_block = operation.collective, _number(operation) >= 0
-    if collective and not in_block:
-        collective = dataclasses.replace(collective, bytes=0)
-    costs = (operation.flops, operation.moved) if in_block else ()
-    return _phase(operation), operation.dtype, collective, operation.awaits, *costs
+    """Return an operation's phase without the number of its block, and what kind of operation it is."""
+    collective = operation.collective and dataclasses.replace(operation.collective, bytes=0)
+    return _phase(operation), operation.dtype, collective, operation.awaits
 
 
 def _values(section: list[Operation]) -> np.ndarray:
@@ -175,7 +175,7 @@ def _values(section: list[Operation]) -> np.ndarray:
 def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
     """Undo `_key` and `_values`."""
     operations = []
-    for (phase, dtype, collective, awaits, *_), row in zip(keys, values.tolist(), strict=True):
+    for (phase, dtype, collective, awaits), row in zip(keys, values.tolist(), strict=True):
         number, live, flops, moved, size, *by_kind = row
         phase = f"{phase} {number}" if number >= 0 else phase
         collective = collective and dataclasses.replace(collective, bytes=size)

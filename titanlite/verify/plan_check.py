@@ -110,7 +110,7 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
             there = f"{rehearsed.peak:,} bytes at {rehearsed.moment} rehearsed"
             differences.append(f"rank {rank}: {peak:,} bytes at {moment}, {there}")
         differences += [f"rank {rank}: {line}" for line in _compare(collectives, rehearsed)]
-    return differences + _check_gathers(plan_row, counted[0][2])
+    return differences + missing_gathers(plan_row, counted[0][2])
 
 
 def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
@@ -134,7 +134,8 @@ def _compare(collectives: Counter[Collective], rehearsed: Recording) -> list[str
     ]
 
 
-def _check_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
+def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
+    """Say where a step has more or fewer all-gathers than the table says."""
     found = Counter[str]()
     for collective, count in collectives.items():
         found[collective.dimension] += count * (collective.kind == "all-gather")
