@@ -78,7 +78,9 @@ def test_the_json_has_everything_that_is_shown():
 def test_a_gpu_is_recognized_by_its_name_and_memory():
     assert recognize("NVIDIA H100 80GB HBM3", 85 * 10**9) == "h100-80g"
     assert recognize("NVIDIA H100 PCIe", 85 * 10**9) == "h100-pcie"
+    assert recognize("NVIDIA H100 NVL", None) == "h100-nvl"  # although an H100 with less memory is known
     assert recognize("NVIDIA A100-SXM4-40GB", 42 * 10**9) == "a100-40g"
+    assert recognize("NVIDIA A100-SXM4-80GB", 85 * 10**9) == "a100-80g"
     assert recognize("NVIDIA GeForce RTX 4090", 24 << 30) == ""
 
 
