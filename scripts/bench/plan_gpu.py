@@ -29,8 +29,8 @@ from scripts.bench.train import measure  # noqa: E402
 from titanlite.config.job import job_from  # noqa: E402
 from titanlite.config.load import parse_command_line  # noqa: E402
 from titanlite.models.llama3 import FLAVORS  # noqa: E402
+from titanlite.planner.depth import plan_step  # noqa: E402
 from titanlite.planner.hardware import GIB  # noqa: E402
-from titanlite.planner.rehearse import record_step  # noqa: E402
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def compare(model: Model, options: list[str], steps: int, folder: Path) -> dict[
     overrides = [*model.overrides, *data, *options, "--job.no_plan"]
     measured = measure(overrides, steps, timeout=LONGEST)
     job = job_from(parse_command_line(overrides, {}), world=measured["world_size"], training=True, device="cuda")
-    plan = record_step(job)
+    plan = plan_step(job)
     planned = plan.peak / GIB
     return {
         "measured_gib": measured["peak_gib"],

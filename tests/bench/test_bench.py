@@ -1,13 +1,14 @@
 """The benchmarks run and measure what they say; timings are not checked."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from scripts.bench import gpu, overhead, ratios
+from scripts.bench import gpu, overhead, plan_gpu, ratios
 from scripts.bench.plain import Plain, write_tokens
 from tests.launch.run import records
 from titanlite.models.llama3 import FLAVORS
@@ -35,6 +36,13 @@ def test_a_row_of_the_gpu_table_is_measured(rows, tmp_path):
     assert sum(found["shares_of_a_traced_step"].values()) == pytest.approx(1, abs=1e-2)
     assert {"date", "command", "revision", "torch", "machine"} <= found.keys()
     assert "| small, eager, recompute op | " in gpu.table(tmp_path / "gpu.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_planners_comparison_with_a_gpu_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan_gpu.py"])
+    with pytest.raises(SystemExit, match="torch finds no usable GPU on this machine"):
+        plan_gpu.main()
 
 
 def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:

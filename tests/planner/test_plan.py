@@ -1,10 +1,15 @@
 """`titanlite plan`: errors, exit codes, what the JSON has, and what a plan makes of a recording."""
 
 import json
+import os
+import resource
+import subprocess
+import sys
 
 import pytest
 
 from tests.jobs import TINY, job
+from tests.launch.run import ROOT, environment
 from titanlite.cli import main
 from titanlite.planner.hardware import GIB, load_hardware, recognize
 from titanlite.planner.plan import Plan
@@ -56,6 +61,8 @@ def test_a_compiled_block_is_planned_as_an_upper_bound():
     assert (
         plan_of(50 * GIB, "--compile.enable", "--compile.components=['loss']").to_json()["memory"]["at_most"] is False
     )
+    assert "It may not fit" in report(plan_of(90 * GIB, "--compile.enable"))
+    assert "It does not fit" in report(plan_of(90 * GIB)) and "missing" in report(plan_of(90 * GIB))
 
 
 def test_the_json_has_everything_that_is_shown():
@@ -92,6 +99,7 @@ def test_a_gpu_is_recognized_by_its_name_and_memory():
         (["--gpu", "h100-80g", "--tokens", "many"], "--tokens: must be a number > 0"),
         (["--gpu", "h100-80g", "--out", "best.toml"], "--out belongs to --search"),
         (["--gpu", "h100-80g", "--measure", "2"], "--measure belongs to --search"),
+        (["--selftest", "--world", "2"], "--selftest plans its own small models: remove the other options"),
         (["--gpu", "h100-80g", "--hardware", "/nowhere.toml"], "/nowhere.toml: cannot be read"),
         (["--gpu", "h100-80g", "--wrld", "8"], "did you mean --world?"),
         (["--gpu", "h100-80g", "--training.enable_cpu_offload"], "not planned: training.enable_cpu_offload"),
@@ -103,6 +111,25 @@ def test_a_mistake_is_one_message_and_2(argv, part, capsys, monkeypatch):
     assert main(["plan", *argv]) == 2
     out = capsys.readouterr()
     assert part in out.err and out.out == "" and "Traceback" not in out.err
+
+
+@pytest.mark.long
+def test_405b_on_512_gpus_takes_30_cpu_seconds_and_4_gib_at_most():
+    argv = ["plan", "--config", "llama_405b.toml", "--world", "512", "--gpu", "h100-80g"]
+    limit = (30, 30)  # the kernel kills what takes more
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", *argv],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
+    )
+    out = process.stdout.read() if process.stdout else ""
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, out
+    assert usage.ru_maxrss < 4 << 20  # KiB
+    assert "llama3 405B on 512 h100-80g GPUs: dp_shard 64 x tp 8" in out and "It fits" in out and "at most" in out
 
 
 def test_the_command_plans_a_job_as_tables_and_as_json(capsys):

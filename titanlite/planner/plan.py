@@ -71,10 +71,8 @@ class Plan:
     @property
     def assumptions(self) -> list[str]:
         """Return what the verdict on memory rests on beside the rehearsal."""
-        reserve = self.hardware.reserve
-        kept_free = f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments ({reserve.source})"
         eager = "at most: compiled blocks are rehearsed eagerly, which keeps more (not measured how much)"
-        return [kept_free, *([eager] if self.at_most else [])]
+        return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
 
     def rates(self, seconds: float) -> dict[str, float | None]:
         """Return what it means that a step takes so long."""
@@ -126,7 +124,10 @@ class Plan:
                 "spans": [asdict(span) for span in speed.spans],
                 "assumptions": list(speed.assumptions),
             },
-            "changes": [asdict(change) for change in self.changes],
+            "changes": [
+                {"overrides": c.option.split(), "peak": c.peak, "bound": c.bound, "estimate": c.speed.estimate}
+                for c in self.changes
+            ],
         }
 
 
@@ -134,14 +135,20 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
     """Rehearse a job's step; if it does not fit, also what would."""
     from titanlite.observe.throughput import flops_per_token
     from titanlite.parallel.build import build_model
-    from titanlite.planner.rehearse import record_step
+    from titanlite.planner.depth import plan_step
 
-    recording = record_step(job)
+    recording = plan_step(job)
     seq_len = job.config.training.seq_len
     speed = speed_of(recording, job.layout, hardware, job.batch.total * seq_len, is_upper_bound(job))
     model, table = build_model(job)
     flops = flops_per_token(model.named_parameters(), table, job.shape, seq_len)
     return Plan(job, hardware, recording, speed, flops, tokens)
+
+
+def reserve_text(hardware: Hardware) -> str:
+    """Say what of a GPU's memory is kept free, and who says so."""
+    reserve = hardware.reserve
+    return f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments ({reserve.source})"
 
 
 def is_upper_bound(job: Job) -> bool:

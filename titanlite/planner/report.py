@@ -29,12 +29,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     """Say whether it fits, what is alive at the peak, and how much is left."""
     hardware, recording = plan.hardware, plan.recording
     bound = "at most " * plan.at_most
-    yield "It fits" if plan.fits else "It does not fit" + " as far as is known" * plan.at_most
+    may_fit = plan.at_most and sum(recording.static.values()) <= hardware.usable_bytes
+    yield "It fits" if plan.fits else "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
     rows = [(kind, _gib(size)) for kind, size in recording.at_peak.items() if size]
     rows.append((f"peak, in {recording.moment}", bound + _gib(recording.peak)))
     usable = f"of {hardware.gpu.memory_gib:g} less a reserve of {hardware.reserve.gib:g}"
     rows.append((usable, _gib(hardware.usable_bytes)))
-    rows.append(("left", _gib(hardware.usable_bytes - recording.peak)))
+    left = hardware.usable_bytes - recording.peak
+    rows.append(("left" if plan.fits else "missing", _gib(abs(left))))
     yield format_table(rows, ("memory of a rank at the peak", "GiB"), align="<>", indent=2)
     yield from _assumed(plan.assumptions)
 

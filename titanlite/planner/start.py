@@ -1,14 +1,14 @@
 """The two lines about a step that the start of a run prints: its memory, then its communication and speed."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
+from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import Hardware, load_hardware, recognize
 from titanlite.planner.plan import is_upper_bound, traffic_of
 from titanlite.planner.record import Recording
-from titanlite.planner.rehearse import record_step
 from titanlite.planner.speed import speed_of
 
 
@@ -18,7 +18,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
     `memory` is that of a rank in bytes, if known.
     """
     try:
-        recording = record_step(job, as_on_cuda=bool(gpu))
+        recording = plan_step(job, as_on_cuda=bool(gpu))
         known = recognize(gpu, memory) if gpu else ""
         hardware = load_hardware(known) if known else None
         lines = [_memory(job, recording, hardware, memory), _communication(job, recording, processes)]
@@ -48,12 +48,13 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:
-    by_dimension = defaultdict(list)
-    for row in traffic_of(job, recording, processes):
-        by_dimension[row.dimension].append(row)
-    parts = [
-        f"{name} {' + '.join(f'{row.number} {row.kind}' for row in rows)} "
-        f"of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}"
-        for name, rows in by_dimension.items()
-    ]
+    numbers, rows = defaultdict(Counter[str]), traffic_of(job, recording, processes)
+    for row in rows:
+        numbers[row.dimension][row.kind] += row.number
+    parts = []
+    for dimension, kinds in numbers.items():
+        size = sum(row.bytes for row in rows if row.dimension == dimension)
+        where = next(row.where for row in rows if row.dimension == dimension)
+        counts = " + ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in kinds.items())
+        parts.append(f"{dimension} {counts} of {format_bytes(size)}, {where}")
     return f"planned communication of a step: {'; '.join(parts) or 'none'}"

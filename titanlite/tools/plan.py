@@ -69,14 +69,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the plan of a job, or the ranking of a search; 2 if nothing fits."""
+    if arguments.selftest:
+        if len(arguments.argv) > 2:
+            raise UserError("--selftest plans its own small models: remove the other options")
+        return arguments.selftest()
     if not arguments.search:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} belongs to --search: add it")
-    if arguments.search:
-        raise UserError("--search is not built yet")
     hardware = _hardware(arguments.gpu, arguments.hardware)
     job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
+    if arguments.search:
+        raise UserError("--search is not built yet")
     from titanlite.planner.plan import make_plan
     from titanlite.planner.report import report
 
