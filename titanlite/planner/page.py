@@ -157,7 +157,7 @@ def _tiles(plan: Row) -> Html:
         ("exposed", f"{100 * waits / estimate['seconds']:.1f} %", f"{waits:,.2f} s of communication"),
     ]
     if estimate["days"]:
-        tiles.append(("for all tokens", f"{estimate['days']:,.1f} days", f"at least {bound['days']:,.1f}"))
+        tiles.append(("for all tokens", f"{estimate['days']:,.4g} days", f"at least {bound['days']:,.4g}"))
     return _join(
         tag("div", tag("span", what), tag("b", number), tag("small", limit)) for what, number, limit in tiles
     )
