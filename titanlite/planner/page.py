@@ -268,7 +268,7 @@ def _draw_memory(phases: Sequence[Row], memory: Row, gpu_gib: float) -> Html:
 
 
 def _draw_lanes(spans: Sequence[Row], phases: Sequence[Row], colors: Mapping[str, str], end: float) -> Html:
-    """Draw when each lane is busy: a path for each lane and color, of lines as thick as the lane."""
+    """Draw when each lane is busy: a path of boxes for each lane and color."""
     lines: dict[tuple[int, str], list[list[int]]] = {}
     shades = {"waiting": "waiting", **colors}
     phase, light = "", False
@@ -283,11 +283,11 @@ def _draw_lanes(spans: Sequence[Row], phases: Sequence[Row], colors: Mapping[str
         else:
             line.append([start, max(stop, start + 9)])
     drawn = [
-        tag("path", d="".join(f"M{a},{2 * lane + 1}h{b - a}" for a, b in line), class_=color)
+        tag("path", d="".join(f"M{a},{10 * lane + 1}h{b - a}v8H{a}" for a, b in line), class_=color)
         for (lane, color), line in lines.items()
     ]
     label = "When a GPU computes, gathers, reduces, and waits for communication"
-    picture = tag("svg", *drawn, viewBox=f"0 0 {TIME} {2 * len(LANES)}", preserveAspectRatio="none", role="img",
+    picture = tag("svg", *drawn, viewBox=f"0 0 {TIME} {10 * len(LANES)}", preserveAspectRatio="none", role="img",
                   aria_label=label, data_end=end)  # fmt: skip
     parts = [
         (name, phases[first]["start"], sum(row["seconds"] for row in phases[first:last]))
