@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 Mask = Tensor | BlockMask
 """Which tokens see which: what is added to the scores (batch, 1, tokens, tokens), or FlexAttention's blocks."""
 FLEX_DEVICES = ("cuda",)  # a CPU has no backward pass of FlexAttention
+FLASH_HEADS = range(8, 257, 8)  # sizes of a head that flash attention takes
 _compiled = cache(torch.compile)  # late, since it takes seconds to import
 
 
@@ -35,7 +36,7 @@ class CausalAttention(nn.Module):
             attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
             return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
         if mask is None and q.size(2) < k.size(2):
-            if self.attend_last and q.element_size() == 2 and q.size(3) % 8 == 0:
+            if self.attend_last and q.element_size() == 2 and q.size(3) in FLASH_HEADS:
                 return self.attend_last(q, k, v, dropout)
             mask = torch.full((q.size(2), k.size(2)), -torch.inf, dtype=q.dtype, device=q.device)
             mask = mask.triu(1 + k.size(2) - q.size(2))

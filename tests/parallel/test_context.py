@@ -227,6 +227,11 @@ def test_what_cannot_be_split_is_refused_with_the_legal_degrees(argv, world, mes
     assert message in str(caught.value)
 
 
+def test_legal_degrees_fit_on_the_ranks_that_other_degrees_leave():
+    with pytest.raises(ConfigError, match=r"64 tokens .* for tensor_parallel_degree 2; legal: 1, 2, 4$"):
+        job([*EVEN, TP2, "--parallelism.context_parallel_degree=3", "--training.seq_len=64"], 8)
+
+
 def test_an_unbalanced_split_has_nothing_to_balance_with_ulysses():
     found = job([*EVEN, CP2, ULYSSES, UNBALANCED], 2)
     assert "with ulysses: parallelism.context_parallel_load_balancer" in found.no_effect

@@ -109,8 +109,9 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
 
 
 def _legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
-    """Return the values of a degree that divide the number of ranks, 0 for any, and what the degree splits."""
-    most, sizes = sys.maxsize, [world]
+    """Return the values of a degree that divide the ranks that other degrees leave, 0 for any, and what it splits."""
+    others = math.prod(getattr(context.config.parallelism, other) for other in DEGREES.values() if other != key)
+    most, sizes = sys.maxsize, [world // others if world % others == 0 else world]
     with suppress(InvalidField):  # without a valid model
         if key == "tensor_parallel_degree":
             sizes += _split_by_tensor_parallel(context).values()
