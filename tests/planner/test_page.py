@@ -118,12 +118,14 @@ def test_a_page_needs_no_other_file_and_text_of_a_config_is_inert(tmp_path):
 
 
 def test_what_does_not_fit_is_said_with_what_would(tmp_path):
-    change = {"overrides": ["--activation_checkpoint.mode=full"], "peak": 5 * GIB, "bound": 0.5}
+    change = {"overrides": ["--activation_checkpoint.mode=full"], "peak": 5 * GIB, "bound": 0.5, "estimate": 1.5}
     made = plan() | {"changes": [change]}
     made["memory"] |= {"fits": False, "peak": 90 * GIB}
     _, page = written(made, tmp_path)
     assert "Does not fit" in page and "14.90 GiB are missing" in page
-    assert tables_of(page)["changes"] == [["--activation_checkpoint.mode=full", 5 * GIB, 0.5]]
+    assert tables_of(page)["changes"] == [["--activation_checkpoint.mode=full", 5 * GIB, 1.5, 0.5]]
+    made["memory"] |= {"at_most": True}  # of a compiled model
+    assert "May not fit" in written(made, tmp_path)[1]
 
 
 def test_a_page_of_a_deep_model_on_many_gpus_with_accumulation_stays_small(tmp_path):

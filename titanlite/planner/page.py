@@ -21,7 +21,7 @@ STACK = "optimizer parameters buffers gradients gathered communication activatio
 LANES = "compute", "gathers", "reductions", "waiting"
 COLUMNS: dict[str, Sequence[tuple[Any, ...]]] = {
     "changes": [("What would fit, each rehearsed as well", "change"), ("peak, GiB", "peak", 2, GIB),
-                ("a step at least, s", "bound", 3)],
+                ("a step, s", "estimate", 3), ("at least", "bound", 3)],
     "at_peak": [("GiB", "kind"), ("at the peak", "peak", 2, GIB), ("static", "static", 2, GIB)],
     "rates": [("", "name"), ("s a step", "seconds", 3), ("tokens/s of a GPU", "tokens_per_second_per_gpu", 0),
               ("MFU, %", "mfu_percent", 1), ("days", "days", 1)],
@@ -133,7 +133,8 @@ def _verdict(memory: Row, gpu_gib: float) -> Html:
     need = f"A step needs {'at most ' * memory['at_most']}{peak:,.2f} GiB, in {memory['moment']}."
     left = f"{abs(usable - peak):,.2f} GiB {'stay free' if fits else 'are missing'}"
     text = tag("span", f"{need} A GPU has {gpu_gib:g} GiB, {usable:g} of them usable: {left}.")
-    word, color = ("Fits", "fits") if fits else ("Does not fit", "over")
+    may_fit = memory["at_most"] and sum(memory["static"].values()) <= memory["usable"]
+    word, color = ("Fits", "fits") if fits else ("May not fit" if may_fit else "Does not fit", "over")
     return tag("p", tag("strong", word), text, id="verdict", class_=color)
 
 
