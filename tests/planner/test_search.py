@@ -1,0 +1,115 @@
+"""What `titanlite plan --search` tries, what it rules out, and what is proposed where a config does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TINY, job
+from titanlite.config.job import Job, job_from
+from titanlite.config.load import parse_command_line
+from titanlite.planner import search as searching
+from titanlite.planner.depth import plan_step
+from titanlite.planner.hardware import GIB, Hardware, load_hardware
+from titanlite.planner.search import changed, changes, measured, overlay, search
+
+SMALL = [*TINY, "--model.overrides.n_kv_heads=2", "--training.global_batch_size=8", "--training.seq_len=64"]
+
+
+def hardware_of(usable: int) -> Hardware:
+    """Return a GPU with so many bytes for a step."""
+    h100 = load_hardware("h100-80g")
+    return replace(h100, gpu=replace(h100.gpu, memory_gib=usable / GIB), reserve=replace(h100.reserve, gib=0))
+
+
+def llama(name: str, world: int, *files: str) -> Job:
+    return job_from(parse_command_line(["--config", name, *files], {}), world=world, training=True, device="cuda")
+
+
+def test_a_search_tries_only_what_the_rules_allow_and_keeps_the_global_batch():
+    given = job([*SMALL, "--training.global_batch_size=-1"], 4)
+    tried = [other for settings in searching._space(given, hardware_of(GIB)) if (other := changed(given, settings))]
+    assert {other.layout.tp for other in tried} == {1, 2}  # 4 do not divide 2 heads
+    assert {other.batch.total for other in tried} == {8} and {other.layout.world for other in tried} == {4}
+    assert {other.config.activation_checkpoint.mode for other in tried} == {"none", "selective", "full"}
+    assert {other.layout.dp_replicate for other in tried} == {1, 2, 4}
+    assert {other.batch.accumulation for other in tried} == {1, 2, 4}
+
+
+def test_nothing_is_rehearsed_that_the_state_of_training_alone_rules_out():
+    found = search(job(SMALL, 4), hardware_of(1000), max_seconds=1000)
+    assert not found.best and not found.rehearsed and not found.not_reached and found.ruled_out
+
+
+def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
+    given = job(SMALL, 4)
+    least = changed(given, {searching.LOCAL: 1, searching.RECOMPUTE: "full", searching.GLOBAL: 8})
+    assert least
+    for more in ({searching.RECOMPUTE: "none"}, {searching.LOCAL: 2}, {searching.RESHARD: "never"}):
+        other = changed(least, more)
+        assert other and searching._needs_no_less(other, least) and not searching._needs_no_less(least, other)
+    mixed = changed(least, {searching.LOCAL: 2, searching.CHUNKS: 8})
+    assert mixed and not searching._needs_no_less(mixed, least)
+
+
+def test_the_best_plan_is_laid_over_the_config(tmp_path):
+    found = search(job(SMALL, 2), load_hardware("h100-80g"), max_seconds=0)
+    assert found.rehearsed == 1 and found.not_reached > 10
+    (best,) = found.best
+    (tmp_path / "best.toml").write_text(overlay(best.settings))
+    line = parse_command_line(["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {})
+    laid_over = job_from(line, world=2, training=True)
+    expected = changed(job(SMALL, 2), best.settings)
+    assert expected and (laid_over.layout, laid_over.batch) == (expected.layout, expected.batch)
+    assert laid_over.config.activation_checkpoint == expected.config.activation_checkpoint
+    assert plan_step(expected).peak == best.peak
+
+
+def _without_batch(argv: list[str]) -> list[str]:
+    return [argument for argument in argv if "batch_size" not in argument]
+
+
+def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
+    given = llama("llama_70b.toml", 256)
+    space = [*searching._space(given, load_hardware("h100-80g"))]
+    for number in (0, len(space) // 2, len(space) - 1):
+        file = Path(tmp_path, f"{number}.toml")
+        file.write_text(overlay(space[number]))
+        assert llama("llama_70b.toml", 256, str(file)).batch.total == given.batch.total
+
+
+@pytest.mark.long
+def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew():
+    given = job([*SMALL, "--training.global_batch_size=2"], 1)
+    everything = search(given, load_hardware("h100-80g"), max_seconds=1000, most=1000)
+    assert not everything.not_reached and not everything.ruled_out
+    estimates = [candidate.speed.estimate for candidate in everything.best]
+    assert estimates == sorted(estimates) and len(estimates) == everything.rehearsed
+    peaks = sorted(candidate.peak for candidate in everything.best)
+    usable = peaks[len(peaks) // 4]
+    some = search(given, hardware_of(usable), max_seconds=1000, most=1000)
+    assert some.ruled_out and {c.option for c in some.best} == {c.option for c in everything.best if c.peak <= usable}
+    slowest_first = iter([3.0, 1.0, 2.0])
+    ranked = measured(everything, 3, lambda settings: next(slowest_first))
+    assert [c.measured for c in ranked.best[:4]] == [1.0, 2.0, 3.0, 0.0]
+    assert [c.option for c in ranked.best[:3]] == [everything.best[n].option for n in (1, 2, 0)]
+
+
+@pytest.mark.long
+def test_changes_are_rehearsed_and_fit():
+    given = job(SMALL, 1)
+    hardware = hardware_of(plan_step(given).peak - 1)
+    found = changes(given, hardware)
+    assert 1 <= len(found) <= 3
+    for change in found:
+        other = changed(given, change.settings)
+        assert other and plan_step(other).peak == change.peak <= hardware.usable_bytes
+        assert change.bound == change.speed.bound > 0 and change.option.startswith("--")
+
+
+@pytest.mark.long
+def test_8b_on_one_gpu_needs_more_gpus():
+    found = changes(llama("llama_8b.toml", 1), load_hardware("h100-80g"))
+    assert found and all("--world" in change.option for change in found)
