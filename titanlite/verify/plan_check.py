@@ -71,13 +71,13 @@ ROWS = (
     PlanRow(row("dp2", reshard="always"), {"dp_shard": 12}),
     PlanRow(row("dp2", prefetch="2"), {"dp_shard": 11}),
     PlanRow(row("dp2"), {"dp_shard": 11}, ("--training.loss_chunks=4",)),
-    PlanRow(row("dp2", variant="tied"), {"dp_shard": 11}),
+    PlanRow(row("dp2", variant="tied"), {"dp_shard": 9}),
     PlanRow(row("dp2", variant="frozen"), {"dp_shard": 11}),
     PlanRow(row("dp2", accumulation="3"), {"dp_shard": 33}),
     PlanRow(row("dp2", accumulation="3", extra="deferred"), {"dp_shard": 33}),
     PlanRow(row("dp2"), {"dp_shard": 7}, ("--parallelism.fsdp_blocks_per_group=2",)),
     PlanRow(row("dp2", extra="kept whole"), {"dp_shard": 11}),
-    PlanRow(row("dp2 x tp2"), {"dp_shard": 11, "tp": 18}, model="gpt2"),
+    PlanRow(row("dp2 x tp2"), {"dp_shard": 9, "tp": 19}, model="gpt2"),
 )
 
 
