@@ -151,7 +151,10 @@ class Counting(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._hidden:
             return result
-        name, results = func.overloadpacket.__name__, _tensors(result)
+        name = func.overloadpacket.__name__
+        if name == "wait_tensor":
+            result = args[0]  # as on real tensors; a fake one would be a new one
+        results = [tensor for tensor in _tensors(result) if not is_wrapper_subclass(type(tensor))]
         if name == "_record_function_enter_new" and args[0] in _PHASE_OF_REGION:
             self.enter_phase(_PHASE_OF_REGION[args[0]])
         before = len(self._changes)

@@ -31,7 +31,7 @@ from titanlite.parallel.parallelize import parallelize, split
 from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import fake_world
 from titanlite.planner.record import Recording
-from titanlite.planner.torch_private import fake_tensor_mode, storage_key
+from titanlite.planner.torch_private import fake_tensor_mode, storage_key, waiting_as_on_a_device
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 
@@ -42,7 +42,7 @@ def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_o
     With `middle_once`, a step runs its first, second and last micro-batch: those between are like the second.
     """
     check_planned(job)
-    with _replaced() if as_on_cuda else nullcontext(), skeleton(job, role) as (context, parts), fake_tensor_mode():
+    with _replaced() if as_on_cuda else nullcontext(), skeleton(job, role) as (context, parts), _fake_tensors():
         job, config = context.job, context.job.config
         for part in parts:
             allocate(part, context.device)
@@ -51,6 +51,12 @@ def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_o
         rank = dist.get_rank()
         runner = StepRunner(context, parts, [item.parameter for item in trained], optimizer, seed=0, rank=rank)
         return count_second_step(runner, blank_batches(job), middle_once)
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    with fake_tensor_mode(), waiting_as_on_a_device():
+        yield
 
 
 def blank_batches(job: Job) -> list[MicroBatch]:

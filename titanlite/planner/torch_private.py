@@ -1,5 +1,6 @@
 """The private names of torch that only the planner needs, once each, with the versions they were tried on."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -71,3 +72,26 @@ def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def waiting_as_on_a_device() -> Iterator[None]:
+    """Let DTensor's collectives wait where results are used, as they do on real tensors.
+
+    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing. torch 2.14 (2.11 and
+    2.13 ask the same function); no public way.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    asking = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
+    asking = [module for module in asking if "_are_we_tracing" in vars(module)]
+    is_tracing, wrap = functional._are_we_tracing, functional._maybe_wrap_tensor
+    for module in asking:
+        vars(module)["_are_we_tracing"] = lambda: False
+    functional._maybe_wrap_tensor = functional.AsyncCollectiveTensor
+    try:
+        yield
+    finally:
+        for module in asking:
+            vars(module)["_are_we_tracing"] = is_tracing
+        functional._maybe_wrap_tensor = wrap
