@@ -88,7 +88,7 @@ def waiting_as_on_a_device() -> Iterator[None]:
     is_tracing, wrap = functional._are_we_tracing, functional._maybe_wrap_tensor
     for module in asking:
         vars(module)["_are_we_tracing"] = lambda: False
-    functional._maybe_wrap_tensor = functional.AsyncCollectiveTensor
+    functional._maybe_wrap_tensor = functional.AsyncCollectiveTensor  # type: ignore[assignment]
     try:
         yield
     finally:
