@@ -8,13 +8,14 @@ import pytest
 
 from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
-from tests.jobs import QUIET, trainer
-from titanlite.checkpoint.manifest import Position
+from tests.jobs import QUIET, job, trainer
+from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.rules.resume import batch_changes
 from titanlite.config.schema import Training
+from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
-from titanlite.layout import Batch
+from titanlite.layout import DIMENSIONS, Batch
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -109,6 +110,28 @@ def test_a_global_batch_that_follows_from_the_ranks_says_how_to_keep_it(saved, n
     assert [line.endswith(says) for line in lines] == [True] * bool(says)
     fixed = Training(global_batch_size=saved[0] if saved[0] > 0 else 64)
     assert not [*batch_changes(keys, {"dp_replicate": saved[2], "dp_shard": 1}, fixed, Batch(now[0], now[1], 1))]
+
+
+_CP2, _ULYSSES = (f"--parallelism.context_parallel_{key}" for key in ("degree=2", "rotate_method=ulysses"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "world", "differ"),
+    [
+        ([], [], 2, False),
+        ([], [_CP2], 2, True),
+        ([_CP2], [_CP2, "--optimizer.lr=1"], 2, False),
+        ([_CP2], [_CP2, _ULYSSES], 2, True),
+        ([], [_ULYSSES], 2, False),  # without effect
+        ([], ["--training.local_batch_size=1"], 2, True),
+    ],
+)
+def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, differ, tmp_path):
+    before, after = job([*WIDE, *saved], world), job([*WIDE, *now], world)
+    (tmp_path / CONFIG).write_text(to_toml(before.given))
+    (tmp_path / ENVIRONMENT).write_text(json.dumps({"mesh": dict(zip(DIMENSIONS, before.layout.degrees, strict=True))}))
+    lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)
+    assert any(line.startswith("dropout masks will differ: mesh, batch size or split") for line in lines) == differ
 
 
 def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):

@@ -100,9 +100,10 @@ class Resume:
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
         keys = {"training.local_batch_size", "training.global_batch_size"}
-        keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
+        if job.layout.cp > 1:
+            keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
         if has_dropout and (old_mesh != new_mesh or keys & changed.keys()):
-            lines.append("dropout masks will differ: mesh or batch size changed")
+            lines.append("dropout masks will differ: mesh, batch size or split of sequences changed")
         return lines
 
 
