@@ -129,7 +129,9 @@ _CP2, _ULYSSES = (f"--parallelism.context_parallel_{key}" for key in ("degree=2"
 def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, differ, tmp_path):
     before, after = job([*WIDE, *saved], world), job([*WIDE, *now], world)
     (tmp_path / CONFIG).write_text(to_toml(before.given))
-    (tmp_path / ENVIRONMENT).write_text(json.dumps({"mesh": dict(zip(DIMENSIONS, before.layout.degrees, strict=True))}))
+    (tmp_path / ENVIRONMENT).write_text(
+        json.dumps({"mesh": dict(zip(DIMENSIONS, before.layout.degrees, strict=True))})
+    )
     lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)
     assert any(line.startswith("dropout masks will differ: mesh, batch size or split") for line in lines) == differ
 

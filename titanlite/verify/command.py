@@ -114,7 +114,8 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     names = {name.strip() for name in only.split(",")}
     layouts = [x for x in model.layouts if x != "1" and x not in ONLY_FULL]  # 1 as a number is the first row
     if unknown := sorted(names - {*layouts, *map(str, rows)}):
-        reasons = [f"{name} ({model.refused_layouts.get(name, 'unknown')})" for name in unknown]
+        known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
+        reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
         legal = f"the numbers 1 to {len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {model.name} has no row {', '.join(reasons)}; legal: {legal}")
     return {n: row for n, row in rows.items() if str(n) in names or (row.layout in names and row.layout in layouts)}
