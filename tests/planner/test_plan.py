@@ -99,6 +99,7 @@ def test_a_gpu_is_recognized_by_its_name_and_memory():
         (["--gpu", "h100-80g", "--tokens", "many"], "--tokens: must be a number > 0"),
         (["--gpu", "h100-80g", "--out", "best.toml"], "--out belongs to --search"),
         (["--gpu", "h100-80g", "--measure", "2"], "--measure belongs to --search"),
+        (["--gpu", "h100-80g", "--search", "--json"], "show one plan"),
         (["--selftest", "--world", "2"], "--selftest plans its own small models: remove the other options"),
         (["--gpu", "h100-80g", "--hardware", "/nowhere.toml"], "/nowhere.toml: cannot be read"),
         (["--gpu", "h100-80g", "--wrld", "8"], "did you mean --world?"),
@@ -130,6 +131,17 @@ def test_405b_on_512_gpus_takes_30_cpu_seconds_and_4_gib_at_most():
     assert os.waitstatus_to_exitcode(status) == 0, out
     assert usage.ru_maxrss < 4 << 20  # KiB
     assert "llama3 405B on 512 h100-80g GPUs: dp_shard 64 x tp 8" in out and "It fits" in out and "at most" in out
+
+
+@pytest.mark.long
+def test_what_a_search_writes_is_a_config_to_lay_over_and_the_best_can_be_measured(tmp_path, capsys):
+    given, best = [*TINY, "--world", "2"], tmp_path / "best.toml"
+    search = ["--gpu", "h100-80g", "--search", "--max-seconds", "5", "--measure", "1", "--out", str(best)]
+    assert main(["plan", *given, *search, "--training.global_batch_size=8"]) == 0
+    (header, first, *_) = capsys.readouterr().out.splitlines()[1:]
+    assert "measured s" in header and float(first.partition("--")[0].split()[-1]) > 0
+    assert main(["config", *given, "--config", "debug.toml", str(best)]) == 0
+    assert "data_parallel_shard_degree = " in best.read_text()
 
 
 def test_the_command_plans_a_job_as_tables_and_as_json(capsys):

@@ -5,16 +5,19 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.speed import Speed, ranks_in_a_node, speed_of
+
+if TYPE_CHECKING:
+    from titanlite.planner.search import Candidate
 
 VERSION = 1
 """Of the JSON; another one if a name goes or changes its meaning."""
@@ -52,7 +55,7 @@ class Plan:
     """Of the model, as MFU counts them: what is recomputed counts once."""
     tokens: float = 0
     """To train on; 0 if not given."""
-    changes: Sequence[Any] = ()
+    changes: Sequence["Candidate"] = ()
     """What would fit, if this does not."""
 
     @property
@@ -136,13 +139,15 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
     from titanlite.observe.throughput import flops_per_token
     from titanlite.parallel.build import build_model
     from titanlite.planner.depth import plan_step
+    from titanlite.planner.search import changes
 
     recording = plan_step(job)
     seq_len = job.config.training.seq_len
     speed = speed_of(recording, job.layout, hardware, job.batch.total * seq_len, is_upper_bound(job))
     model, table = build_model(job)
     flops = flops_per_token(model.named_parameters(), table, job.shape, seq_len)
-    return Plan(job, hardware, recording, speed, flops, tokens)
+    plan = Plan(job, hardware, recording, speed, flops, tokens)
+    return plan if plan.fits else replace(plan, changes=changes(job, hardware))
 
 
 def reserve_text(hardware: Hardware) -> str:

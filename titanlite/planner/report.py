@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from titanlite.errors import format_table
-from titanlite.planner.hardware import GIB
-from titanlite.planner.plan import Plan
+from titanlite.planner.hardware import GIB, Hardware
+from titanlite.planner.plan import Plan, reserve_text
+from titanlite.planner.search import Found
 
 
 def report(plan: Plan) -> str:
@@ -92,6 +93,26 @@ def _changes(plan: Plan) -> Iterator[str]:
     yield "What would fit, each rehearsed"
     rows = [(change.option, _gib(change.peak), f"{change.bound:.3f}") for change in plan.changes]
     yield format_table(rows, ("change", "peak GiB", "bound s"), align="<>>", indent=2)
+
+
+def search_report(found: Found, hardware: Hardware, world: int) -> str:
+    """Return the ranking of a search."""
+    seen = f"{found.rehearsed} rehearsed, {found.ruled_out} ruled out, {found.not_reached} not reached in time"
+    if not found.best:
+        return f"No plan fits on {world} x {hardware.name}: {seen}"
+    rows = []
+    for number, candidate in enumerate(found.best, 1):
+        times = (f"{seconds:.3f}" for seconds in (candidate.speed.estimate, candidate.bound))
+        measured = f"{candidate.measured:.3f}" if candidate.measured else ""
+        rows.append((f"{number}", _gib(candidate.peak), *times, candidate.speed.binding, measured, candidate.option))
+    header = ["", "peak GiB", "estimate s", "bound s", "by", "measured s", "changes"]
+    if not any(candidate.measured for candidate in found.best):
+        header.remove("measured s")
+        rows = [(*row[:5], row[6]) for row in rows]
+    assumptions = dict.fromkeys(text for candidate in found.best for text in candidate.speed.assumptions)
+    lines = [f"The fastest that fit on {world} x {hardware.name}, of {seen}"]
+    lines.append(format_table(rows, header, align=">>>><" + ">" * (len(header) - 6), indent=2))
+    return "\n".join([*lines, *_assumed([reserve_text(hardware), *assumptions])])
 
 
 def _assumed(assumptions: Iterable[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import Hardware, load_hardware, recognize
 from titanlite.planner.plan import is_upper_bound, traffic_of
 from titanlite.planner.record import Recording
+from titanlite.planner.search import changes
 from titanlite.planner.speed import speed_of
 
 
@@ -44,7 +45,9 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
     if recording.peak <= usable:
         return f"{line}; {of}"
     less = f", of which {hardware.reserve.gib:g} GiB should stay free (assumed)" if hardware else ""
-    return f"warning: {line}, but {of}{less}"
+    found = changes(job, hardware, most=1) if hardware else []
+    remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
+    return f"warning: {line}, but {of}{less}{remedy}"
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from titanlite.config.hardware_table import hardware_table
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.errors import UserError
+from titanlite.config.toml import toml_value
+from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import gpu_bytes, gpu_name
 from titanlite.tools.config import positive_int
 
 if TYPE_CHECKING:
+    from titanlite.config.job import Job
     from titanlite.planner.hardware import Hardware
+    from titanlite.planner.search import Settings
 
+MEASURED = 5
+"""Steps that --measure times, after as many that warm up."""
 DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, and print whether it
 fits into the memory of a GPU, what it communicates, and how fast it can be. Nothing is trained, no data is read.
 The exit code is 0 if it fits and 2 if not; then changes that would fit are listed."""
@@ -80,7 +91,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     hardware = _hardware(arguments.gpu, arguments.hardware)
     job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
     if arguments.search:
-        raise UserError("--search is not built yet")
+        return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
     from titanlite.planner.report import report
 
@@ -91,6 +102,42 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
         write_page(plan.to_json(), arguments.html)
     return 0 if plan.fits else 2
+
+
+def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hardware) -> int:
+    """Print the best of a search, and write the first of them."""
+    from titanlite.planner.report import search_report
+    from titanlite.planner.search import measured, overlay, search
+
+    if arguments.html or arguments.json or arguments.tokens:
+        raise UserError("--html, --json and --tokens show one plan: give them without --search, with what it found")
+    found = search(job, hardware, arguments.max_seconds or 60)
+    if arguments.measure:
+        found = measured(found, arguments.measure, partial(_measure, overrides, job.layout.world))
+    print(search_report(found, hardware, job.layout.world))
+    if not found.best:
+        return 2
+    if arguments.out:
+        title = f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
+        arguments.out.write_text(title + overlay(found.best[0].settings), encoding="utf-8")
+        print(f"wrote {arguments.out}")
+    return 0
+
+
+def _measure(overrides: list[str], world: int, settings: Settings) -> float:
+    """Train a few steps on this machine; return the seconds of a step."""
+    with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
+        own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
+        own += [f"--job.dump_folder={folder}", f"--training.steps={2 * MEASURED}", "--metrics.log_freq=1"]
+        own += ["--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end", "--job.no_plan"]
+        command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
+        environ = {**os.environ, "NGPU": f"{world}"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise RunFailed(f"--measure: {' '.join(own[: len(settings)])} could not train: {''.join(last)}")
+        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return median(json.loads(line)["step_seconds"] for line in lines[-MEASURED:])
 
 
 def _hardware(name: str | None, files: list[Path]) -> Hardware:
