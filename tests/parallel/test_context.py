@@ -25,8 +25,12 @@ from titanlite.errors import UserError
 from titanlite.parallel import context
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.context import own_places, places
+from titanlite.parallel.init import allocate
+from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.fake_world import fake_world
 from titanlite.runtime.determinism import derive_seed, reseed
+from titanlite.runtime.torch_private import compiled_graphs
+from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
 from titanlite.train.validate import validation_loss
 
@@ -119,6 +123,21 @@ def test_ulysses_exchanges_four_tensors_per_block_and_pass(pool, tmp_path):
     for found in pool.run(collectives, [*EVEN, CP2, ULYSSES], str(tmp_path), world=2):
         own = SAMPLES * TOKENS * HEADS * HEAD_DIM // 2
         assert found == {"alltoall_base_": [own] * 8 * LAYERS}, "kv heads are as many as heads here"
+
+
+@pytest.mark.parametrize("option", ["", ULYSSES], ids=["allgather", "ulysses"])
+def test_all_compiled_blocks_share_one_graph(option):
+    """A graph for each would end the run at the ninth block."""
+    compiled = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=['model']"]
+    found = job([*EVEN, CP2, *compiled, *filter(None, [option]), "--model.overrides.n_layers=3"], 2)
+    model, table = build_model(found)
+    device, before = torch.device("cpu"), compiled_graphs()
+    with fake_world(found.layout) as mesh:
+        parallelize(model, Context(found, mesh, table, device))
+        allocate(model, device)
+        places = own_places(found, 0, device, TOKENS)
+        model_loss(model, MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64), places), chunks=1).backward()
+    assert compiled_graphs() - before == 1
 
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:

@@ -72,7 +72,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         if core is None:
             raise UserError(f"context parallel: {path} is not in the model; its ModelSpec names it as core")
         core.attend_last = attend_last if context.device.type == "cuda" else None
-        core.forward = partial(attend, core.forward)
+        # Not core.forward, of which each block has one: the compiler would make a graph for each, and stop at eight.
+        core.forward = partial(attend, partial(type(core).forward, core))
     if not gathers:
         return [f"Applied context parallel on {mesh.size()} ranks, exchanging tokens for heads (ulysses)"]
     make: Any = getattr(model, "attention_mask", None)
