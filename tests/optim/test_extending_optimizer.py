@@ -11,6 +11,7 @@ from tests.jobs import FLOAT64, TINY, job, relative_error, trainer, weights
 from titanlite.config.load import ConfigError
 from titanlite.optim import optimizer_bytes
 from titanlite.parallel.dtensor import local_part
+from titanlite.train.summary import describe_start
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SIGNS = ["--model.package=signs", "--optimizer.name=Signs"]
@@ -30,6 +31,7 @@ def trained(argv: list[str], folder: str, path: str) -> dict[str, torch.Tensor]:
 
     sys.path.insert(0, path)
     run = trainer(argv, folder)
+    assert any("  Signs, weight decay" in line for line in describe_start(run)), "it has no implementation to name"
     run.train()
     size = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
     assert size == optimizer_bytes(run.trained, run.job.config)

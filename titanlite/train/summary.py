@@ -11,6 +11,7 @@ from titanlite.config.rules.run import long_warmup
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes
 from titanlite.parallel.dtensor import local_part
+from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
@@ -30,6 +31,8 @@ def describe_start(trainer: Trainer) -> list[str]:
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     state = sum(sizes), gradients, optimizer_bytes(trainer.trained, config)
+    unused = get_optimizer(optimizer.name, config.model.package).unused
+    how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
     decayed = sum(item.decays for item in trainer.trained)
     data_sets = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture) or training.dataset
     tokens = batch.total * training.seq_len
@@ -51,7 +54,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",
         "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
         + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
-        "optimizer": f"{optimizer.name} ({implementation(optimizer)}), weight decay {optimizer.weight_decay:g} "
+        "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
         f"on {decayed} tensors, none on {len(trainer.trained) - decayed}",
         "seed": f"{trainer.seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),
     }

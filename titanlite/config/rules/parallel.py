@@ -143,7 +143,7 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
     if settings.context_parallel_rotate_method == "allgather":
         sizes = {name: size for name, size in sizes.items() if "tokens" in name}
         if settings.context_parallel_load_balancer == "headtail":
-            tp, what = 2 * tp, " in chunks of head and tail"
+            tp, what = 2 * tp, " into 2 equal chunks a rank (head and tail)"
     what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (settings.tensor_parallel_degree > 1)
     return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
