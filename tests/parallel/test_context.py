@@ -216,10 +216,10 @@ def test_a_checkpoint_of_split_sequences_loads_on_any_mesh(pool, tmp_path):
         (
             ["--training.seq_len=18", TP2],
             4,
-            "18 tokens in a sequence into 2 equal chunks a rank (head and tail) for tensor_parallel_degree 2; legal: 1",
+            "sequence into 2 equal chunks a rank (head and tail) for tensor_parallel_degree 2; legal: 1",
         ),
         (["--training.seq_len=15", UNBALANCED], 2, "2 does not divide 15 tokens in a sequence; legal: 1"),
-        (["--validation.enable", "--validation.seq_len=6"], 2, "6 tokens in a validation sequence into 2 equal chunks"),
+        (["--validation.enable", "--validation.seq_len=6"], 2, "validation sequence into 2 equal chunks"),
         ([ULYSSES, "--model.overrides.n_kv_heads=1"], 2, "2 does not divide 1 key and value heads; legal: 1"),
         (["--model.package=parrot", "--model.name=parrot"], 2, "parrot cannot split sequences: its ModelSpec names"),
         (["--training.loss_chunks=9"], 2, "a sequence has 8 tokens on a rank; at most 8"),

@@ -311,8 +311,9 @@ def test_a_file_adds_gpus_and_overrides_numbers(tmp_path):
     ("text", "why"),
     [
         ('gpu.mine = { words = "X", memroy = 1 }', r"gpu\.mine: memory_gib is missing; .*; memroy is unknown"),
-        ('gpu.h200 = { memory_gib = "80" }', r"gpu\.h200: memory_gib = '80' is wrong"),
-        ("gpu.h200.peaks.bfloat16 = 0", r"gpu\.h200: peaks = {'bfloat16': 0, .* is wrong"),
+        ('gpu.h200 = { memory_gib = "80" }', r"gpu\.h200: memory_gib = '80' is not a number above 0"),
+        ("gpu.h200.peaks.bfloat16 = 0", r"gpu\.h200: peaks = {'bfloat16': 0, .* is not a table of numbers above 0"),
+        ('efficiency.h200.link = { share = 5, source = "x" }', r"efficiency\.link: share = 5 is above 1"),
         ('gpu.h200.node = "hgx"', r"gpu\.h200\.node hgx: unknown node; .*known: hgx-a100, "),
         ("gpu.h200 = 80", r"mine\.toml: gpu\.h200 must be a table"),
         ("gpu = 80", r"mine\.toml: gpu must be a table"),

@@ -16,7 +16,9 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
     for file in (_SHIPPED, *files):
         try:
             above = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError(f"{file}: cannot be read as TOML: {error}") from None
         if unknown := [key for key in above if table and key not in table]:
             raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}")

@@ -144,10 +144,15 @@ def _entry(kind: type[_Entry], table: Mapping[str, Any], section: str, name: str
     wrong = [f"{key} is missing" for key in types if key not in given]
     wrong += [f"{key} is unknown; it has {', '.join(types)}" for key in given if key not in types]
     bad = [key for key in types if key in given and not _fits(given[key], types[key])]
-    wrong += [f"{key} = {given[key]!r} is wrong" for key in bad]
+    wrong += [f"{key} = {given[key]!r} is not {_LEGAL.get(types[key], 'a table of numbers above 0')}" for key in bad]
+    if kind is Efficiency and not wrong and given["share"] > 1:
+        wrong = [f"share = {given['share']:g} is above 1"]
     if wrong:
         raise UserError(f"hardware table, {section}.{name}: {'; '.join(wrong)}")
     return kind(**given)
+
+
+_LEGAL: dict[Any, str] = {str: "a text", int: "a number above 0", float: "a number above 0"}
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -88,6 +88,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} belongs to --search: add it")
+    for option in ("html", "out"):  # before minutes of planning
+        if (path := getattr(arguments, option)) and not path.parent.is_dir():
+            raise UserError(f"--{option} {path}: there is no folder {path.parent}")
     hardware = _hardware(arguments.gpu, arguments.hardware)
     job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
     if arguments.search:
