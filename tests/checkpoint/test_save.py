@@ -239,7 +239,7 @@ def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
     assert manifest.step == 4 and not manifest.weights_only
     assert faults(folder, manifest, manifest.files) == []
     weight = manifest.tensors["optimizer.layers.1.attention.wq.weight.exp_avg"]
-    assert (weight.shape, weight.dtype, weight.placement) == ((16, 16), "float32", "dp_shard 2: S(0)")
+    assert (weight.shape, weight.dtype, weight.placement) == ((16, 16), "float32", "dim 0 over dp_shard")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     costs = {r["step"]: r for r in lines if "checkpoint_write_seconds" in r}
     assert costs.keys() == {1, 2, 4, 5}

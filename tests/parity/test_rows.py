@@ -11,9 +11,9 @@ from titanlite.verify.runner import row_runner
 from titanlite.verify.table import ALL_LAYOUTS, EXTRA, Row
 
 SAMPLES = {  # model: layouts, each with a precision
-    "llama3": {"1": "float64", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
+    "llama3": {"1": "float32", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
     | {"cp2 x tp2": "float64", "replicate2 x cp2": "bfloat16"},
-    "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "pure bf16", "dp2 x tp2": "bfloat16"}
+    "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "bfloat16", "dp2 x tp2": "bfloat16"}
     | {"cp2": "float32", "dp2 x cp2": "float64"},
     "parrot": {"dp2": "bfloat16", "hsdp2x2": "float64"},
     "scaled": {"tp2": "pure bf16"},  # has replicated parameters by its table, and norms inside of attention
@@ -41,6 +41,11 @@ def test_every_layout_and_precision_is_sampled_and_tensor_parallel_in_all_but_fl
     sampled = [(layout, precision) for layouts in SAMPLES.values() for layout, precision in layouts.items()]
     assert {precision for _, precision in sampled} == BOUNDS.keys()
     assert {precision for layout, precision in sampled if "tp" in layout} == {"float64", "bfloat16", "pure bf16"}
+
+
+def test_a_model_without_a_core_of_attention_has_no_rows_with_documents():
+    told = {name: {row.documents for row in table(read_model(argv_of(name), {})).values()} for name in SAMPLES}
+    assert told == {"llama3": {"off", "on"}, "gpt2": {"off", "on"}, "parrot": {"off"}, "scaled": {"off"}}
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_prefetch_and_reshard_need_sharding():
 
 @pytest.mark.parametrize("layout", BEYOND)
 def test_a_further_layout_meets_every_choice_in_at_most_four_rows(layout):
-    of = choices([layout], ["plain", "tied", "frozen"], ["headtail", "none", "ulysses"])
+    of = choices([layout], ["plain", "tied", "frozen"], sequences=["headtail", "none", "ulysses"])
     rows = beyond(of)
     assert len(rows) <= 4 and rows == beyond(of), "the same rows every time"
     for column in COLUMNS:

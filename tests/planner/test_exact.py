@@ -16,7 +16,7 @@ from titanlite.verify.runner import PRELOAD
 
 LAYOUTS = [one for one in ROWS[:9] if one.row.mesh.world <= 4]
 BF16 = row("dp2", precision="bfloat16", variant="frozen")
-MIXED = PlanRow(BF16, {"dp_shard": 9}, ("--training.loss_chunks=4",))
+MIXED = PlanRow(BF16, {"dp_shard": 11}, ("--training.loss_chunks=4",))
 TECHNIQUES = [ROWS[9], ROWS[10], MIXED]
 
 

@@ -87,20 +87,20 @@ def further_rows(rows: Rows) -> Rows:
 
 def table(model: ModelUnderTest) -> Rows:
     """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
-    variants, allowed = list(model.variants), model.layouts
-    rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants))
+    variants, documents, allowed = list(model.variants), model.documents, model.layouts
+    rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     rows += [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed]
     for layout in filter(allowed.get, BEYOND):
-        rows += beyond(choices([layout], variants, allowed[layout]))
+        rows += beyond(choices([layout], variants, documents, allowed[layout]))
     return numbered(rows)
 
 
 def full_table(model: ModelUnderTest) -> Rows:
     """Return the product of what changes the mathematics most for every layout."""
-    variants, allowed = list(model.variants), model.layouts
-    rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants))
+    variants, documents, allowed = list(model.variants), model.documents, model.layouts
+    rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     for layout in filter(allowed.get, [*BEYOND, *ONLY_FULL]):
-        rows += full(choices([layout], variants, allowed[layout]))
+        rows += full(choices([layout], variants, documents, allowed[layout]))
     return numbered(rows + [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed])
 
 
@@ -178,6 +178,8 @@ def _introduction(model: ModelUnderTest, rows: Collection[Row], fault: str, cach
         yield f"with a fault that must be detected: {FAULTS[fault].summary}"
     for layout, reason in model.refused_layouts.items():
         yield f"skipping layout {layout}: {reason}"
+    if "on" not in model.documents:
+        yield "skipping documents: the model names no core of attention that would take them"
     if cached:
         yield f"{cached} rows passed in an earlier run of the same code"
 

@@ -52,6 +52,8 @@ class ModelUnderTest:
     """The override that replicates its small parameters."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
+    documents: tuple[str, ...]
+    """The choices of documents: only "off" if no core of attention takes them."""
     layouts: Mapping[str, tuple[str, ...]]
     """Those that it allows, each with the ways to split sequences that it allows there."""
     refused_layouts: Mapping[str, str]
@@ -103,9 +105,10 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}"
     tied = any(rule.tied for rule in rules)
     layouts, refused = _allowed_layouts(section)
+    documents = ("off", "on") if spec.core else ("off",)
     modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
     return ModelUnderTest(
-        f"{model.name} {model.flavor}", modules, section, variants, kept_whole, tied, layouts, refused
+        f"{model.name} {model.flavor}", modules, section, variants, kept_whole, tied, documents, layouts, refused
     )
 
 

@@ -147,10 +147,15 @@ EXCLUDED_PAIR: _Pair = frozenset({("layout", "hsdp2x2 x tp2"), ("compile", "aot_
 """Has one row in `full` and none in `pairwise`: eight processes that compile take a minute on two cores."""
 
 
-def choices(layouts: Sequence[str], variants: Sequence[str], sequences: Sequence[str] = ("headtail",)) -> Choices:
-    """Return the choices of every column, for what a model allows of layouts, variants and splits of sequences."""
+def choices(
+    layouts: Sequence[str],
+    variants: Sequence[str],
+    documents: Sequence[str] = ("off", "on"),
+    sequences: Sequence[str] = ("headtail",),
+) -> Choices:
+    """Return the choices of every column, for what a model allows of layouts, variants, documents and splits."""
     by_column = {column: list(c) for column, c in OVERRIDES.items()} | {"compile": ["off", "aot_eager"]}
-    by_column |= {"layout": layouts, "variant": variants, "sequence": sequences}
+    by_column |= {"layout": layouts, "variant": variants, "documents": documents, "sequence": sequences}
     if "cp4" in layouts:  # whose ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
     return {column: by_column[column] for column in COLUMNS}
