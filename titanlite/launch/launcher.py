@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -135,10 +135,15 @@ def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContex
     if not job.config.job.plan or nodes.rank > 0:
         return nullcontext(list)
     from titanlite.launch.background import BackgroundLines
-    from titanlite.planner.start import start_lines
 
-    memory = rank_bytes(job, device, processes)
-    return BackgroundLines(partial(start_lines, job, gpu_name() if device == "cuda" else "", memory, processes))
+    return BackgroundLines(partial(_planned_lines, job, device, processes))
+
+
+def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
+    from titanlite.planner.start import start_lines  # in the child: the workers' start does not wait for it
+
+    gpu = gpu_name() if device == "cuda" else ""
+    return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
 
 
 def _run(

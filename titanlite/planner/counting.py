@@ -2,7 +2,7 @@
 
 Exact: bytes are those of the storages that are alive, as an allocator is asked for them; collectives and FLOPs are
 those of the operations that PyTorch dispatches. Not seen: what a kernel allocates inside, what an allocator adds
-(rounding, fragments), what communication libraries keep. What bytes are alive *for* is told from all uses of their
+(rounding, fragments), what communication libraries keep. The kind of bytes follows from all uses of their
 storage: one that becomes a gradient counts as one from the start.
 """
 
@@ -50,7 +50,7 @@ _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 _READS_ROWS = {"embedding", "index", "gather"}
 """Operations that read no more of their first argument than they return."""
 _WEAKEST_FIRST = ("", "communication", "gathered", "gradients", "buffers", "optimizer", "parameters")
-"""Kinds that the uses of a storage tell; the strongest counts. Without one its kind is told from its first phase."""
+"""Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase decides."""
 _KIND_OF_PHASE = {"head": "logits", "backward head": "logits", "gradient norm": "gradients", "optimizer": "optimizer"}
 _PHASE_OF_REGION = {
     "forward": "embedding",

@@ -235,11 +235,7 @@ def _rms_norm(
 
 AS_ON_CUDA: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.nn.functional, "rms_norm", _rms_norm),  # a CPU keeps copies in float32
-    (
-        decoder,
-        "document_mask",
-        lambda *args: None,
-    ),  # a matrix on a CPU; on CUDA FlexAttention
+    (decoder, "document_mask", lambda *args: None),  # a matrix on a CPU; on CUDA FlexAttention
 )
 """What a CPU keeps and CUDA does not: where it is called, and what allocates as CUDA does."""
 

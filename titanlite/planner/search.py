@@ -92,7 +92,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
-    """Return what was found, with the best few ranked anew by `measure`, which returns the seconds of a step."""
+    """Return what was found, with the best few sorted by `measure`, which returns the seconds of a step."""
     timed = [replace(candidate, measured=measure(candidate.settings)) for candidate in found.best[:number]]
     return replace(found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]])
 

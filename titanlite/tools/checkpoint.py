@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
-_COUNTS = ("step", "tokens", "consumed")  # of a position in the data; its seed is no count
+_COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
 
