@@ -63,7 +63,7 @@ def test_a_chunk_that_is_not_inside_its_file_is_refused(offset, length):
         stored[MetadataIndex("model.a", torch.Size([0]))] = info
     metadata = Metadata({"model.a": planned}, storage_data=stored)
     with pytest.raises(OSError, match=r"model.a at \[0\] was planned, but is not stored"):
-        commit._tensor_entries(metadata, {"model.a": torch.ones(1)}, {"file": File(10, 0)})
+        commit._tensor_entries(metadata, {"model.a": "replicated"}, {"file": File(10, 0)})
 
 
 def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def written(
     live = {name: p.detach() for name, p in build(spec, flavor).named_parameters()}
     translation = Translation(spec, flavor)
     texts = documents(translation.config, dtype, ByteTokenizer())
-    export(folder, translation.hf_tensors(dtype), texts, live.__getitem__, file_bytes=file_bytes)
+    export(folder, translation.hf_tensors(dtype), texts, lambda name, owner: live[name], file_bytes=file_bytes)
     return live
 
 
@@ -248,7 +248,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path, monkeypatch):
         written_before.extend(map(weakref.ref, tensors.values()))
         files.write(path, tensors)
 
-    def fetch(name: str) -> torch.Tensor:
+    def fetch(name: str, owner: int) -> torch.Tensor:
         nonlocal most_bytes
         assert not any(ref() is not None for ref in written_before), "a tensor of an earlier file is held"
         tensor = live[name].detach().clone()
@@ -267,8 +267,8 @@ def exported(argv: list[str], folder: str, dtype: str) -> None:
     """Export a run's initial weights, which are the same on any mesh, in many small files."""
     run = trainer(argv, folder)
     translation = Translation(run.job.spec, run.job.model)
-    target, live = Path(folder) / "out", run.state.weights()
-    export_live(target, translation, live, getattr(torch, dtype), run.tokenizer, everyone(), file_bytes=3000)
+    target = Path(folder) / "out"
+    export_live(target, translation, run.state, getattr(torch, dtype), run.tokenizer, everyone(), file_bytes=3000)
 
 
 @pytest.mark.parametrize("model", ["llama3", "gpt2"])
@@ -568,7 +568,7 @@ def test_a_failed_export_leaves_the_older_one(tmp_path):
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     outputs = Translation(llama3.SPEC, SMALL).hf_tensors(torch.float32)
 
-    def fetch(name: str) -> torch.Tensor:
+    def fetch(name: str, owner: int) -> torch.Tensor:
         if name == "norm.weight":
             raise OSError("the disk is gone")
         return torch.zeros(Translation(llama3.SPEC, SMALL).shapes[name])
@@ -593,9 +593,8 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
 
     export_module.write = full_disk
     try:
-        translation, live = Translation(run.job.spec, run.job.model), run.state.weights()
-        target = Path(folder) / "out"
-        export_live(target, translation, live, torch.float32, run.tokenizer, everyone(), file_bytes=3000)
+        translation, target = Translation(run.job.spec, run.job.model), Path(folder) / "out"
+        export_live(target, translation, run.state, torch.float32, run.tokenizer, everyone(), file_bytes=3000)
     except RunFailed as error:
         return str(error)
     finally:

@@ -428,13 +428,13 @@ def test_optimizer_state_is_created_without_a_step():
     ):
         steps = []
         optimizer.register_step_post_hook(lambda *_: steps.append(1))  # noqa: B023
-        state = TrainingState([layer], optimizer)
+        state = TrainingState([layer], optimizer, {})
         of_optimizer = state.tensors().keys() - state.weights().keys()
         assert {name.rpartition(".")[2] for name in of_optimizer} == keys
         assert {name.rpartition(".")[2] for name in state.numbers()} == numbers
         assert not steps and all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
     with pytest.raises(Exception, match=r"Rows: rows is a tensor of shape \[2\] for a parameter of shape \[2, 2\]"):
-        TrainingState([layer], Rows(layer.parameters())).tensors()
+        TrainingState([layer], Rows(layer.parameters()), {}).tensors()
 
 
 def test_any_changed_byte_of_a_manifest_is_found(tmp_path):

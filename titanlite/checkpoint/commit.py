@@ -112,8 +112,8 @@ def commit(
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
 
-    `tensors` say how each is sharded, `lookup` returns the values of this rank's part, on any device. From
-    every rank's `rank_payload`, rank 0 makes the documents (contents by file name) that lie beside the tensors.
+    `tensors` are this rank's and say how each is sharded, `lookup` returns the values of its part, on any device.
+    From every rank's `rank_payload`, rank 0 makes the documents (contents by file name) that lie beside the tensors.
     """
     rank, target, saving = rank_in(group), step_folder(root, step), f"the save of step {step}"
 
@@ -121,19 +121,20 @@ def commit(
         if store.exists(target):
             raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
 
-    def publish(payloads: list[tuple[dict[str, File], Any]]) -> None:
-        files = {name: file for rank_files, _ in payloads for name, file in rank_files.items()}
-        for name, content in make_documents([payload for _, payload in payloads]).items():
+    def publish(payloads: list[tuple[dict[str, File], dict[str, str], Any]]) -> None:
+        files = {name: file for rank_files, _, _ in payloads for name, file in rank_files.items()}
+        placements = {name: text for _, rank_placements, _ in payloads for name, text in rank_placements.items()}
+        for name, content in make_documents([payload for _, _, payload in payloads]).items():
             store.write(staging / name, content)
             files[name] = File(len(content), zlib.crc32(content))
-        entries = _tensor_entries(writer.stored, tensors, files)
+        entries = _tensor_entries(writer.stored, placements, files)
         _publish(root, staging, Manifest(step, weights_only, files, entries))
 
     run_on_all_ranks(group, saving, lambda: refuse_existing() if rank == 0 else None)
     with staging_folder(target, group, saving) as staging:
         writer = _Writer(staging)
-        rank_files = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, lookup, group))
-        payloads = gather_objects((rank_files, rank_payload), group)
+        written = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, lookup, group))
+        payloads = gather_objects((*written, rank_payload), group)
         run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(payloads) if rank == 0 else None)
 
 
@@ -142,8 +143,8 @@ def _write_tensors(
     tensors: Mapping[str, torch.Tensor],
     lookup: Callable[[str], torch.Tensor],
     group: dist.ProcessGroup | None,
-) -> dict[str, File]:
-    """Write this rank's part of the tensors; return the files that it wrote."""
+) -> tuple[dict[str, File], dict[str, str]]:
+    """Write this rank's part of the tensors; return the files, and the placement of each tensor that it began."""
     planner, rank = _Planner(lookup), rank_in(group)
     dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     files = {}
@@ -152,7 +153,8 @@ def _write_tensors(
             # Summed after the write: the checksum is of what the file holds, and the disk works meanwhile.
             files[name] = File(*store.sync_and_sum(path))
     failpoint("tensors stored")
-    return files
+    begun = [item.index.fqn for item in planner.plan.items if not any(item.index.offset or ())]
+    return files, {name: describe_placement(tensors[name]) for name in begun}  # each tensor's by one rank
 
 
 class _Planner(DefaultSavePlanner):
@@ -195,12 +197,10 @@ class _Writer(dcp.FileSystemWriter):
         self.stored = replace(metadata, storage_data=storage)
 
 
-def _tensor_entries(
-    stored: Metadata, tensors: Mapping[str, torch.Tensor], files: Mapping[str, File]
-) -> dict[str, Tensor]:
+def _tensor_entries(stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]) -> dict[str, Tensor]:
     """Return every tensor's entry; raise unless each planned chunk is inside a file that was written."""
     entries = {}
-    assert stored.state_dict_metadata.keys() == tensors.keys()
+    assert stored.state_dict_metadata.keys() == placements.keys()
     for name, planned in stored.state_dict_metadata.items():
         assert isinstance(planned, TensorStorageMetadata)
         chunks = []
@@ -212,7 +212,7 @@ def _tensor_entries(
                 Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
             )
         dtype = str(planned.properties.dtype).removeprefix("torch.")
-        entries[name] = Tensor(tuple(planned.size), dtype, describe_placement(tensors[name]), tuple(chunks))
+        entries[name] = Tensor(tuple(planned.size), dtype, placements[name], tuple(chunks))
     return entries
 
 

@@ -118,7 +118,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     assert manifest and folder
     tensors = state.tensors() if resume.continues else state.weights()
     saved = {name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
-    wanted = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    own = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    wanted = state.of_all_stages(own)
     if resume.continues:
         saved |= dict.fromkeys(resume.numbers, "a number")
         wanted |= dict.fromkeys(state.numbers(), "a number")
@@ -167,7 +168,7 @@ def _comparable(name: str, description: str) -> str:
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights into a model that is whole in this process, all of them or nothing."""
-    restore(Resume(folder, read_manifest(folder)), TrainingState([model], optimizer=None), None)
+    restore(Resume(folder, read_manifest(folder)), TrainingState([model], None, table={}), None)
 
 
 def load_tensors(

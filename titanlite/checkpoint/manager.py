@@ -341,5 +341,5 @@ class Checkpoints:
         target, group = export_folder(self.root, step), self.group
         assert group is not None
         translation, dtype = Translation(self._job.spec, self._job.model), getattr(torch, self.settings.export_dtype)
-        export_live(target, translation, state.weights(), dtype, tokenizer, group)
+        export_live(target, translation, state, dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")

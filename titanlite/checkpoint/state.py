@@ -2,21 +2,27 @@
 
 `model.NAME` for every parameter and persistent buffer, stored once if two modules share it; `optimizer.NAME.KEY` for
 what the optimizer keeps for a parameter. Scalars (AdamW's step) are not tensors here but numbers in JSON. torch's
-get_state_dict would run an optimizer step to create the state, and store 11 scalars per parameter.
+get_state_dict would run an optimizer step to create the state, and store 11 scalars per parameter. Under pipeline
+parallel a rank has the tensors of its own stages.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
+from titanlite.parallel.build import named_parameters
 from titanlite.parallel.dtensor import plain
+from titanlite.registry import Rule
+from titanlite.runtime.distributed import gather_objects
 
+T = TypeVar("T")
 Numbers = dict[str, float | int | bool]
 Tensors = dict[str, torch.Tensor]
 
@@ -24,11 +30,22 @@ Tensors = dict[str, torch.Tensor]
 class TrainingState:
     """The tensors and numbers of one rank. The tensors are live: copy them to keep their values."""
 
-    def __init__(self, parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
-        """Without an optimizer there are only weights."""
-        self.parts, self._optimizer = list(parts), optimizer
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        table: Mapping[str, Rule],
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Without an optimizer there are only weights; the ranks of `stages` together hold the whole model."""
+        self.parts, self._optimizer, self.stages = list(parts), optimizer, stages
         self._templates: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
-        self._names = {parameter: name for part in self.parts for name, parameter in part.named_parameters()}
+        self._names = {p: name for part in self.parts for name, p in named_parameters(part, table)}
+
+    def of_all_stages(self, own: Mapping[str, T]) -> dict[str, T]:
+        """Join what each stage has by name; of a tensor that two hold, the first one's."""
+        by_stage = gather_objects(dict(own), self.stages)
+        return {name: value for stage in reversed(by_stage) for name, value in stage.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters, frozen ones too, and persistent buffers."""
@@ -43,7 +60,7 @@ class TrainingState:
         return self.weights() | {name: value for name, _, value in self._entries() if not _is_scalar(value)}
 
     def numbers(self) -> Numbers:
-        """Return the optimizer's scalars, synchronizing once per device and type instead of once per scalar."""
+        """Return the scalars of all stages, synchronizing once per device and type instead of once per scalar."""
         numbers: Numbers = {}
         stacks: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
         for name, _, value in self._entries():
@@ -53,10 +70,10 @@ class TrainingState:
                 stacks[value.device, value.dtype][name] = value
         for stack in stacks.values():
             numbers |= zip(stack, torch.stack(list(stack.values())).tolist(), strict=True)
-        return numbers
+        return self.of_all_stages(numbers)
 
     def set_numbers(self, numbers: Numbers) -> None:
-        """Set the scalars that are named, as `numbers` returned them."""
+        """Set those of this rank's scalars that are named."""
         for name, state, value in self._entries():
             if name in numbers and isinstance(value, torch.Tensor):
                 value.fill_(numbers[name])

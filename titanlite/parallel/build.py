@@ -4,7 +4,7 @@ The table covers the whole model, so that names and patterns mean the same on a 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,13 @@ def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str
             raise UserError(f'{key}: "{pattern}" matches no parameter')
         matched |= dict.fromkeys(names)
     return list(matched)
+
+
+def named_parameters(part: nn.Module, table: Mapping[str, Rule]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a part's parameters by their names in the table: a part may hold only the second of a tie."""
+    first_names = {rule.tied: name for name, rule in table.items()}
+    for name, parameter in part.named_parameters():
+        yield first_names.get(name, name), parameter
 
 
 def layer_pattern(name: str, blocks: str) -> str:

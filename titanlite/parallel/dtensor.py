@@ -37,7 +37,7 @@ def box_of(tensor: torch.Tensor) -> Box:
 def describe_placement(tensor: torch.Tensor) -> str:
     """Say which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
     if not isinstance(tensor, DTensor):
-        return "replicated on every rank"
+        return "replicated"
     names = tensor.device_mesh.mesh_dim_names or ()
     dims = (getattr(placement, "dim", None) for placement in tensor.placements)  # whichever kind of shard it is
     splits = zip(names, dims, strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from titanlite.errors import UserError
-from titanlite.parallel.build import shared_names, tie
+from titanlite.parallel.build import named_parameters, shared_names, tie
 from titanlite.parallel.dtensor import local_part, shard_offset
 from titanlite.registry import Init, Rule
 from titanlite.runtime.determinism import derive_seed
@@ -29,11 +29,9 @@ def materialize(
 ) -> None:
     """Allocate and fill a part on the meta device; `in_host_memory` puts its parameters, not buffers, on the CPU."""
     allocate(part, device, in_host_memory)
-    first_names = {rule.tied: name for name, rule in table.items()}  # a part may hold only the second of a tie
     with torch.no_grad():
-        for name, parameter in part.named_parameters():
-            first = first_names.get(name, name)
-            fill(parameter, first, table[first].init, seed)
+        for name, parameter in named_parameters(part, table):
+            fill(parameter, name, table[name].init, seed)
 
 
 def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:

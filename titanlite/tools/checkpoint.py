@@ -239,7 +239,7 @@ def _export(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.checkpoint.hf.export import export, plain_tensors
     from titanlite.checkpoint.load import load_tensors
 
-    def fetch(name: str) -> torch.Tensor:
+    def fetch(name: str, owner: int) -> torch.Tensor:
         return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
 
     config = _load_config(["--config", str(folder / CONFIG)], {})

@@ -122,7 +122,8 @@ class Trainer:
 
     def _restore(self) -> None:
         """Load what the run starts from."""
-        self.state = TrainingState(self.parts, self.runner.optimizer)
+        stages = self.mesh.world["pp"].get_group() if self.job.layout.pp > 1 else None
+        self.state = TrainingState(self.parts, self.runner.optimizer, self.runner.context.table, stages)
         self.checkpoints.restore(self.resume, self.state)
         if self.resume.folder:
             check_replicas(self.parts, "after loading", self.device, self.runner.optimizer)

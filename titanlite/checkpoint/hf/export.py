@@ -2,8 +2,9 @@
 
 Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank, each keeping its
 own file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or a
-single larger tensor, and the one that is being gathered; never the model. The folder is staged and renamed as a
-checkpoint is, and its bytes are the same from any mesh.
+single larger tensor, and the one that is being gathered; never the model. Under pipeline parallel the ranks of a
+tensor's stage gather it, and one of them sends it on. The folder is staged and renamed as a checkpoint is, and its
+bytes are the same from any mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,15 @@ from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
 from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import store
 from titanlite.runtime.distributed import rank_in
 
 FILE_BYTES = 4 << 30
 
-Fetch = Callable[[str], torch.Tensor]
-"""Returns a whole parameter by name; on a mesh all ranks ask for the same one at the same time."""
+Fetch = Callable[[str, int], torch.Tensor]
+"""Returns the parameter of this name, whole on the rank of this number; on a mesh all ranks call it together."""
 
 
 def export(
@@ -67,7 +69,7 @@ def _write_files(
         own_file, own_tensors = "", {}
         for owner, (file, tensors) in enumerate(named_files[first : first + world]):
             for tensor in tensors:
-                weights = [fetch(name) for name in tensor.parameters]
+                weights = [fetch(name, owner) for name in tensor.parameters]
                 if owner == rank_in(group):
                     own_file, own_tensors[tensor.name] = file, tensor.build(weights).cpu()
                 del weights
@@ -79,18 +81,32 @@ def _write_files(
 def export_live(
     target: Path,
     translation: Translation,
-    live: Mapping[str, torch.Tensor],
+    state: TrainingState,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None,
     group: dist.ProcessGroup,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder from a run's own tensors, `model.NAME` on any mesh."""
+    """Write a Hugging Face folder from a run's own tensors, on any mesh."""
+    live, stages = state.weights(), state.stages
+    device = next(iter(live.values())).device
+    holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))  # by name, a rank that differs only in pp
+    line = dist.get_process_group_ranks(stages) if stages else []
 
     @torch.no_grad()
-    def fetch(name: str) -> torch.Tensor:
-        tensor = live[f"model.{name}"].detach().to(dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def fetch(name: str, owner: int) -> torch.Tensor:
+        holder = holders[f"model.{name}"]
+        if holder == dist.get_rank():
+            tensor = live[f"model.{name}"].detach().to(dtype)
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if owner in line and owner != holder:
+                dist.send(full, owner, stages)
+            return full
+        is_owner = owner == dist.get_rank()
+        full = torch.empty(translation.shapes[name] if is_owner else 0, dtype=dtype, device=device)
+        if is_owner:
+            dist.recv(full, holder, stages)
+        return full
 
     files = documents(translation.config, dtype, tokenizer)
     export(target, translation.hf_tensors(dtype), files, fetch, group, file_bytes)

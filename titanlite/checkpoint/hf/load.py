@@ -68,11 +68,10 @@ class HuggingFaceFolder:
 
     @torch.no_grad()
     def fill(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of every parameter into `model.NAME`."""
+        """Copy this rank's part of every parameter that it holds into `model.NAME`."""
         for name in self.names:
-            tensor = live[f"model.{name}"]
-            local = local_part(tensor)
-            if local.numel():
+            tensor = live.get(f"model.{name}")
+            if tensor is not None and (local := local_part(tensor)).numel():
                 local.copy_(self.read(name, box_of(tensor)))
 
 
