@@ -1,7 +1,7 @@
 """The core of causal attention, in one module that context parallel or another kernel can replace, and its mask."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -38,11 +38,18 @@ class CausalAttention(nn.Module):
         if mask is None and q.size(2) < k.size(2):
             if self.attend_last and q.element_size() == 2 and q.size(3) in FLASH_HEADS:
                 return self.attend_last(q, k, v, dropout)
-            mask = torch.full((q.size(2), k.size(2)), -torch.inf, dtype=q.dtype, device=q.device)
-            mask = mask.triu(1 + k.size(2) - q.size(2))
+            # A graph makes its own: the compiler ignores a cache, and warns of it.
+            make = causal_rows.__wrapped__ if torch.compiler.is_compiling() else causal_rows
+            mask = make(q.size(2), k.size(2), q.dtype, q.device)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
         )
+
+
+@lru_cache(maxsize=4)  # of a rank's two chunks, in training and in validation
+def causal_rows(last: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask of the last of some tokens: one for all layers, which keep it for their backward pass."""
+    return torch.full((last, tokens), -torch.inf, dtype=dtype, device=device).triu(1 + tokens - last)
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype, dropout: float = 0.0, last: int = 0) -> Mask:

@@ -4,8 +4,9 @@
 
 For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's attention over the
 mean, and the sum over the ranks over the whole sequence's attention in one process; forward and backward, without the
-gather. On a CPU it is the processor time of one thread, which other work hardly changes; on a GPU it is
-in bfloat16, and the peak of memory shows whether a mask of tokens x tokens was made.
+gather, and without making the masks of chunks, which layers and steps share. On a CPU it is the processor time of one
+thread, which other work hardly changes; on a GPU it is in bfloat16, and the peak of memory shows whether a mask of
+tokens x tokens was made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from scripts.bench.ratios import keep  # noqa: E402
-from titanlite.models.common.attention import CausalAttention  # noqa: E402
+from titanlite.models.common.attention import CausalAttention, causal_rows  # noqa: E402
 from titanlite.parallel.context import places  # noqa: E402
 from titanlite.runtime.torch_private import attend_last  # noqa: E402
 
@@ -76,6 +77,9 @@ def _time(core: CausalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     parts = [(q[:, :, c.start : c.stop], k[:, :, : c.stop], v[:, :, : c.stop]) for c in chunks]
     if ON_GPU:
         torch.cuda.synchronize()
+    else:
+        for part, chunk in zip(parts, chunks, strict=True):
+            causal_rows(len(chunk), chunk.stop, part[0].dtype, part[0].device)
     clock = time.perf_counter if ON_GPU else time.process_time
     start = clock()
     for part in parts:

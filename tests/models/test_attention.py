@@ -62,6 +62,20 @@ def test_the_last_queries_see_what_they_see_among_all(masked, last):
     assert (CausalAttention()(q[:, :, -last:], k, v, rows) - expected).abs().max() <= 1e-6
 
 
+def test_the_last_queries_have_one_mask_for_all_layers_and_micro_batches():
+    q, k, v = random_heads()
+    kept = set[int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (13, 40):
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        seen = [CausalAttention()(q[:, :, -13:].requires_grad_(), k, v) for _ in range(3)]
+    assert len(kept) == 1 and len(seen) == 3, "while all results live"
+
+
 def test_the_last_queries_see_the_same_documents_under_flex_attention(as_on_a_gpu):
     q, k, v = random_heads()
     with torch.no_grad():

@@ -45,7 +45,7 @@ def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
     for degree in range(1, 9):
         chunks = [chunk for rank in range(degree) for chunk in places(48 * degree, degree, rank, balanced)]
         assert sorted(token for chunk in chunks for token in chunk) == [*range(48 * degree)]
-        ordered = [chunks[number] for number in context._order(degree, balanced)]
+        ordered = context._in_order(chunks, balanced)
         assert [token for chunk in ordered for token in chunk] == [*range(48 * degree)]
 
 
@@ -99,6 +99,7 @@ def collectives(argv: list[str], folder: str) -> dict[str, list[int]]:
 
     mine = micro_batches(*ragged_batch(), run.rank_slice)
     own = run.own_places(TOKENS)
+    assert run.own_places(TOKENS) is own, "made once per length"
     with Recorded():
         forward_backward(run, [batch.to(run.device, own) for batch in mine])
     return seen

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -22,8 +21,6 @@ from titanlite.parallel.build import Context
 from titanlite.runtime.torch_private import attend_last
 
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
-Attend = Callable[..., Tensor]
-"""What attends in one process, from queries, keys, values and perhaps a mask."""
 
 
 def places(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
@@ -63,8 +60,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         return []
     gathers, balanced = job.config.parallelism.context_parallel_rotate_method == "allgather", is_balanced(job)
     own_chunks = partial(places, degree=mesh.size(), rank=mesh.get_local_rank(), balanced=balanced)
-    attend: Attend = partial(_gathered, mesh, own_chunks, _order(mesh.size(), balanced))
-    attend = attend if gathers else partial(_exchanged, mesh.get_group())
+    attend = partial(_gathered, mesh, own_chunks) if gathers else partial(_exchanged, mesh.get_group())
     modules: dict[str, Any] = dict(model.named_modules())
     for number in context.blocks(model):
         path = f"{spec.blocks}.{number}.{spec.core}"
@@ -74,23 +70,23 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         core.attend_last = attend_last if context.device.type == "cuda" else None
         # Not core.forward, of which each block has one: the compiler would make a graph for each, and stop at eight.
         core.forward = partial(attend, partial(type(core).forward, core))
+    note = f"Applied context parallel on {mesh.size()} ranks, "
     if not gathers:
-        return [f"Applied context parallel on {mesh.size()} ranks, exchanging tokens for heads (ulysses)"]
+        return [note + "exchanging tokens for heads (ulysses)"]
     make: Any = getattr(model, "attention_mask", None)
     if make is None:
         why = "which makes the masks of documents (models.common.decoder.Decoder has one)"
         raise UserError(f"context parallel: {type(model).__name__} has no method attention_mask, {why}")
-    model.attention_mask = (
-        lambda documents, h: [  # type: ignore[assignment]  # of each chunk, and all it can see
-            make(documents[:, : chunk.stop], h, len(chunk)) for chunk in own_chunks(documents.size(1))
-        ]
-    )
-    note = f"Applied context parallel on {mesh.size()} ranks, all-gathering keys and values"
-    return [note + ", each rank with a chunk from the head and one from the tail" * balanced]
+
+    def masks(documents: Tensor, h: Tensor) -> list[Any]:  # of each chunk, and all it can see
+        return [make(documents[:, : chunk.stop], h, len(chunk)) for chunk in own_chunks(documents.size(1))]
+
+    model.attention_mask = masks  # type: ignore[assignment]
+    return [note + "all-gathering keys and values" + ", a chunk from the head and one from the tail each" * balanced]
 
 
 def _gathered(
-    mesh: DeviceMesh, own_chunks: Callable[[int], list[range]], order: Sequence[int], attend: Attend,
+    mesh: DeviceMesh, own_chunks: Callable[[int], list[range]], attend: Callable[..., Tensor],
     q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from each of this rank's chunks to all tokens up to its end, of which keys and values are gathered."""
@@ -98,18 +94,19 @@ def _gathered(
     own = torch.stack(torch.cat((k, v), dim=HEADS).chunk(len(chunks), dim=TOKENS))
     split = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
     gathered = split.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),)).unbind()
-    keys, values = torch.cat([gathered[number] for number in order], dim=TOKENS).chunk(2, dim=HEADS)
+    keys, values = torch.cat(_in_order(gathered, len(chunks) > 1), dim=TOKENS).chunk(2, dim=HEADS)
     parts = zip(q.chunk(len(chunks), dim=TOKENS), chunks, masks or [None] * len(chunks), strict=True)
     return torch.cat([attend(part, keys[:, :, : c.stop], values[:, :, : c.stop], m) for part, c, m in parts], TOKENS)
 
 
-def _order(degree: int, balanced: bool) -> list[int]:
-    """Return the numbers of the chunks, in the order in which they are gathered, in that of the sequence."""
-    starts = [chunk.start for rank in range(degree) for chunk in places(2 * degree, degree, rank, balanced)]
-    return sorted(range(len(starts)), key=starts.__getitem__)
+def _in_order(chunks: Sequence[Any], balanced: bool) -> list[Any]:
+    """Return the chunks of all ranks, which are in the order of the ranks, in that of the sequence."""
+    return [*chunks[::2], *chunks[::-2]] if balanced else [*chunks]
 
 
-def _exchanged(group: dist.ProcessGroup, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+def _exchanged(
+    group: dist.ProcessGroup, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Tensor:
     """Attend from all tokens for some of the heads; the tokens' ranks exchange these for all heads of their own."""
     q, k, v = (_Exchange.apply(group, tensor, HEADS, TOKENS) for tensor in (q, k, v))  # type: ignore[misc]
     return _Exchange.apply(group, attend(q, k, v, mask), TOKENS, HEADS)  # type: ignore[return-value]
@@ -120,18 +117,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int) -> Tensor:
-        ctx.back = joined, split
-        ctx.group = group
-        return _exchange(group, tensor, split, joined)
+        ctx.group, ctx.back = group, (joined, split)
+        parts = torch.stack(tensor.chunk(group.size(), dim=split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), dim=joined)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return None, _exchange(ctx.group, gradient, *ctx.back), None, None
-
-
-def _exchange(group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int) -> Tensor:
-    parts = torch.stack(tensor.chunk(group.size(), dim=split))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return torch.cat(received.unbind(), dim=joined)
+        return None, _Exchange.apply(ctx.group, gradient, *ctx.back), None, None

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import re
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Trainer:
         self._require_equal("the kind of device", device.type)
         self._require_equal("the software", f"titanlite {__version__}, torch {torch.__version__}")
         self.mesh = build_mesh(job.layout, device.type)
-        self.own_places = partial(own_places, job, rank_info.rank, device)
+        self.own_places = cache(partial(own_places, job, rank_info.rank, device))
         self.checkpoints = Checkpoints(job, rank_info, device, log)
         self.resume = self.checkpoints.find()
         self.step, self.tokens = self.resume.position.step, self.resume.position.tokens

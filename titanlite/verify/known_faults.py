@@ -229,7 +229,7 @@ def _keys_not_summed() -> Patch:
 
 @_fault("gathered keys and values stay in the order of the ranks", Row("cp2"))
 def _order_forgotten() -> Patch:
-    return patch.multiple(context, _order=lambda degree, balanced: range(degree * (1 + balanced)))
+    return patch.multiple(context, _in_order=lambda chunks, balanced: chunks)
 
 
 @_fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
