@@ -29,15 +29,7 @@ from titanlite.verify.pool import Pool
 
 SAVE_TIMES = ("blocked", "staging", "write")
 SOURCE, ROOT = Path(titanlite.__file__).parent, Path(__file__).parents[2]
-TUNING_KEYS = {  # key: the degree that switches its technique on
-    "parallelism.pipeline_parallel_schedule": "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_degree",
-}
-
-
-def is_not_built(key: str) -> bool:
-    """Return whether a key belongs to a technique that is refused by name until it is built."""
-    return key in NOT_BUILT or TUNING_KEYS.get(key) in NOT_BUILT
+PIPELINE = [key for key in KEYS if "pipeline_parallel_" in key or key.endswith(".module_fqns_per_model_part")]
 
 
 def keys_read(tree: ast.AST) -> set[tuple[str, str]]:
@@ -79,9 +71,10 @@ def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
     for key in [*KEYS, *(f"training.mixture.{name}" for name in Mixture.model_fields)]:
         section, name = key.split(".")[-2:]
         is_read = any(section == s and re.fullmatch(pattern, name) for s, pattern in read)
-        if not is_read and name not in DEGREES.values() and not is_not_built(key):
+        if not is_read and name not in DEGREES.values() and key not in NOT_BUILT:
             unread.append(key)
-    assert unread == ["parallelism.data_parallel_shard_degree"]  # the rules make the layout of the degrees
+    # the rules make the layout of the degrees, and the stages
+    assert unread == ["parallelism.data_parallel_shard_degree", *PIPELINE[1:]]
 
 
 def test_a_key_of_the_same_name_in_another_section_does_not_count_as_read():
@@ -223,6 +216,7 @@ LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
 CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
 SHOWN_BY = {  # key: the test that shows its effect, or why no test can
+    **dict.fromkeys(PIPELINE, "tests/config/test_pipeline.py::test_each_key_changes_the_stages"),
     "quantize.linear.float8.enable": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
     "quantize.linear.float8.recipe_name": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
     "quantize.linear.float8.emulate": FLOAT8 + "test_emulation_rounds_like_real_products",
@@ -288,8 +282,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
 
 
 def test_every_key_is_in_a_table():
-    unbuilt = {key for key in KEYS if is_not_built(key)}
-    assert KEYS.keys() - FLIPS.keys() - REFUSED.keys() - SHOWN_BY.keys() - unbuilt == set()
+    assert KEYS.keys() - FLIPS.keys() - REFUSED.keys() - SHOWN_BY.keys() == NOT_BUILT.keys()
 
 
 def test_the_tests_that_the_table_names_exist():

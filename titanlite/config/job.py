@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
-from titanlite.config.rules import data, parallel, run, switched_off
+from titanlite.config.rules import data, parallel, pipeline, run, switched_off
 from titanlite.config.rules.context import InvalidField, RuleContext
 from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
+from titanlite.config.stages import Stages
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
 
@@ -28,6 +29,7 @@ class Job:
     model: Any
     """The model's flavor with its overrides."""
     shape: ModelDims
+    stages: Stages
 
     @property
     def validation_seq_len(self) -> int:
@@ -51,7 +53,7 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     loaded = replace(loaded, config=given.model_copy(update={"job": job}))
     faults = list(loaded.faults)
     context = RuleContext(loaded, world)
-    for rule in (*run.RULES, *parallel.RULES, *data.RULES):
+    for rule in (*run.RULES, *parallel.RULES, *data.RULES, *pipeline.RULES):
         # A field without a valid value has a fault already.
         with suppress(InvalidField):
             faults.extend(context.fault(key, why) for key, why in rule(context))
@@ -68,4 +70,5 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     no_effect = "no effect " + "; ".join(reasons) if idle else ""
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
     config = config_of({key: value_of(resolved, key) for key in KEYS if key not in idle or key in used})
-    return Job(config, given, no_effect, layout, batch, context.spec, context.model, context.shape)
+    found = (context.spec, context.model, context.shape, context.stages)
+    return Job(config, given, no_effect, layout, batch, *found)

@@ -17,6 +17,13 @@ Rate = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 OrNone = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
+OrEmpty = BeforeValidator(lambda value: [] if value == "none" else value)  # TorchTitan's default
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+AnyCase = BeforeValidator(
+    lambda value: next((x for x in get_args(Schedule) if x.lower() == str(value).lower()), value)
+)
 
 
 class Section(BaseModel):
@@ -211,10 +218,23 @@ class Parallelism(Section):
     defer_gradient_sync: bool | Literal["replicas"] = False
     """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
     defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
-    pipeline_parallel_schedule: str = "1F1B"
-    """Pipeline schedule."""
+    pipeline_parallel_schedule: Annotated[Schedule, AnyCase] = "1F1B"
+    """Order in which stages run micro-batches, as torch names them, in any case. GPipe and 1F1B have one stage per
+    rank, ZBVZeroBubble and DualPipeV two, the others two or what layers_per_stage leads to."""
+    pipeline_parallel_schedule_csv: str = ""
+    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's forward pass of
+    micro-batch 0), 2B0, or 2I0 and 2W0."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences per pipeline micro-batch."""
+    """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the schedule."""
+    module_fqns_per_model_part: Annotated[list[list[str]], OrEmpty] = []
+    """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]; []
+    splits the layers evenly."""
+    pipeline_parallel_layers_per_stage: Annotated[Positive | None, OrNone] = None
+    """Layers of a stage, which sets the number of stages; none means one or two stages a rank: the schedule says."""
+    pipeline_parallel_first_stage_less_layers: Natural = 1
+    """Layers that the embedding counts for in the split."""
+    pipeline_parallel_last_stage_less_layers: Natural = 1
+    """Layers that the norm and the output layer count for in the split."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
     attention costs every rank the same; none gives each one chunk."""
@@ -471,7 +491,7 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
         choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if origin is list:
-        return f"a list of {legal(*arguments).removeprefix('one of ')}"
+        return f"a list of {legal(*arguments).removeprefix('one of ').replace('a list', 'lists')}"
     if origin is dict:
         return "a table"
     if arguments:  # a union

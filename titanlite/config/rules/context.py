@@ -5,6 +5,7 @@ from typing import Any
 
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.schema import Section, value_of
+from titanlite.config.stages import Stages
 from titanlite.layout import Layout
 from titanlite.registry import ModelDims, ModelSpec
 
@@ -37,6 +38,7 @@ class RuleContext:
     spec: ModelSpec
     model: Any
     shape: ModelDims
+    stages: Stages
 
     def __init__(self, loaded: Loaded, world: int | None) -> None:
         self.loaded, self.world = loaded, world

@@ -26,7 +26,6 @@ DEGREES = {
 """The keys of all degrees but the sharding one, which may be -1."""
 
 NOT_BUILT = {
-    "parallelism.pipeline_parallel_degree": "pipeline parallel",
     "parallelism.expert_parallel_degree": "expert parallel",
 }
 """Keys that switch on a technique that is not built yet; its other keys only tune it."""

@@ -48,7 +48,10 @@ def _other_reasons(config: JobConfig) -> list[tuple[str, str]]:
             "*.decay_type *.min_lr_factor",
         ),
         "without a streamed data set": (not any(map(is_streamed, datasets)), "*.stall_timeout_seconds"),
-        "without pipeline parallel": (parallelism.pipeline_parallel_degree == 1, "*.pipeline_parallel_*"),
+        "without pipeline parallel": (
+            parallelism.pipeline_parallel_degree == 1,
+            "*.pipeline_parallel_* *.module_fqns_per_model_part",
+        ),
         "without context parallel": (parallelism.context_parallel_degree == 1, "*.context_parallel_*"),
         "without checkpoint.enable or initial_load_path": (
             not (saving.enable or saving.initial_load_path),
