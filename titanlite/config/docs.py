@@ -3,7 +3,8 @@
 import json
 import textwrap
 
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig, legal
+from titanlite.config.legal import legal
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
 

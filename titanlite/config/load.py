@@ -13,7 +13,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from titanlite.config.config_json import read_flavor
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of, legal
+from titanlite.config.legal import legal
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
 from titanlite.errors import UserError

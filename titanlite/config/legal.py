@@ -1,0 +1,26 @@
+"""The values that a key's type allows, in words."""
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): '"none"'}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "matching"}
+
+
+def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
+    """Describe the values that a type allows."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return legal(arguments[0], [*arguments[1:], *metadata])
+    if origin is Literal:
+        choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if origin is list:
+        return f"a list of {legal(*arguments).removeprefix('one of ').replace('a list', 'lists')}"
+    if origin is dict:
+        return "a table"
+    if arguments:  # a union
+        return " or ".join(map(legal, arguments))
+    parts = [part for constraint in metadata for part in (constraint, *getattr(constraint, "metadata", []))]
+    bounds = [f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)]
+    name = _TYPE_NAMES.get(annotation) or f"tables with {', '.join(annotation.model_fields)}"
+    return f"{name} {' and '.join(bounds)}".strip()
