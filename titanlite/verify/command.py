@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=about)
     product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
     parser.add_argument("--full", action="store_true", help=product)
-    about = "all rows of the further layouts (context parallel), of which the table without options has one each"
+    about = "all rows of the further layouts and of inductor; without options only the first of each runs"
     parser.add_argument("--beyond", action="store_true", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
     about = "run only these rows of the table: numbers or layouts, such as tp2,dp2,40"
@@ -75,14 +75,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def first_rows(rows: Rows) -> Rows:
-    """Return the rows that run without options: of each further layout the first only."""
-    first = {row.layout: number for number, row in reversed(rows.items()) if row.layout in BEYOND}
-    return {number: row for number, row in rows.items() if first.get(row.layout, number) == number}
+    """Return the rows that run without options: of each further layout, and of inductor, the first only."""
+    first = {_further(row): number for number, row in reversed(rows.items())}
+    return {number: row for number, row in rows.items() if not _further(row) or first[_further(row)] == number}
 
 
 def further_rows(rows: Rows) -> Rows:
-    """Return all rows of the further layouts."""
-    return {number: row for number, row in rows.items() if row.layout in BEYOND}
+    """Return all rows of which only the first runs without options."""
+    return {number: row for number, row in rows.items() if _further(row)}
+
+
+def _further(row: Row) -> str:
+    """Return what a row is one of several of that cost more than they add, or an empty string."""
+    return row.layout if row.layout in BEYOND else row.compile if row.compile == "inductor" else ""
 
 
 def table(model: ModelUnderTest) -> Rows:
