@@ -85,6 +85,25 @@ def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
     assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
 
 
+def test_on_a_cpu_waiting_for_what_other_ranks_send_is_communication(tmp_path):
+    trace(
+        tmp_path / "pipeline.json",
+        ("user_annotation", "ProfilerStep#7", 1, 0, 1000),
+        ("cpu_op", "c10d::send", 1, 100, 10),
+        ("user_annotation", "gloo:send", 1, 105, 300),  # ends while the main thread computes
+        ("cpu_op", "aten::mm", 1, 150, 300),
+        ("cpu_op", "c10d::recv_", 1, 500, 10),
+        ("user_annotation", "gloo:recv", 1, 505, 195),  # waited for until 700
+        ("cpu_op", "aten::mm", 1, 720, 80),
+        ("cpu_op", "c10d::alltoall_base_", 1, 800, 10),
+        ("user_annotation", "gloo:all_to_all", 2, 805, 95),  # in a thread of gloo, waited for until 900
+        ("cpu_op", "aten::mm", 1, 920, 30),
+        device=False,
+    )
+    kinds = {kind: round(1e6 * seconds) for kind, seconds in read(tmp_path / "pipeline.json").kinds.items() if seconds}
+    assert kinds == {MATMUL: 300 + 80 + 30, COMMUNICATION: 10 + 200 + 100, HOST: 1000 - 410 - 310}
+
+
 def test_a_trace_without_steps_or_kernels_is_refused(tmp_path):
     trace(tmp_path / "empty.json", ("cpu_op", "aten::mm", 1, 0, 1), device=False)
     with pytest.raises(UserError, match="has no steps"):

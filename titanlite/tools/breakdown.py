@@ -2,7 +2,8 @@
 
 On a GPU the device's timeline is divided: computation, communication while nothing is computed, and gaps in which the
 device is idle. On a CPU the main thread's is: each operation's own time without that of the operations it calls,
-including the wait for a collective.
+including the wait for a collective. gloo records no wait, but when each send, receive or collective ended: where that
+is between two operations of the main thread, it had waited since the first of them.
 """
 
 import json
@@ -64,17 +65,27 @@ def read(path: Path) -> Breakdown:
 def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, float]:
     """Return the own time of the operations in the thread that runs the steps, by kind."""
     (thread,) = {event["tid"] for event in _named(events, r"ProfilerStep#\d+")}
-    calls = [event for event in events if event["tid"] == thread and _inside(event, steps)]
+    # Of any thread; those of sends and receives are in the main one, where they are no calls.
+    ends = [event | {"ts": event["ts"] + event["dur"], "dur": 0} for event in _named(events, r"gloo:\w+")]
+    calls = [event for event in events if event["tid"] == thread and not event["name"].startswith("gloo:")]
     kinds = dict.fromkeys(KINDS, 0.0)
     callers: list[tuple[float, str]] = [(math.inf, HOST)]  # the calls that have not returned: end and kind
-    for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
+    idle_since = 0.0
+    inside = [event for event in [*calls, *ends] if _inside(event, steps)]
+    for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):
         start, end = _span(event)
+        if event["name"].startswith("gloo:"):
+            kinds[COMMUNICATION] += max(0.0, end - idle_since)
+            idle_since = max(idle_since, end)
+            continue
         while callers[-1][0] <= start:
             callers.pop()
         caller_end, caller = callers[-1]
         kind = _kind(event["name"], caller)
         kinds[kind] += end - start
         kinds[caller] -= min(end, caller_end) - start
+        if kind != HOST or len(callers) == 1:  # the outermost calls are the steps
+            idle_since = max(idle_since, start if kind == HOST else end)
         callers.append((end, kind))
     return kinds
 
