@@ -38,6 +38,10 @@ class RuleContext:
     spec: ModelSpec
     model: Any
     shape: ModelDims
+    order: tuple[tuple[str, ...], ...]
+    """The order of a CSV, if there is one."""
+    number_of_stages: int
+    stage_names: tuple[tuple[str, ...], ...]
     stages: Stages
 
     def __init__(self, loaded: Loaded, world: int | None) -> None:

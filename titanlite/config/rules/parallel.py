@@ -5,11 +5,11 @@ A rule refuses what contradicts something. A key that merely has nothing to do o
 """
 
 import math
-import sys
 from contextlib import suppress
 
 from titanlite.config.rules.context import Faults, InvalidField, RuleContext, Rules
 from titanlite.config.schema import KEYS, JobConfig, value_of
+from titanlite.config.stages import fills_stages
 from titanlite.layout import Batch, Layout, divisors
 
 RULES = Rules()
@@ -52,6 +52,8 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
         reasons["parallelism.defer_gradient_sync"] = "without replicas"
     if batch.accumulation == 1:
         reasons["parallelism.defer_gradient_sync"] = "without gradient accumulation"
+    if layout.pp > 1:  # all gradients are summed once per step
+        reasons["parallelism.defer_gradient_sync"] = "with pipeline parallel"
     if layout.fsdp * layout.dp_replicate == 1:
         reasons |= dict.fromkeys(_NEED_DATA_PARALLEL, "without data parallel")
         training = config.training  # offloaded float32 gradients are rounded on their way to the host
@@ -104,21 +106,23 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     elif shard != -1:
         yield f"parallelism.{first}", f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
-        yield f"parallelism.{first}", _does_not_divide(value, ranks, _legal_degrees(context, first, world))
+        yield f"parallelism.{first}", _does_not_divide(value, ranks, legal_degrees(context, first, world))
 
 
-def _legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
+def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
     """Return the values of a degree that divide the ranks that other degrees leave, 0 for any, and what it splits."""
-    others = math.prod(getattr(context.config.parallelism, other) for other in DEGREES.values() if other != key)
-    most, sizes = sys.maxsize, [world // others if world % others == 0 else world]
+    settings = context.config.parallelism
+    others = math.prod(getattr(settings, other) for other in DEGREES.values() if other != key)
+    sizes = [world // others if world % others == 0 else world]
     with suppress(InvalidField):  # without a valid model
         if key == "tensor_parallel_degree":
             sizes += _split_by_tensor_parallel(context).values()
         elif key == "context_parallel_degree":
             sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
         elif key == "pipeline_parallel_degree":
-            most = context.shape.layers
-    return [number for number in divisors(math.gcd(*sizes)) if number <= most]
+            degrees = divisors(sizes[0]) if world else range(1, context.shape.layers + 3)
+            return [degree for degree in degrees if fills_stages(settings, degree, context.shape.layers)]
+    return divisors(math.gcd(*sizes))
 
 
 def _does_not_divide(degree: int, what: str, legal: list[int]) -> str:
@@ -150,7 +154,7 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
 @RULES.add
 def _tensor_parallel_divides_the_model(context: RuleContext) -> Faults:
     tp = context.config.parallelism.tensor_parallel_degree
-    legal = _legal_degrees(context, "tensor_parallel_degree", context.world or 0)
+    legal = legal_degrees(context, "tensor_parallel_degree", context.world or 0)
     for what, size in _split_by_tensor_parallel(context).items():
         if size % tp:
             yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", legal)
@@ -175,17 +179,10 @@ def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
         why = "its ModelSpec names no core, the part of attention that would have to see the tokens of all ranks"
         yield f"parallelism.{key}", f"{context.spec.name} cannot split sequences: {why}; legal: 1"
         return
-    legal = _legal_degrees(context, key, context.world or 0)
+    legal = legal_degrees(context, key, context.world or 0)
     for what, size in _split_by_context_parallel(context).items():
         if size % cp:
             yield f"parallelism.{key}", _does_not_divide(cp, what, legal)
-
-
-@RULES.add
-def _pipeline_has_layers(context: RuleContext) -> Faults:
-    pp, layers = context.config.parallelism.pipeline_parallel_degree, context.shape.layers
-    if pp > layers:
-        yield "parallelism.pipeline_parallel_degree", f"{pp} stages for {layers} layers; at most {layers}"
 
 
 @RULES.add

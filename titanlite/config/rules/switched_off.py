@@ -52,6 +52,10 @@ def _other_reasons(config: JobConfig) -> list[tuple[str, str]]:
             parallelism.pipeline_parallel_degree == 1,
             "*.pipeline_parallel_* *.module_fqns_per_model_part",
         ),
+        "with module_fqns_per_model_part": (
+            bool(parallelism.module_fqns_per_model_part and parallelism.pipeline_parallel_degree > 1),
+            "*_layers_per_stage *_stage_less_layers",
+        ),
         "without context parallel": (parallelism.context_parallel_degree == 1, "*.context_parallel_*"),
         "without checkpoint.enable or initial_load_path": (
             not (saving.enable or saving.initial_load_path),

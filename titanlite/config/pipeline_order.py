@@ -1,0 +1,114 @@
+"""The order in which pipeline ranks run their stages: read, checked, and how long it leaves ranks idle.
+
+An order has a row for each pipeline rank, of actions as torch writes them: "2F0" is stage 2's forward pass of
+micro-batch 0, B its backward pass, I and W the halves of B (gradients of inputs and of weights), and
+"(0F4;3B1)OVERLAP_F_B" two actions that may overlap. Sends follow from the order.
+"""
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+Order = Sequence[Sequence[str]]
+
+
+class Action(NamedTuple):
+    stage: int
+    kind: str
+    micro_batch: int
+
+
+def parse(text: str) -> list[Action]:
+    """Return the actions of a cell, one after the other; raise ValueError if it is no action."""
+    overlap = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text.strip())
+    cells = (overlap[1] if overlap else text).split(";")
+    parts = [re.fullmatch(r"(\d+)([FBIW])(\d+)", cell.strip()) for cell in cells]
+    found = [Action(int(part[1]), part[2], int(part[3])) for part in parts if part]
+    if len(found) < len(parts) or (len(found) > 1 and not overlap):
+        raise ValueError(f'"{text}" is not an action such as 2F0, 2B0, 2I0, 2W0 or (0F4;3B1)OVERLAP_F_B')
+    return found
+
+
+def read_csv(path: str) -> tuple[tuple[str, ...], ...]:
+    """Return the rows of a file without empty cells; raise OSError or ValueError."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return tuple(tuple(filter(None, map(str.strip, row))) for row in csv.reader(file))
+
+
+def stages_of(order: Order) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank."""
+    return tuple(tuple(sorted({action.stage for cell in row for action in parse(cell)})) for row in order)
+
+
+def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
+    """Yield what keeps an order from running each micro-batch of a step through all stages once."""
+    if len(order) != ranks:
+        yield f"has {len(order)} rows, one for each pipeline rank, of which there are {ranks}"
+    kinds, rows = defaultdict[tuple[int, int], str](str), defaultdict[int, set[int]](set)
+    for row, cells in enumerate(order, 1):
+        try:
+            for action in (action for cell in cells for action in parse(cell)):
+                rows[action.stage].add(row)
+                kinds[action.stage, action.micro_batch] += action.kind
+        except ValueError as error:
+            yield f"row {row}: {error}"
+            return
+    stages, numbers = range(len(rows)), range(micro_batches)
+    yield from (f"row {row} has no action" for row, cells in enumerate(order, 1) if not cells)
+    shared = {stage: " and ".join(map(str, sorted(of))) for stage, of in rows.items() if len(of) > 1}
+    yield from (f"stage {stage} is in rows {of}" for stage, of in shared.items())
+    if rows.keys() - set(stages) or {number for _, number in kinds} != set(numbers):
+        found = f"{len(rows)} stages and {len({number for _, number in kinds})} micro-batches"
+        yield f"has {found}; a step has {micro_batches} micro-batches, and both are counted from 0"
+        return
+    for stage, number in product(stages, numbers):
+        if "".join(sorted(kinds[stage, number])) not in ("BF", "FIW"):
+            found = ", ".join(kinds[stage, number]) or "no action"
+            yield f"has {found} for micro-batch {number} of stage {stage}; needed are F and B, or F, I and W"
+            return
+    try:
+        bubble(order, dict.fromkeys("FBIW", 1))
+    except ValueError as error:
+        yield str(error)
+
+
+def bubble(order: Order, cost: Mapping[str, float]) -> float:
+    """Return the fraction of the ranks' time in which they wait, if an action takes `cost` of its kind.
+
+    Sends take no time. Raises ValueError if the actions wait for each other forever.
+    """
+    rows = [[action for cell in row for action in parse(cell)] for row in order]
+    last = max(action.stage for row in rows for action in row)
+    ends: dict[Action, float] = {}
+    clocks, next_of = [0.0] * len(rows), [0] * len(rows)
+    while remaining := [rank for rank, row in enumerate(rows) if next_of[rank] < len(row)]:
+        before = sum(next_of)
+        for rank in remaining:
+            while next_of[rank] < len(rows[rank]):
+                action = rows[rank][next_of[rank]]
+                needed = [ends.get(key) for key in _waits_for(action, last, ends)]
+                if None in needed:
+                    break
+                start = max([clocks[rank], *filter(None, needed)])
+                clocks[rank] = ends[action] = start + cost[action.kind]
+                next_of[rank] += 1
+        if sum(next_of) == before:
+            stuck = [rows[rank][next_of[rank]] for rank in remaining]
+            waiting = ", ".join(f"{action.stage}{action.kind}{action.micro_batch}" for action in stuck)
+            raise ValueError(f"the actions wait for each other: none of {waiting} can start")
+    return 1 - sum(cost[action.kind] for row in rows for action in row) / (len(rows) * max(clocks))
+
+
+def _waits_for(action: Action, last: int, ends: Mapping[Action, float]) -> list[Action]:
+    """Return what must have ended before an action starts: gradients come from a B or an I."""
+    stage, kind, number = action
+    if kind == "F":
+        return [Action(stage - 1, "F", number)] if stage else []
+    if kind == "W":
+        return [Action(stage, "I", number)]
+    above = [Action(stage + 1, "I" if Action(stage + 1, "I", number) in ends else "B", number)]
+    return [Action(stage, "F", number), *(above if stage < last else [])]
