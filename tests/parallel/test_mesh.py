@@ -15,11 +15,13 @@ from titanlite.planner.fake_world import fake_world
         Layout(dp_replicate=2, dp_shard=2, tp=2),
         Layout(2, 2, 2, 2, 2),
         Layout(cp=2, tp=2),
+        Layout(pp=2, dp_shard=2),
+        Layout(pp=2, tp=2),
     ],
     ids=str,
 )
 def test_every_rank_is_in_the_groups_of_its_layout(layout):
-    """Parameters are sharded over dp_shard x cp; the loss is summed over all but pp and tp."""
+    """Parameters are sharded over dp_shard x cp; the loss is summed over all but tp, also of other stages."""
     ranks = range(layout.world)
     for rank in ranks:
         here = layout.coordinates(rank)
@@ -37,4 +39,5 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             shards = next(row for row in shards if rank in row) if layout.dp_replicate > 1 else shards
             assert shards == ranks_that_share("pp", "dp_replicate", "tp")
             assert mesh.tp.mesh.tolist() == ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
-            assert sorted(dist.get_process_group_ranks(mesh.loss)) == ranks_that_share("pp", "tp")
+            for group, shared in ((mesh.data, ("pp", "tp")), (mesh.loss, ("tp",)), (mesh.stage, ("pp",))):
+                assert sorted(dist.get_process_group_ranks(group)) == ranks_that_share(*shared)

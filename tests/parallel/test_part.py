@@ -42,9 +42,9 @@ def run_part(argv: list[str]) -> dict:
     model, table = build_model(found)
     context = Context(found, build_mesh(found.layout, "cpu"), table, CPU, build_converters(found))
     part = middle_of(model)
-    notes = parallelize(part, context)
+    _, notes = parallelize(part, context)
     materialize(part, table, SEED, CPU)
-    check_replicas([part], "after initialization", CPU)
+    check_replicas([part], "after initialization", context)
     initial = {name: full(parameter) for name, parameter in part.named_parameters()}
     hidden = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     coordinates = found.layout.coordinates(dist.get_rank())
@@ -54,7 +54,7 @@ def run_part(argv: list[str]) -> dict:
     loss = part(mine, positions).sin().sum()
     loss.backward()
     tensor.sum_gradients(part.parameters())
-    replicated.sum_gradients(replicated_parameters(part, context), context.mesh.loss, torch.float64)
+    replicated.sum_gradients(replicated_parameters(part, context), context.mesh.data, torch.float64)
     dist.all_reduce(loss.detach())
     gradients = {name: full(p.grad) for name, p in part.named_parameters() if p.grad is not None}
     return {"notes": notes, "initial": initial, "loss": loss.item(), "gradients": gradients}

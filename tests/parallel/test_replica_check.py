@@ -54,14 +54,14 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
     run = trainer(argv, folder)
     model = run.parts[0]
     before = [content_hash(tensor) for tensor in model.buffers()]
-    check_replicas([model], "before", run.device)
+    check_replicas([model], "before", run.report.context)
     assert before == [content_hash(tensor) for tensor in model.buffers()]
     tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
             tensor.view(-1)[-1].mul_(1 + 1e-6)
     try:
-        check_replicas([model], "after loading", run.device)
+        check_replicas([model], "after loading", run.report.context)
     except RunFailed as error:
         return str(error)
     return ""

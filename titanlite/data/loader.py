@@ -38,6 +38,11 @@ class MicroBatch:
         """Return the batch on the device, where only the tokens at `places` are this rank's."""
         return MicroBatch(self.rows.to(device, non_blocking=True), places)
 
+    def split(self, size: int) -> "list[MicroBatch]":
+        """Return batches of `size` windows each, with explicit positions, for pipeline stages."""
+        places = torch.arange(self.rows.size(2), device=self.rows.device) if self.places is None else self.places
+        return [MicroBatch(rows, places) for rows in self.rows.split(size)]
+
     @property
     def tokens(self) -> torch.Tensor:
         return self._own(0)

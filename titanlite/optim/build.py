@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +20,7 @@ from titanlite.config import schema
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import BF16State
+from titanlite.parallel.build import named_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
 
@@ -50,7 +52,7 @@ def trained_parameters(
 ) -> list[TrainedParam]:
     """Return the parameters of this rank's model parts that are not frozen; `table` is that of the whole model."""
     trained = []
-    for name, parameter in (item for part in parts for item in part.named_parameters()):
+    for name, parameter in (item for part in parts for item in named_parameters(part, table)):
         if parameter.requires_grad:
             role = table[name].tensor
             exempt = any(fnmatchcase(name, pattern) for pattern in no_decay)
@@ -61,9 +63,15 @@ def trained_parameters(
     return trained
 
 
-def build_optimizer(trained: Sequence[TrainedParam], config: JobConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """Build the optimizer that the config names, with its state in optimizer.state_dtype."""
-    optimizer: torch.optim.Optimizer = resolve_name(_spec(config).build)(trained, config)
+def build_optimizer(
+    trained: Sequence[TrainedParam], config: JobConfig, seed: int = 0, stage: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer that the config names, with its state in optimizer.state_dtype.
+
+    `stage` are the ranks that share the parameters, None for all.
+    """
+    spec = _spec(config)
+    optimizer: torch.optim.Optimizer = resolve_name(spec.build)(trained, config, *[stage] * spec.communicates)
     return BF16State(optimizer, seed) if config.optimizer.state_dtype == "bfloat16" else optimizer
 
 
@@ -76,7 +84,7 @@ def groups(trained: Sequence[TrainedParam], settings: schema.Optimizer, **more: 
             weight_decay = settings.weight_decay if members[0].decays else 0.0
             params = [(item.name, item.parameter) for item in members]
             param_groups.append({"params": params, "weight_decay": weight_decay, **more})
-    return param_groups
+    return param_groups or [{"params": [], **more}]  # a pipeline stage may have nothing to train
 
 
 def adam(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:

@@ -1,9 +1,10 @@
 """One gradient norm over parameters on any mix of meshes, and clipping by it, without waiting for the device."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -11,20 +12,46 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.torch_private import foreach_mul_
 
 
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, p: float = 2.0) -> torch.Tensor:
-    """Scale the gradients to a global p-norm of at most `max_norm`; return the norm before, equal on all ranks."""
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    p: float = 2.0,
+    stages: DeviceMesh | None = None,
+    copies: Collection[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Scale the gradients to a global p-norm of at most `max_norm`; return the norm before, equal on all ranks.
+
+    `stages` are the ranks that have other parameters, and `copies` the parameters that one of these has as well: they
+    are scaled, but not counted again.
+    """
     # Tensors on different meshes cannot be stacked: each mesh has its own norm, and these are combined.
     by_mesh: dict[object, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
-    total = torch.linalg.vector_norm(torch.stack([_norm(gradients, p) for gradients in by_mesh.values()]), p)
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter, gradient in gradients.items():
+        if not any(parameter is copy for copy in copies):
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [_norm(tensors, p) for tensors in by_mesh.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros(())
+    if stages and stages.size() > 1:
+        total = _over_stages(total.to(stages.device_type), p, stages.get_group()).to(total.device)
     if max_norm != float("inf"):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many seconds on finding
         # how the result is sharded.
-        foreach_mul_([local_part(gradient) for gradients in by_mesh.values() for gradient in gradients], scale)
+        if gradients:
+            foreach_mul_([local_part(gradient) for gradient in gradients.values()], scale)
     return total
+
+
+def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the norm of all stages' norms; a stage may have no gradients, and then no type for theirs."""
+    if p == float("inf"):
+        total = norm.double()
+        dist.all_reduce(total, dist.ReduceOp.MAX, group)
+        return total.to(norm.dtype)
+    total = norm.double() ** p
+    dist.all_reduce(total, group=group)
+    return (total ** (1 / p)).to(norm.dtype)
 
 
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:

@@ -29,15 +29,17 @@ ITERATIONS = 5
 EPS = 1e-7
 
 
-def muon(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:
+def muon(
+    trained: Sequence[TrainedParam], config: JobConfig, stage: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
     """Build Muon for the hidden matrices, computing in the dtype of the forward pass, with AdamW for the rest."""
     matrices = [item for item in trained if item.is_hidden_matrix]
-    if not matrices:
+    if not any(gather_objects(bool(matrices), dist.group.WORLD)):  # a pipeline stage may have none
         raise UserError("optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW")
     rest = [item for item in trained if not item.is_hidden_matrix]
     parameters = [*groups(matrices, config.optimizer, matrices=True), *groups(rest, config.optimizer, matrices=False)]
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return Muon(parameters, dtype, **adam_options(config.optimizer))
+    return Muon(parameters, dtype, stage or dist.group.WORLD, **adam_options(config.optimizer))
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -86,12 +88,14 @@ class Plan:
 class Muon(torch.optim.AdamW):
     """AdamW for all groups but those with `matrices`."""
 
-    def __init__(self, parameters: list[dict[str, Any]], dtype: torch.dtype, **adamw: Any) -> None:
+    def __init__(
+        self, parameters: list[dict[str, Any]], dtype: torch.dtype, group: dist.ProcessGroup | None, **adamw: Any
+    ) -> None:
         super().__init__(parameters, **adamw)
-        self._dtype = dtype
-        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._dtype, self._group = dtype, group
+        self._rank, self._ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         local_boxes = {name: box_of(matrix) for name, matrix, _ in self._matrices()}
-        all_boxes = gather_objects(local_boxes, dist.group.WORLD)
+        all_boxes = gather_objects(local_boxes, group)
         self._boxes = {name: tuple(boxes[name] for boxes in all_boxes) for name in local_boxes}
         self._plans: dict[tuple[str, ...], Plan] = {}
 
@@ -151,21 +155,21 @@ class Muon(torch.optim.AdamW):
             self._plans[key] = _plan([self._boxes[name] for name in names], shapes, self._rank)
         plan, like = self._plans[key], parts[0]
         owned = {number: like.new_empty(shapes[number]) for number in plan.owned}
-        for t, content in _exchange(plan.gather, lambda t: parts[t.matrix], like):
+        for t, content in _exchange(self._group, plan.gather, lambda t: parts[t.matrix], like):
             owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
         owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
-        for t, content in _exchange(plan.scatter, lambda t: owned[t.matrix][t.box], like):
+        for t, content in _exchange(self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like):
             parts[t.matrix] = content.view_as(parts[t.matrix])
         return parts
 
 
 def _exchange(
-    route: Route, content: Callable[[Transfer], torch.Tensor], like: torch.Tensor
+    group: dist.ProcessGroup | None, route: Route, content: Callable[[Transfer], torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
     """Run the all-to-all of a route; return each transfer with what arrived, flat."""
     sent = torch.cat([like.new_empty(0), *(content(transfer).flatten() for transfer in route.send)])
     received = like.new_empty(sum(route.recv_sizes))
-    dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes)
+    dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes, group=group)
     return zip(route.recv, received.split([_numel(transfer.box) for transfer in route.recv]), strict=True)
 
 

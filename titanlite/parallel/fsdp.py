@@ -40,8 +40,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if plan.last_is_root:
         groups[plan.last] = [model]
     for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
-        # The backward pass needs the last group again at once, so the default keeps it gathered.
-        reshard = policy == "always" or (policy == "default" and number != plan.last)
+        # The backward pass needs the last group again at once, so the default keeps it gathered; under pipeline
+        # parallel it keeps all, which the next micro-batch needs.
+        reshard = policy == "always" or (policy == "default" and number != plan.last and job.layout.pp == 1)
         shard(modules, reshard_after_forward=policy if isinstance(policy, int) else reshard)
     if not plan.last_is_root:
         shard(model, reshard_after_forward=False)

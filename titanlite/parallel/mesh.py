@@ -19,8 +19,12 @@ class Mesh:
     """Ranks that shard parameters, dp_shard x cp; under HSDP with the replicas as the outer dimension."""
     tp: DeviceMesh
     """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
+    data: dist.ProcessGroup
+    """Ranks with the same parameters that see other tokens: all but for pp and tp."""
     loss: dist.ProcessGroup
-    """Ranks that sum the loss and the valid tokens: all but for pp and tp."""
+    """Ranks that sum the loss and the valid tokens, which only the last stage counts: all but for tp."""
+    stage: dist.ProcessGroup
+    """Ranks of the same pipeline stages: all but for pp."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
@@ -33,15 +37,18 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         degrees, shard = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp), "dp_shard_cp"
         sharding = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "dp_replicate", shard, "tp"))
     fsdp = sharding["dp_replicate", shard] if layout.dp_replicate > 1 else sharding[shard]
-    return Mesh(world, fsdp, sharding["tp"], _loss_group(world))
+    # The dimensions are pp, three that read or split data, and tp: lists of ranks for each (pp, tp), tp and pp.
+    data, loss = world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1), world.mesh.movedim(-1, 0).flatten(1)
+    data_group = _group("data", data.tolist())
+    loss_group = _group("loss", loss.tolist()) if layout.pp > 1 else data_group
+    return Mesh(world, fsdp, sharding["tp"], data_group, loss_group, _group("stage", world.mesh.flatten(1).tolist()))
 
 
-def _loss_group(world: DeviceMesh) -> dist.ProcessGroup:
-    # The dimensions are pp, three that read or split data, and tp: a list of ranks for each (pp, tp).
-    by_pp_and_tp = world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1).tolist()
-    if len(by_pp_and_tp) == 1:  # no second group, and on NCCL no second communicator, for all ranks
+def _group(name: str, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Return the group of this rank's list; one list has all ranks."""
+    if len(lists_of_ranks) == 1:  # no second group, and on NCCL no second communicator, for all ranks
         assert dist.group.WORLD
         return dist.group.WORLD
-    group, _ = dist.new_subgroups_by_enumeration(by_pp_and_tp, group_desc="loss")
+    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -5,7 +5,7 @@ optimizer's state, is hashed where it is, and the hashes are compared: 16 bytes 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.errors import RunFailed
+from titanlite.parallel.build import Context, named_parameters
 from titanlite.parallel.dtensor import local_part, shard_offset
+from titanlite.registry import Rule
 from titanlite.runtime.determinism import derive_seed
+from titanlite.runtime.distributed import gather_objects
 
 _CHUNK_BYTES = {"cpu": 1 << 18, "cuda": 1 << 27}
 """Small enough for a core's cache, large enough for a GPU; hashing takes about three times as much memory."""
@@ -22,34 +25,44 @@ _ODD = -7046029254386353131  # 2**64 / the golden ratio, as an int64
 
 
 def check_replicas(
-    parts: Sequence[nn.Module], when: str, device: torch.device, optimizer: torch.optim.Optimizer | None = None
+    parts: Sequence[nn.Module], when: str, context: Context, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Compare what should be equal across ranks; `when` ends the message, such as "after initialization"."""
-    tensors = [item for part in parts for item in _tensors(part, optimizer)]
-    local_hashes = torch.stack([_hash_shard(tensor, device) for _, tensor in tensors])
+    tensors = [item for part in parts for item in _tensors(part, context.table, optimizer)]
+    local_hashes = torch.stack([_hash_shard(name, tensor, context.device) for name, tensor in tensors])
+    count = torch.tensor(len(tensors), device=context.device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)  # pipeline stages have unlike numbers of tensors
+    local_hashes = F.pad(local_hashes, (0, 0, 0, int(count) - len(tensors)))
     all_hashes = [torch.empty_like(local_hashes) for _ in range(dist.get_world_size())]
     dist.all_gather(all_hashes, local_hashes)
     shards, contents = torch.stack(all_hashes).cpu().unbind(-1)  # each (rank, tensor)
-    for number, (name, _) in enumerate(tensors):
-        for ranks in _ranks_by_shard(shards[:, number]):
-            hashes = contents[ranks, number]
-            if (hashes != hashes[0]).any():
-                raise RunFailed(_describe(name, when, ranks.tolist(), hashes.tolist()))
+    _, group = shards.flatten().unique(return_inverse=True)
+    numbers = torch.arange(len(group))
+    first = torch.full_like(numbers, len(group)).scatter_reduce_(0, group, numbers, "amin")[group]
+    differing = (contents.flatten() != contents.flatten()[first]).nonzero().flatten()
+    if len(differing):
+        shard = shards.flatten()[differing[0]]
+        ranks, places = (shards == shard).nonzero().unbind(-1)
+        own = [name for (name, _), key in zip(tensors, local_hashes[:, 0], strict=False) if key == shard]
+        name = next(filter(None, gather_objects("".join(own[:1]), dist.group.WORLD)))
+        raise RunFailed(_describe(name, when, ranks.tolist(), contents[ranks, places].tolist()))
 
 
-def _tensors(part: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a part's parameters, its buffers and the optimizer's state of it, with names for messages."""
-    yield from part.named_parameters()
+def _tensors(
+    part: nn.Module, table: Mapping[str, Rule], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a part's parameters, its buffers and the optimizer's state of it, with names that all ranks know."""
+    yield from named_parameters(part, table)
     yield from part.named_buffers()
-    for name, parameter in part.named_parameters():
+    for name, parameter in named_parameters(part, table):
         state = optimizer.state.get(parameter, {}) if optimizer else {}
         yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, torch.Tensor))
 
 
-def _hash_shard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return two integers: which part of the full tensor this rank holds, and a hash of its content."""
+def _hash_shard(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return two integers: which part of which tensor this rank holds, and a hash of its content."""
     local = local_part(tensor)
-    shard = torch.tensor(derive_seed("shard", *shard_offset(tensor), "of", *local.shape), device=device)
+    shard = torch.tensor(derive_seed("shard", name, *shard_offset(tensor), "of", *local.shape), device=device)
     return torch.stack([shard, content_hash(local).to(device)])
 
 
@@ -65,13 +78,6 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
         weights = torch.arange(first, first + integers.numel(), device=tensor.device).mul_(_ODD)
         total += integers.mul_(weights.bitwise_xor_(weights >> 29).bitwise_or_(1)).sum()
     return total
-
-
-def _ranks_by_shard(shards: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the ranks that hold the same shard, group by group."""
-    kinds, group = shards.unique(return_inverse=True)
-    order = group.argsort(stable=True)
-    yield from order.split(group.bincount(minlength=kinds.numel()).tolist())
 
 
 def _describe(name: str, when: str, ranks: list[int], hashes: list[int]) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.errors import UserError
-from titanlite.parallel.build import Context, match_parameters
+from titanlite.parallel.build import Context, match_parameters, named_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.param_view import forward_with_converted_params
 
@@ -38,7 +38,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Parameter]:
     """Return the parameters of a model part that FSDP2 must ignore and `sum_gradients` must sum."""
     names = match_parameters(context.table, KEY, context.job.config.parallelism.fsdp_keep_whole)
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model, context.table))
     return [parameters[name] for name in names if name in parameters]
 
 

@@ -15,7 +15,7 @@ from titanlite.layout import DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import describe_placement, local_part
-from titanlite.parallel.parallelize import parallelize, split
+from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.fake_world import fake_world
 
 
@@ -24,8 +24,7 @@ def describe(job: Job, per_node: int) -> str:
     with fake_world(job.layout) as mesh:
         model, table = build_model(job)
         context = Context(job, mesh, table, torch.device("cpu"), build_converters(job))
-        parts = split(model, context)
-        notes = dict.fromkeys(note for part in parts for note in parallelize(part, context))
+        parts, notes = parallelize(model, context)
         rows = [line for part in parts for line in _parameters(part, job)]
         return "\n".join([*_groups(job, per_node), *notes, "", *rows])
 

@@ -27,7 +27,7 @@ from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
-from titanlite.parallel.parallelize import parallelize, split
+from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import fake_world
 from titanlite.planner.record import Recording
@@ -74,9 +74,7 @@ def skeleton(job: Job, role: str = "first") -> Iterator[tuple[Context, list[nn.M
     with fake_world(job.layout, 0 if role == "first" else job.layout.world - 1) as mesh:
         model, table = build_model(job)
         context = Context(job, mesh, table, torch.device("cpu"))
-        parts = split(model, context)
-        for part in parts:
-            parallelize(part, context)
+        parts, _ = parallelize(model, context)
         yield context, parts
 
 

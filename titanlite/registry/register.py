@@ -68,6 +68,8 @@ class OptimizerSpec:
     """The same for matrices inside of blocks, if these differ."""
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
+    communicates: bool = False
+    """It is called with the process group of the ranks that share the parameters, too."""
 
 
 _optimizers = Registry[OptimizerSpec]("optimizer")
@@ -84,7 +86,7 @@ register_optimizer(OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2
 register_optimizer(OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2))
 _no_moments = ("beta1", "beta2", "eps", "state_dtype")
 register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
-register_optimizer(OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1))
+register_optimizer(OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True))
 
 _converters = Registry[str]("converter")
 find_converter = _converters.find

@@ -6,6 +6,7 @@ late where they are slow, so that anything may import this file.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor
 
 # torch 2.11, 2.13 and 2.15. These operations have no public names; TorchTitan lists the same.
@@ -83,6 +86,34 @@ def round_between_fused_operations() -> None:
     from torch._inductor import config
 
     config.emulate_precision_casts = True
+
+
+def accumulate_gradients(part: "nn.Module") -> None:
+    """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for reductions."""
+    # torch 2.14; 2.11 and 2.13 have one group of parameters a module. FSDP2 does so in hooks of the backward pass.
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()
+
+
+def schedule_of_rows(
+    stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
+) -> Any:
+    """Return a pipeline schedule that runs these actions, a row for each rank."""
+    # torch 2.14. The public way is a file, which each rank would read again.
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)
+    schedule.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
 
 
 def default_all_gather() -> type:

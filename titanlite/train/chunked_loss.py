@@ -24,13 +24,21 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model_loss(
-    model: nn.Module, batch: MicroBatch, chunks: int, token_loss: TokenLoss = token_loss_sum
+    model: nn.Module,
+    batch: MicroBatch,
+    chunks: int,
+    token_loss: TokenLoss = token_loss_sum,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`."""
+    """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
+
+    The last stage of a pipeline has hidden states for the tokens.
+    """
+    inputs = batch.tokens if hidden is None else hidden
     if chunks == 1:
-        return token_loss(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+        return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
     head = partial(_loss_in_chunks, batch.labels, chunks, token_loss)
-    total = model(batch.tokens, batch.positions, batch.documents, head=head)
+    total = model(inputs, batch.positions, batch.documents, head=head)
     if total.dim():
         raise UserError(f"training.loss_chunks = {chunks}: {type(model).__name__}.forward does not call its `head`")
     return total

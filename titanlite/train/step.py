@@ -17,6 +17,7 @@ from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import replicated, tensor
 from titanlite.parallel.build import Context
+from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
 from titanlite.train.chunked_loss import model_loss
@@ -29,7 +30,7 @@ class StepRunner:
 
     context: Context
     parts: list[nn.Module]
-    """One today; a pipeline rank holds several."""
+    """The whole model, or this rank's pipeline stages in their order."""
     parameters: list[nn.Parameter]
     """Those that are trained."""
     optimizer: torch.optim.Optimizer
@@ -42,39 +43,63 @@ class StepRunner:
         compiled = settings.enable and "loss" in settings.components
         self.token_loss = torch.compile(token_loss_sum, backend=settings.backend) if compiled else token_loss_sum
         self.replicated = [p for part in self.parts for p in replicated_parameters(part, self.context)]
+        is_split = self.context.job.layout.pp > 1
+        self.pipeline = Pipeline(self.context, self.parts, self._loss, self._reseed) if is_split else None
+        self.has_loss = self.pipeline is None or self.pipeline.has_loss
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         """Add the gradients of (sum of token losses / valid tokens); return this rank's part of that loss.
 
-        `valid_tokens` counts the whole global batch. This is the only place that knows how the parts are run: a
-        pipeline schedule replaces it and nothing else.
+        `valid_tokens` counts the whole global batch. This is the only place that knows how the parts are run.
         """
-        (model,), config, layout = self.parts, self.config, self.context.job.layout
-        chunks, deferred = config.training.loss_chunks, config.parallelism.defer_gradient_sync
-        own = layout.coordinates(self.rank)  # cp only where there is any: runs without it resume bit for bit
-        coordinates = layout.batch_coordinate(self.rank), own["tp"], *[own["cp"]] * (layout.cp > 1)
+        if self.pipeline:
+            cut = [part for batch in micro_batches for part in batch.split(self.context.job.stages.size)]
+            total = self.pipeline.forward_backward(step, cut, valid_tokens)
+        else:
+            total = self._forward_backward(step, micro_batches, valid_tokens)
+        tensor.sum_gradients(self.parameters)
+        reduction = getattr(torch, self.config.training.mixed_precision_reduce)
+        replicated.sum_gradients(self.replicated, self.context.mesh.data, reduction)
+        if self.pipeline:
+            self.pipeline.sum_tied_gradients()
+        return total
+
+    def _forward_backward(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Do so with a whole model, one micro-batch after the other."""
+        (model,), deferred = self.parts, self.config.parallelism.defer_gradient_sync
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for number, batch in enumerate(micro_batches):
             if deferred and isinstance(model, FSDPModule):
                 sync = model.set_requires_all_reduce if deferred == "replicas" else model.set_requires_gradient_sync
                 sync(number == len(micro_batches) - 1)
-            reseed(self.seed, step, number, *coordinates)
+            self._reseed(step, number)
             with record_function("forward"):
-                loss = model_loss(model, batch, chunks, self.token_loss) / valid_tokens.clamp(min=1)
+                loss = self._loss(model, batch) / valid_tokens.clamp(min=1)
             with record_function("backward"):
                 loss.backward()
             total += loss.detach()
-        tensor.sum_gradients(self.parameters)
-        reduction = getattr(torch, config.training.mixed_precision_reduce)
-        replicated.sum_gradients(self.replicated, self.context.mesh.loss, reduction)
         return total
 
+    def _loss(self, model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        return model_loss(model, batch, self.config.training.loss_chunks, self.token_loss, hidden)
+
+    def _reseed(self, step: int, micro_batch: int, *stage: int) -> None:
+        """Seed dropout; stage and cp count only where there are any: runs without them resume bit for bit."""
+        layout = self.context.job.layout
+        own = layout.coordinates(self.rank)
+        coordinates = layout.batch_coordinate(self.rank), own["tp"], *[own["cp"]] * (layout.cp > 1)
+        reseed(self.seed, step, micro_batch, *coordinates, *stage)
+
     @record_function("gradient norm")
-    def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to training.max_norm; return the norm they had."""
-        norm = clip_grad_norm(self.parameters, self.config.training.max_norm)
+    def clip_gradients(self, max_norm: float | None = None, p: float = 2.0) -> torch.Tensor:
+        """Clip the gradients to a norm, that of training.max_norm by default; return the norm they had."""
+        max_norm = self.config.training.max_norm if max_norm is None else max_norm
+        copies = self.pipeline.copies if self.pipeline else []
+        norm = clip_grad_norm(self.parameters, max_norm, p, self.context.mesh.world["pp"], copies)
         return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @record_function("optimizer")

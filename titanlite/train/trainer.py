@@ -117,7 +117,7 @@ class Trainer:
             self.log.info(note)
         self.trained = trained_parameters(self.parts, table, job.spec.blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
-        optimizer = build_optimizer(self.trained, config, self.seed)
+        optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
         self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
 
     def _restore(self) -> None:
@@ -126,7 +126,7 @@ class Trainer:
         self.state = TrainingState(self.parts, self.runner.optimizer, self.runner.context.table, stages)
         self.checkpoints.restore(self.resume, self.state)
         if self.resume.folder:
-            check_replicas(self.parts, "after loading", self.device, self.runner.optimizer)
+            check_replicas(self.parts, "after loading", self.runner.context, self.runner.optimizer)
         self.runner.notify_converters()
 
     # ---------------------------------------------------------------- running
@@ -183,6 +183,7 @@ class Trainer:
         """Take one step, and log it if due."""
         micro_batches = self.next_micro_batches()
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
+        local_valid_tokens *= self.runner.has_loss  # of the last stage only, which has the losses
         self.nonfinite.raise_if_set()
         valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens)
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():

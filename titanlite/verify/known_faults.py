@@ -192,7 +192,7 @@ def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Patch:
 
 @_fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
 def _clip_by_local_norm() -> Patch:
-    def local(parameters: Any, max_norm: float, p: float = 2.0) -> torch.Tensor:
+    def local(parameters: Any, max_norm: float, p: float = 2.0, *stages: Any) -> torch.Tensor:
         shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
         norm = torch.nn.utils.get_total_norm(shards, p)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -1,0 +1,226 @@
+"""Pipeline parallel: a rank has some stages of the model and runs them, micro-batch by micro-batch, in an order.
+
+The orders, and what they send, are those of torch's schedules. A stage is a part of the plain model: it takes tokens
+or hidden states, and returns hidden states; the last one has the loss. The whole step is one run of the schedule, and
+gradients are summed over other ranks once, at its end.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.profiler import record_function
+
+from titanlite.config.stages import SINGLE, Stages
+from titanlite.errors import UserError
+from titanlite.parallel.build import Context, build_meta_model, named_parameters
+from titanlite.parallel.dtensor import local_part
+from titanlite.registry import ModelSpec
+from titanlite.runtime import torch_private
+
+
+class MicroBatch(Protocol):
+    """What stages read: every pipeline rank has it all. Positions are explicit, since later stages see no tokens."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor | None: ...
+    @property
+    def documents(self) -> Tensor | None: ...
+
+
+Loss = Callable[[nn.Module, Any, Tensor], Tensor]
+"""The sum of the token losses, from the last stage, a micro-batch and the hidden states that the stage receives."""
+
+
+def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
+    """Return a copy of the model on the meta device for each stage, with only the modules that the stage names.
+
+    What has no parameters, such as rotary tables, every stage has.
+    """
+    places = tuple(f"{name}." for name in (*spec.before, spec.blocks, *spec.after))
+    if lost := [name for name, _ in model.named_parameters() if not name.startswith(places)]:
+        known = ", ".join(place[:-1] for place in places)
+        raise UserError(f"pipeline parallel: {lost[0]} is in none of the modules that a stage can have: {known}")
+    parts = [copy.deepcopy(model) for _ in stages]
+    for part, names in zip(parts, stages, strict=True):
+        blocks = part.get_submodule(spec.blocks)
+        for name in [f"{spec.blocks}.{number}" for number, _ in blocks.named_children()]:
+            if name not in names:
+                delattr(blocks, name.rpartition(".")[2])
+        for path, _, name in (name.rpartition(".") for name in (*spec.before, *spec.after) if name not in names):
+            setattr(part.get_submodule(path), name, None)
+    return parts
+
+
+def order(stages: Stages) -> list[list[str]]:
+    """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
+    ranks, count = len(stages.ranks), stages.micro_batches
+    if stages.csv:
+        return [list(row) for row in stages.csv]
+    if stages.schedule in SINGLE:
+        return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
+    blank = [
+        SimpleNamespace(
+            num_stages=len(stages.names), group_size=ranks, group_rank=0, stage_index=index, is_last=False
+        )
+        for index in stages.ranks[0]
+    ]
+    found = get_schedule_class(stages.schedule)(blank, count, loss_fn=None).pipeline_order
+    return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
+
+
+def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
+    """Yield the actions of GPipe's or 1F1B's runs. (torch's own list of 1F1B's is wrong for the last rank.)"""
+    ahead = count if schedule == "GPipe" else min(count, stages - stage)
+    yield from (f"{stage}F{number}" for number in range(ahead))
+    for number in range(count):
+        yield f"{stage}B{number}"
+        if ahead + number < count:
+            yield f"{stage}F{ahead + number}"
+
+
+class Stage(PipelineStage):
+    """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
+
+    def __init__(self, part: nn.Module, index: int, pipeline: "Pipeline") -> None:
+        """Give shapes and types of what is received and sent, or torch would run a hidden pass to find them."""
+        stages, training = pipeline.job.stages, pipeline.job.config.training
+        tokens = training.seq_len // pipeline.job.layout.cp
+        first, last = index == 0, index == len(stages.names) - 1
+        super().__init__(
+            submodule=part,
+            stage_index=index,
+            num_stages=len(stages.names),
+            device=pipeline.context.device,
+            input_args=torch.empty(stages.size, tokens, dtype=torch.int64, device="meta")
+            if first
+            else pipeline.hidden(stages.size, tokens, "meta"),
+            output_args=torch.empty((), device="meta") if last else pipeline.hidden(stages.size, tokens, "meta"),
+            group=pipeline.group,
+        )
+        self.pipeline = pipeline
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = False
+    ) -> Any:
+        self.micro_batch = self.pipeline.begin(self.stage_index, "F", fwd_chunk_id)
+        with record_function("forward"):
+            tokens = (self.micro_batch.tokens,) if self.is_first else ()
+            return super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.pipeline.run(self, args[0], self.micro_batch)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self.pipeline.begin(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
+        with record_function("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self.pipeline.begin(self.stage_index, "W", bwd_chunk_id)
+        with record_function("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        # Without FSDP's hooks, which do not run here, the next W would add to these gradients in bfloat16.
+        torch_private.accumulate_gradients(self.submod)
+
+
+class Pipeline:
+    """This rank's stages, and the schedule that runs them."""
+
+    def __init__(
+        self, context: Context, parts: Sequence[nn.Module], loss: Loss, reseed: Callable[[int, int, int], None]
+    ) -> None:
+        """Take the parts in the order of the stages; `reseed` gets the step, a micro-batch's number and a stage."""
+        self.context, self.job, self.loss, self.reseed = context, context.job, loss, reseed
+        stages, mesh = self.job.stages, context.mesh.world["pp"]
+        self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
+        whole, table = build_meta_model(self.job.spec, self.job.model)
+        embedding = next(name for name, rule in table.items() if rule.tensor == "embedding")
+        self.width = whole.get_parameter(embedding).size(1)
+        self.rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
+        self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
+        self.has_loss = any(stage.is_last for stage in self.stages)
+        self.schedule = self._schedule(stages)
+        self.tied = [*self._ties()]
+        self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
+        """Parameters that another stage has as well, and counts."""
+        self.actions: list[str] = []
+        """What this rank did in the last step."""
+        self.step, self.micro_batches, self.valid_tokens = 0, list[MicroBatch](), torch.ones(())
+
+    def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
+        """Yield this rank's trained parameters that another stage has too, with its rank and which is the copy."""
+
+        def stage_of(name: str) -> int:
+            names = self.job.stages.names
+            return next(i for i, modules in enumerate(names) if name.startswith(tuple(f"{m}." for m in modules)))
+
+        for first, rule in self.context.table.items():
+            if rule.tied and (first_stage := stage_of(first)) != (second_stage := stage_of(rule.tied)):
+                for stage in self.stages:
+                    if stage.stage_index in (first_stage, second_stage):
+                        is_copy = stage.stage_index == second_stage
+                        parameter = stage.submod.get_parameter(rule.tied if is_copy else first)
+                        if parameter.requires_grad:
+                            yield parameter, self.rank_of[first_stage if is_copy else second_stage], is_copy
+
+    def _schedule(self, stages: Stages) -> Any:
+        options: dict[str, Any] = {"loss_fn": lambda loss, number: loss / self.valid_tokens, "scale_grads": False}
+        if stages.csv:
+            return torch_private.schedule_of_rows(self.stages, stages.micro_batches, stages.csv, options)
+        schedule = get_schedule_class(stages.schedule)
+        run = self.stages[0] if stages.schedule in SINGLE else self.stages
+        return schedule(run, stages.micro_batches, **options)
+
+    def hidden(self, sequences: int, tokens: int, device: torch.device | str) -> Tensor:
+        """Return an empty tensor like what stages send; tensor parallel splits the sequence between blocks."""
+        dtype = getattr(torch, self.job.config.training.mixed_precision_param)
+        size = sequences, tokens // self.job.layout.tp, self.width
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+
+    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor) -> Tensor:
+        """Add the gradients of (sum of token losses / valid tokens); return that loss on the last stage, else zero."""
+        self.step, self.micro_batches, self.valid_tokens = step, [*micro_batches], valid_tokens.clamp(min=1)
+        self.actions, losses = [], list[Tensor]()
+        numbers = torch.arange(len(micro_batches))  # what torch splits as targets
+        self.schedule.step(target=numbers, losses=losses, return_outputs=False)
+        self.micro_batches = []
+        zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        return torch.stack([zero, *(loss.detach().double() for loss in losses)]).sum()
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Let both stages of a tie have the sum of their gradients, added in the same order."""
+        for parameter, peer, is_copy in self.tied:
+            assert parameter.grad is not None
+            own = local_part(parameter.grad)
+            theirs = torch.empty_like(own, memory_format=torch.contiguous_format)
+            operations = [
+                dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+                for operation, tensor in ((dist.isend, own.contiguous()), (dist.irecv, theirs))
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            own.copy_(theirs + own if is_copy else own + theirs)
+
+    def begin(self, stage: int, kind: str, number: int) -> MicroBatch:
+        """Record an action, and seed the dropout of a forward pass."""
+        self.actions.append(f"{stage}{kind}{number}")
+        if kind == "F":
+            self.reseed(self.step, number, stage)
+        return self.micro_batches[number]
+
+    def run(self, stage: Stage, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        if stage.is_last:
+            return self.loss(stage.submod, batch, inputs)
+        return stage.submod(inputs, batch.positions, batch.documents)
