@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.jobs import FLOAT64, TINY, forward_backward, full, micro_batches, relative_error, trainer
 from tests.lanes import sample
@@ -102,10 +101,12 @@ ROWS = [
     ("llama3", 4, "1F1B", "--activation_checkpoint.mode=full"),
     ("llama3", 4, "ZBVZeroBubble", "--activation_checkpoint.mode=full"),
     ("llama3", 4, "1F1B", OP),
-    ("llama3", 4, "ZBVZeroBubble", OP),
     ("llama3", 4, "1F1B", COMPILED),
     ("llama3", 4, "1F1B", f"{COMPILED} {TP2} --activation_checkpoint.mode=full"),
-    ("llama3", 4, "ZBVZeroBubble", COMPILED),
+    ("llama3", 4, "ZBVZeroBubble", f"{COMPILED} --compile.components=['loss']"),
+    ("llama3", 4, "Interleaved1F1B", COMPILED),
+    ("llama3", 2, "InterleavedZeroBubble", "--training.loss_chunks=3"),
+    ("llama3", 2, "DualPipeV", "--training.loss_chunks=3"),
     (
         "llama3",
         4,
@@ -123,7 +124,16 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "world", "schedule", "words"), ROWS)
+@pytest.mark.parametrize(
+    ("model", "world", "schedule", "words"),
+    sample(
+        ROWS,
+        ("llama3", 2, "1F1B", ""),
+        ("gpt2", 2, "1F1B", ""),
+        ("llama3", 4, "ZBVZeroBubble", ""),
+        ("llama3", 4, "1F1B", TP2),
+    ),
+)
 def test_pp_changes_no_number(pool, alone, tmp_path, model, world, schedule, words):
     """As one process computes them, with two accumulated batches that are cut into micro-batches."""
     degrees = [PP2] if "pipeline_parallel_degree" not in words else []

@@ -31,9 +31,10 @@ def clip_grad_norm(
         if not any(parameter is copy for copy in copies):
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms = [_norm(tensors, p) for tensors in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros(())
+    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), dtype=torch.float64)
+    total = own  # of a stage, which may have no gradients, and then no type for their norm
     if stages and stages.size() > 1:
-        total = _over_stages(total.to(stages.device_type), p, stages.get_group()).to(total.device)
+        total = _over_stages(own.double().to(stages.device_type), p, stages.get_group()).to(own)
     if max_norm != float("inf"):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many seconds on finding
@@ -44,14 +45,13 @@ def clip_grad_norm(
 
 
 def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the norm of all stages' norms; a stage may have no gradients, and then no type for theirs."""
+    """Return the norm of all stages' norms."""
     if p == float("inf"):
-        total = norm.double()
-        dist.all_reduce(total, dist.ReduceOp.MAX, group)
-        return total.to(norm.dtype)
-    total = norm.double() ** p
-    dist.all_reduce(total, group=group)
-    return (total ** (1 / p)).to(norm.dtype)
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+        return norm
+    powers = norm**p
+    dist.all_reduce(powers, group=group)
+    return powers ** (1 / p)
 
 
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:

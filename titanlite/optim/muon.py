@@ -39,7 +39,7 @@ def muon(
     rest = [item for item in trained if not item.is_hidden_matrix]
     parameters = [*groups(matrices, config.optimizer, matrices=True), *groups(rest, config.optimizer, matrices=False)]
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return Muon(parameters, dtype, stage or dist.group.WORLD, **adam_options(config.optimizer))
+    return Muon(parameters, dtype, stage, **adam_options(config.optimizer))
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -89,9 +89,14 @@ class Muon(torch.optim.AdamW):
     """AdamW for all groups but those with `matrices`."""
 
     def __init__(
-        self, parameters: list[dict[str, Any]], dtype: torch.dtype, group: dist.ProcessGroup | None, **adamw: Any
+        self,
+        parameters: list[dict[str, Any]],
+        dtype: torch.dtype,
+        stage: dist.ProcessGroup | None = None,
+        **adamw: Any,
     ) -> None:
         super().__init__(parameters, **adamw)
+        group = stage or dist.group.WORLD
         self._dtype, self._group = dtype, group
         self._rank, self._ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         local_boxes = {name: box_of(matrix) for name, matrix, _ in self._matrices()}

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from titanlite.config.stages import SINGLE, Stages
 from titanlite.errors import UserError
-from titanlite.parallel.build import Context, build_meta_model, named_parameters
+from titanlite.parallel.build import Context, build_meta_model
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import ModelSpec
 from titanlite.runtime import torch_private
@@ -67,12 +67,8 @@ def order(stages: Stages) -> list[list[str]]:
         return [list(row) for row in stages.csv]
     if stages.schedule in SINGLE:
         return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
-    blank = [
-        SimpleNamespace(
-            num_stages=len(stages.names), group_size=ranks, group_rank=0, stage_index=index, is_last=False
-        )
-        for index in stages.ranks[0]
-    ]
+    sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
+    blank = [SimpleNamespace(stage_index=index, is_last=False, **sizes) for index in stages.ranks[0]]
     found = get_schedule_class(stages.schedule)(blank, count, loss_fn=None).pipeline_order
     return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
 
@@ -156,6 +152,8 @@ class Pipeline:
         """Parameters that another stage has as well, and counts."""
         self.actions: list[str] = []
         """What this rank did in the last step."""
+        self.runs_again = False
+        """A backward pass is in its first half, which leaves out the gradients of weights."""
         self.step, self.micro_batches, self.valid_tokens = 0, list[MicroBatch](), torch.ones(())
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
@@ -189,7 +187,7 @@ class Pipeline:
         return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor) -> Tensor:
-        """Add the gradients of (sum of token losses / valid tokens); return that loss on the last stage, else zero."""
+        """Add the gradients of (token losses / valid tokens); return that loss, zero without the last stage."""
         self.step, self.micro_batches, self.valid_tokens = step, [*micro_batches], valid_tokens.clamp(min=1)
         self.actions, losses = [], list[Tensor]()
         numbers = torch.arange(len(micro_batches))  # what torch splits as targets
@@ -216,6 +214,7 @@ class Pipeline:
     def begin(self, stage: int, kind: str, number: int) -> MicroBatch:
         """Record an action, and seed the dropout of a forward pass."""
         self.actions.append(f"{stage}{kind}{number}")
+        self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
         return self.micro_batches[number]

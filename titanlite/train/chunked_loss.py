@@ -29,15 +29,17 @@ def model_loss(
     chunks: int,
     token_loss: TokenLoss = token_loss_sum,
     hidden: torch.Tensor | None = None,
+    runs_again: Callable[[], bool] = lambda: False,
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
 
-    The last stage of a pipeline has hidden states for the tokens.
+    The last stage of a pipeline has hidden states for the tokens, and may run a backward pass in two halves:
+    `runs_again` says in the first that another comes.
     """
     inputs = batch.tokens if hidden is None else hidden
     if chunks == 1:
         return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
-    head = partial(_loss_in_chunks, batch.labels, chunks, token_loss)
+    head = partial(_loss_in_chunks, batch.labels, chunks, token_loss, runs_again)
     total = model(inputs, batch.positions, batch.documents, head=head)
     if total.dim():
         raise UserError(f"training.loss_chunks = {chunks}: {type(model).__name__}.forward does not call its `head`")
@@ -45,7 +47,12 @@ def model_loss(
 
 
 def _loss_in_chunks(
-    labels: torch.Tensor, chunks: int, token_loss: TokenLoss, hidden: torch.Tensor, output: nn.Module
+    labels: torch.Tensor,
+    chunks: int,
+    token_loss: TokenLoss,
+    runs_again: Callable[[], bool],
+    hidden: torch.Tensor,
+    output: nn.Module,
 ) -> torch.Tensor:
     """Return the loss of the last hidden states (batch, tokens, dim), one chunk of the sequence at a time."""
     for parameter in output.parameters():
@@ -56,7 +63,8 @@ def _loss_in_chunks(
     if not torch.is_grad_enabled():
         return torch.stack([token_loss(output(part), part_labels) for part, part_labels in pieces]).sum()
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    total = _ChunkedLoss.apply(lambda part, labels: token_loss(output(part), labels), pieces, hidden, *trained)
+    ways = lambda part, labels: token_loss(output(part), labels), runs_again  # noqa: E731
+    total = _ChunkedLoss.apply(*ways, pieces, hidden, *trained)
     assert isinstance(total, torch.Tensor)
     return total
 
@@ -69,6 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: TokenLoss,
+        runs_again: Callable[[], bool],
         pieces: list[tuple[torch.Tensor, torch.Tensor]],
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
@@ -91,18 +100,23 @@ class _ChunkedLoss(torch.autograd.Function):
                 del gradient
             hidden_gradients += gradients
         ctx.gradients = [_join(hidden_gradients) if hidden_gradients else None, *sums]
+        ctx.runs_again, ctx.is_scaled = runs_again, False
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *parameters)]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
-        gradients, ctx.gradients = ctx.gradients, None  # the loss, and so ctx, outlives the backward pass
+        gradients = [*ctx.gradients]
+        if not ctx.runs_again():
+            ctx.gradients = None  # the loss, and so ctx, outlives the backward pass
         for number, dtype in enumerate(ctx.dtypes):
             if gradients[number] is not None:
-                local_part(gradients[number]).mul_(scale)
+                if not ctx.is_scaled:
+                    local_part(gradients[number]).mul_(scale)
                 gradients[number] = gradients[number].to(dtype)
-        return None, None, *gradients
+        ctx.is_scaled = True
+        return None, None, None, *gradients
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

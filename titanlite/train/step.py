@@ -85,7 +85,9 @@ class StepRunner:
         return total
 
     def _loss(self, model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        return model_loss(model, batch, self.config.training.loss_chunks, self.token_loss, hidden)
+        chunks, pipeline = self.config.training.loss_chunks, self.pipeline
+        runs_again = (lambda: pipeline.runs_again) if pipeline else (lambda: False)
+        return model_loss(model, batch, chunks, self.token_loss, hidden, runs_again)
 
     def _reseed(self, step: int, micro_batch: int, *stage: int) -> None:
         """Seed dropout; stage and cp count only where there are any: runs without them resume bit for bit."""
