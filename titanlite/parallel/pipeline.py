@@ -60,7 +60,7 @@ def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) ->
     return parts
 
 
-def order(stages: Stages) -> list[list[str]]:
+def orders(stages: Stages) -> list[list[str]]:
     """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
     ranks, count = len(stages.ranks), stages.micro_batches
     if stages.csv:
@@ -68,7 +68,9 @@ def order(stages: Stages) -> list[list[str]]:
     if stages.schedule in SINGLE:
         return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    blank = [SimpleNamespace(stage_index=index, is_last=False, **sizes) for index in stages.ranks[0]]
+    blank = [
+        SimpleNamespace(stage_index=index, is_last=False, submod=nn.Module(), **sizes) for index in stages.ranks[0]
+    ]
     found = get_schedule_class(stages.schedule)(blank, count, loss_fn=None).pipeline_order
     return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
 
