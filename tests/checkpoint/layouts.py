@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.checkpoint.saved import digests, everyone, run_until
+from tests.checkpoint.saved import digests, everyone, joined, run_until
 from tests.jobs import TINY, trainer
 from titanlite.checkpoint.load import at_path, restore
 from titanlite.verify.pool import Pool
@@ -33,15 +34,19 @@ def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str,
     return found
 
 
-def save_and_load_everywhere(pool: Pool, folder: Path, layouts: dict[str, tuple[int, list[str]]]) -> list[str]:
+def save_and_load_everywhere(
+    pool: Pool, folder: Path, layouts: dict[str, tuple[int, list[str]]], model: Sequence[str] = WIDE
+) -> list[str]:
     """Save on each layout and load on all; return the pairs whose state differs."""
     saved, sources = {}, {}
     for name, (world, layout) in layouts.items():
-        argv = [*WIDE, *layout, "--checkpoint.enable", "--training.steps=2"]
-        saved[name] = pool.run(run_until, argv, str(folder / name), world=world)[0]["state"]
+        argv = [*model, *layout, "--checkpoint.enable", "--training.steps=2"]
+        ranks = pool.run(run_until, argv, str(folder / name), world=world)
+        saved[name] = joined([rank["state"] for rank in ranks])
         sources[name] = str(folder / name / "checkpoint")
     wrong = set()
     for target, (world, layout) in layouts.items():
-        for found in pool.run(load_all, [*WIDE, *layout], str(folder / "to"), sources, world=world):
-            wrong |= {f"saved on {name}, loaded on {target}: differs" for name in saved if found[name] != saved[name]}
+        ranks = pool.run(load_all, [*model, *layout], str(folder / "to"), sources, world=world)
+        found = {name: joined([rank[name] for rank in ranks]) for name in saved}
+        wrong |= {f"saved on {name}, loaded on {target}: differs" for name in saved if found[name] != saved[name]}
     return sorted(wrong)

@@ -38,6 +38,14 @@ def digests(run: Trainer) -> dict[str, Any]:
     return digests
 
 
+def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the digests of all pipeline stages; those that several ranks have must be equal."""
+    state: dict[str, Any] = {}
+    for rank in ranks:
+        assert {name: state.setdefault(name, value) for name, value in rank.items()} == rank
+    return state
+
+
 def keeping_log() -> tuple[logging.Logger, list[str]]:
     """Return a logger, and the list that its lines go to."""
     lines: list[str] = []

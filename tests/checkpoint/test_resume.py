@@ -15,7 +15,8 @@ from titanlite.config.rules.resume import batch_changes
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
-from titanlite.layout import DIMENSIONS, Batch
+from titanlite.layout import Batch
+from titanlite.observe.run_folder import describe_environment
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -115,6 +116,10 @@ def test_a_global_batch_that_follows_from_the_ranks_says_how_to_keep_it(saved, n
 _CP2, _ULYSSES = (f"--parallelism.context_parallel_{key}" for key in ("degree=2", "rotate_method=ulysses"))
 
 
+_PP2 = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", "--model.overrides.n_layers=4"]
+_SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+
+
 @pytest.mark.parametrize(
     ("saved", "now", "world", "differ"),
     [
@@ -124,16 +129,18 @@ _CP2, _ULYSSES = (f"--parallelism.context_parallel_{key}" for key in ("degree=2"
         ([_CP2], [_CP2, _ULYSSES], 2, True),
         ([], [_ULYSSES], 2, False),  # without effect
         ([], ["--training.local_batch_size=1"], 2, True),
+        (_PP2, [*_PP2, f"{_SCHEDULE}=GPipe"], 2, False),
+        (_PP2, [*_PP2, f"{_SCHEDULE}=Interleaved1F1B"], 2, True),  # which has other stages
+        (_PP2, [*_PP2, "--parallelism.pipeline_parallel_microbatch_size=2"], 2, True),
+        ([], ["--parallelism.pipeline_parallel_microbatch_size=2"], 2, False),
     ],
 )
 def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, differ, tmp_path):
     before, after = job([*WIDE, *saved], world), job([*WIDE, *now], world)
     (tmp_path / CONFIG).write_text(to_toml(before.given))
-    (tmp_path / ENVIRONMENT).write_text(
-        json.dumps({"mesh": dict(zip(DIMENSIONS, before.layout.degrees, strict=True))})
-    )
+    (tmp_path / ENVIRONMENT).write_text(json.dumps(describe_environment(before, 0, "cpu")))
     lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)
-    assert any(line.startswith("dropout masks will differ: mesh, batch size or split") for line in lines) == differ
+    assert any(line.startswith("dropout masks will differ: mesh, stages, batch size") for line in lines) == differ
 
 
 def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):

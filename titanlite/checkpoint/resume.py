@@ -26,7 +26,7 @@ from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
-from titanlite.observe.run_folder import archive_previous_files
+from titanlite.observe.run_folder import archive_previous_files, describe_stages
 from titanlite.registry import ModelSpec
 from titanlite.runtime import lock, store
 
@@ -96,14 +96,17 @@ class Resume:
         changed = toml_differences(before, to_toml(job.given))
         shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
         lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
-        old_mesh = json.loads(store.read(self.folder / ENVIRONMENT))["mesh"]
+        environment = json.loads(store.read(self.folder / ENVIRONMENT))
+        old_mesh, old_stages = environment["mesh"], environment.get("stages", [])
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
         keys = {"training.local_batch_size", "training.global_batch_size"}
+        if job.layout.pp > 1:
+            keys.add("parallelism.pipeline_parallel_microbatch_size")
         if job.layout.cp > 1:
             keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
-        if has_dropout and (old_mesh != new_mesh or keys & changed.keys()):
-            lines.append("dropout masks will differ: mesh, batch size or split of sequences changed")
+        if has_dropout and ((old_mesh, old_stages) != (new_mesh, describe_stages(job)) or keys & changed.keys()):
+            lines.append("dropout masks will differ: mesh, stages, batch size or split of sequences changed")
         return lines
 
 

@@ -148,6 +148,7 @@ class Pipeline:
         self.rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
+        self.first_with_loss = int(context.mesh.world.mesh[self.rank_of[len(stages.names) - 1]].min())
         self.schedule = self._schedule(stages)
         self.tied = [*self._ties()]
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
@@ -212,6 +213,26 @@ class Pipeline:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             own.copy_(theirs + own if is_copy else own + theirs)
+
+    @torch.no_grad()
+    def forward(self, batch: MicroBatch, last: Loss) -> Tensor | None:
+        """Run all stages in their order on sequences of any length, without gradients.
+
+        Return what `last` makes of the last stage, the batch and the stage's hidden states; None on other ranks.
+        """
+        own, inputs = dist.get_group_rank(self.group, dist.get_rank()), batch.tokens
+        for stage in self.stages:
+            index = stage.stage_index
+            if index and self.rank_of[index - 1] != own:
+                sequences, tokens = batch.tokens.shape
+                inputs = self.hidden(sequences, tokens, self.context.device).detach()
+                dist.recv(inputs, group=self.group, group_src=self.rank_of[index - 1])
+            if stage.is_last:
+                return last(stage.submod, batch, inputs)
+            inputs = stage.submod(inputs, batch.positions, batch.documents)
+            if self.rank_of[index + 1] != own:
+                dist.send(inputs.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
+        return None
 
     def begin(self, stage: int, kind: str, number: int) -> MicroBatch:
         """Record an action, and seed the dropout of a forward pass."""

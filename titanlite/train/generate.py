@@ -1,6 +1,7 @@
 """Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Generate
+from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
+from titanlite.parallel.pipeline import Pipeline
 from titanlite.runtime.determinism import derive_seed
 
 
@@ -24,6 +27,7 @@ def generate(
     multiple: int = 1,
     own_places: Callable[[int], torch.Tensor | None] = lambda length: None,
     group: dist.ProcessGroup | None = None,
+    pipeline: Pipeline | None = None,
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     show: Callable[[list[int]], None] = lambda tokens: None,
 ) -> str:
@@ -31,33 +35,46 @@ def generate(
 
     `narrow` may rule out tokens, by a logit of -inf; `show` sees the text's tokens before each further one.
     The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
-    Under context parallel a rank has `own_places` of a length, and the ranks of `group` all of them.
+    Under context parallel a rank has `own_places` of a length, and the ranks of `group` all of them. `pipeline` runs
+    several parts.
     """
-    (model,) = parts  # the only case today
     tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     # Of the prompt too: with the same random numbers, texts of different prompts are alike.
     generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
-    model.eval()
+    source = pipeline.first_with_loss if pipeline else 0
+    for part in parts:
+        part.eval()
     for _ in range(settings.tokens):
         show(tokens)
         context = tokens[-positions:]
         padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)
-        last, places = len(context) - 1, own_places(padded.size(1))
-        if places is None:
-            logits = _whole(model(padded)[0, last])
-        else:  # one rank of the group has the last token
-            own = (places == last).nonzero().flatten().tolist()
-            logits = _whole(model(padded[:, places], places.unsqueeze(0))[0, own[0] if own else 0]) * len(own)
-            dist.all_reduce(logits, group=group)
-        token = _sample(narrow(logits.cpu()), settings.temperature, generator).to(device)
+        batch = MicroBatch(padded.unsqueeze(1), own_places(padded.size(1)))
+        last_logits = partial(_logits_at, len(context) - 1, group)
+        logits = pipeline.forward(batch, last_logits) if pipeline else last_logits(parts[0], batch, batch.tokens)
+        token = torch.zeros((), dtype=torch.int64, device=device)
+        if logits is not None:  # only a pipeline's last stage has them
+            token = _sample(narrow(logits.cpu()), settings.temperature, generator).to(device)
         if dist.is_initialized():
-            dist.broadcast(token, src=0)
+            dist.broadcast(token, src=source)
         tokens.append(int(token))
         if tokens[-1] == tokenizer.end:
             break
-    model.train()
+    for part in parts:
+        part.train()
     return printable(tokenizer.decode([token for token in tokens if token != tokenizer.end]))
+
+
+def _logits_at(
+    place: int, group: dist.ProcessGroup | None, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor
+) -> torch.Tensor:
+    """Return all logits at a place of the sequence; `inputs` are its tokens, or a last stage's hidden states."""
+    if batch.places is None:
+        return _whole(model(inputs)[0, place])
+    own = (batch.places == place).nonzero().flatten().tolist()  # one rank of the group has it
+    logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0]) * len(own)
+    dist.all_reduce(logits, group=group)
+    return logits
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:

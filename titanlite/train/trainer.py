@@ -217,7 +217,8 @@ class Trainer:
         """Log the loss on held-out data."""
         with self.report.clock.paused("validation"):
             chunks, places = self.job.config.training.loss_chunks, self.own_places(self.job.validation_seq_len)
-            loss = validation_loss(self.parts, self.validation_loader, self.device, self.mesh.loss, chunks, places)
+            how = self.mesh.loss, chunks, places, self.runner.pipeline
+            loss = validation_loss(self.parts, self.validation_loader, self.device, *how)
             self.report.log_validation(self.step, loss)
 
     def save(self) -> None:
@@ -237,6 +238,7 @@ class Trainer:
             multiple=sequence_multiple(job),
             own_places=self.own_places,
             group=self.mesh.world["cp"].get_group(),
+            pipeline=self.runner.pipeline,
         )
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines()) + "\n")

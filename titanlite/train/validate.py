@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.data.loader import BatchPrefetcher, Loader
+from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
+from titanlite.parallel.pipeline import Pipeline
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
 
@@ -20,18 +21,23 @@ def validation_loss(
     group: dist.ProcessGroup | None,
     chunks: int = 1,
     places: torch.Tensor | None = None,
+    pipeline: Pipeline | None = None,
 ) -> float:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    `places` are this rank's in each sequence, None for all.
+    `places` are this rank's in each sequence, None for all; `pipeline` runs several parts.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
     """
-    (model,) = parts  # the only case today
+
+    def batch_loss(model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        return model_loss(model, batch, chunks, hidden=hidden)
+
     batches = BatchPrefetcher(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    model.eval()
+    for part in parts:
+        part.eval()
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(device, places)
@@ -41,13 +47,15 @@ def validation_loss(
                 dist.all_reduce(valid_anywhere, group=group)
                 if not valid_anywhere.item():
                     break
-            totals[0] += model_loss(model, batch, chunks)
-            totals[1] += valid
-    model.train()
+            loss = pipeline.forward(batch, batch_loss) if pipeline else batch_loss(parts[0], batch)
+            if loss is not None:  # only a pipeline's last stage has one
+                totals += torch.stack([loss, valid])
+    for part in parts:
+        part.train()
     batches.close()
     if group:  # none in one process
         dist.all_reduce(totals, group=group)
-    loss, tokens = totals.tolist()
+    total, tokens = totals.tolist()
     if not tokens:
         raise RunFailed("validation: the data has no token to predict")
-    return loss / tokens
+    return total / tokens
