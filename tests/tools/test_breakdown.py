@@ -100,7 +100,8 @@ def test_on_a_cpu_waiting_for_what_other_ranks_send_is_communication(tmp_path):
         ("cpu_op", "aten::mm", 1, 920, 30),
         device=False,
     )
-    kinds = {kind: round(1e6 * seconds) for kind, seconds in read(tmp_path / "pipeline.json").kinds.items() if seconds}
+    found = read(tmp_path / "pipeline.json").kinds
+    kinds = {kind: round(1e6 * seconds) for kind, seconds in found.items() if seconds}
     assert kinds == {MATMUL: 300 + 80 + 30, COMMUNICATION: 10 + 200 + 100, HOST: 1000 - 410 - 310}
 
 
