@@ -26,7 +26,7 @@ from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
-from titanlite.observe.run_folder import archive_previous_files, describe_stages
+from titanlite.observe.run_folder import archive_previous_files
 from titanlite.registry import ModelSpec
 from titanlite.runtime import lock, store
 
@@ -97,7 +97,8 @@ class Resume:
         shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
         lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
         environment = json.loads(store.read(self.folder / ENVIRONMENT))
-        old_mesh, old_stages = environment["mesh"], environment.get("stages", [])
+        new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
+        is_split_anew = environment.get("stages", new_stages) != new_stages  # versions before had one stage
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
         keys = {"training.local_batch_size", "training.global_batch_size"}
@@ -105,7 +106,7 @@ class Resume:
             keys.add("parallelism.pipeline_parallel_microbatch_size")
         if job.layout.cp > 1:
             keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
-        if has_dropout and ((old_mesh, old_stages) != (new_mesh, describe_stages(job)) or keys & changed.keys()):
+        if has_dropout and (old_mesh != new_mesh or is_split_anew or keys & changed.keys()):
             lines.append("dropout masks will differ: mesh, stages, batch size or split of sequences changed")
         return lines
 

@@ -70,15 +70,10 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
         "host": platform.node(),
         "world_size": job.layout.world,
         "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
-        "stages": describe_stages(job),
+        "stages": [" ".join(names) for names in job.stages.names],
         "model": asdict(job.model),
         "seed": seed,
     }
-
-
-def describe_stages(job: Job) -> list[list[str]]:
-    """Return the modules of each pipeline stage; none without pipeline parallel."""
-    return [list(names) for names in job.stages.names] if job.layout.pp > 1 else []
 
 
 def versions() -> dict[str, str]:

@@ -34,10 +34,7 @@ def places(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
 
 
 def own_places(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
-    """Return the places in a sequence of the tokens that a rank of the job has, or None if all are where they seem.
-
-    A pipeline's later stages see no tokens, and their slices of a sequence do not show where they begin.
-    """
+    """Return the places in a sequence of the tokens that a rank has; None if all, and no later stage must be told."""
     if job.layout.cp == job.layout.pp == 1:
         return None
     chunks = places(tokens, job.layout.cp, job.layout.coordinates(rank)["cp"], is_balanced(job))

@@ -43,8 +43,7 @@ def generate(
     # Of the prompt too: with the same random numbers, texts of different prompts are alike.
     generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
     source = pipeline.first_with_loss if pipeline else 0
-    for part in parts:
-        part.eval()
+    nn.ModuleList(parts).eval()
     for _ in range(settings.tokens):
         show(tokens)
         context = tokens[-positions:]
@@ -60,8 +59,7 @@ def generate(
         tokens.append(int(token))
         if tokens[-1] == tokenizer.end:
             break
-    for part in parts:
-        part.train()
+    nn.ModuleList(parts).train()
     return printable(tokenizer.decode([token for token in tokens if token != tokenizer.end]))
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
+from titanlite.data.loader import BatchPrefetcher, Loader
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.parallel.pipeline import Pipeline
@@ -30,14 +30,9 @@ def validation_loss(
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
     """
-
-    def batch_loss(model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        return model_loss(model, batch, chunks, hidden=hidden)
-
     batches = BatchPrefetcher(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for part in parts:
-        part.eval()
+    nn.ModuleList(parts).eval()
     with torch.no_grad():
         for batch in batches:
             batch = batch.to(device, places)
@@ -47,11 +42,10 @@ def validation_loss(
                 dist.all_reduce(valid_anywhere, group=group)
                 if not valid_anywhere.item():
                     break
-            loss = pipeline.forward(batch, batch_loss) if pipeline else batch_loss(parts[0], batch)
+            loss = pipeline.forward(batch, pipeline.loss) if pipeline else model_loss(parts[0], batch, chunks)
             if loss is not None:  # only a pipeline's last stage has one
-                totals += torch.stack([loss, valid])
-    for part in parts:
-        part.train()
+                totals += torch.stack([loss.double(), valid])
+    nn.ModuleList(parts).train()
     batches.close()
     if group:  # none in one process
         dist.all_reduce(totals, group=group)
