@@ -82,3 +82,24 @@ def test_compiling_on_a_gpu_without_what_triton_needs_is_one_line(refused, monke
         lines = refused([*TINY, f"--{key}"]).splitlines()
         assert len(lines) == 2 and f"{key} = true needs {needed} on a GPU" in lines[1], lines
     assert not refused([*TINY, "--compile.enable", "--compile.backend=aot_eager"])
+
+
+def test_a_model_that_cannot_be_a_stage_is_named_before_anything_starts(tmp_path):
+    """Of the parrot, forward calls its norm in every stage."""
+    argv = [*QUIET, "--model.package=parrot", "--model.name=parrot", "--model.flavor=small"]
+    options = [*argv, f"--job.dump_folder={tmp_path}", "--parallelism.pipeline_parallel_degree=2"]
+    with pytest.raises(UserError) as caught:
+        preflight.check_machine(job(options, 2), "cpu", 2)
+    assert "parrot cannot run stage 0 of 2 without the others: 'NoneType' object is not callable" in str(caught.value)
+
+
+@pytest.mark.long
+def test_memory_of_the_pipeline_rank_with_the_most_is_compared(refused):
+    """Half of 8B fits, and all of its blocks on the second rank do not."""
+    argv = [*QUIET, "--model.flavor=8B", "--model.overrides.vocab_size=256"]
+    argv += ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]
+    blocks = [f"layers.{i}" for i in range(32)]
+    uneven = [["tok_embeddings"], [*blocks, "norm", "output"]]
+    assert not refused(argv, 2)
+    refusal = refused([*argv, f"--parallelism.module_fqns_per_model_part={uneven}"], 2)
+    assert "104.0 GiB in total, 104.0 GiB on one of the 2 ranks that share them, and a rank has 80.0 GiB" in refusal

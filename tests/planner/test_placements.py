@@ -14,7 +14,7 @@ EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 
 def placements_of_a_run(argv: list[str], folder: str) -> list[str]:
     run = trainer(argv, folder)
-    return _parameters(run.parts[0], run.job)
+    return _parameters(run.parts, run.job).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,18 @@ def placements_of_a_run(argv: list[str], folder: str) -> list[str]:
         [*QUIET, "--model.name=gpt2", "--parallelism.tensor_parallel_degree=2", "--model.overrides.n_layers=2"],
         [*EVEN, "--model.overrides.tied", "--parallelism.tensor_parallel_degree=4", "--model.overrides.n_heads=4"]
         + ["--model.overrides.n_kv_heads=4"],
+        [*TINY, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=LoopedBFS"],
     ],
-    ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp only"],
+    ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp only", "pp"],
 )
 def test_printed_placements_equal_those_of_a_run(pool, tmp_path, argv):
-    lines = describe(job(argv, 4), per_node=2).splitlines()
-    assert lines[lines.index("") + 1 :] == pool.run(placements_of_a_run, argv, str(tmp_path), world=4)[0]
+    lines = describe(job(argv, 4), per_node=2).rpartition("\n\n")[2].splitlines()
+    assert lines == pool.run(placements_of_a_run, argv, str(tmp_path), world=4)[0]
+
+
+def test_the_list_of_stages_is_shown_with_placements():
+    text = describe(job([*TINY, "--parallelism.pipeline_parallel_degree=2"], 2), per_node=2)
+    assert "\n1      1     layers.1, norm, output\n" in text and "norm.weight" not in text.split("\n\n")[-1].split()
 
 
 def test_groups_that_cross_nodes_are_named():

@@ -1,4 +1,4 @@
-"""The order in which pipeline ranks run their stages: read, checked, and how long it leaves ranks idle.
+"""The order in which pipeline ranks run their stages: read, checked, described, and how long it lets ranks wait.
 
 An order has a row for each pipeline rank, of actions as torch writes them: "2F0" is stage 2's forward pass of
 micro-batch 0, B its backward pass, I and W the halves of B (gradients of inputs and of weights), and
@@ -9,9 +9,15 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import NamedTuple
+
+from titanlite.config.stages import Stages
+from titanlite.errors import format_table
+
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Time of each kind of action, relative to a forward pass."""
 
 Order = Sequence[Sequence[str]]
 
@@ -71,7 +77,7 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
             yield f"has {found} for micro-batch {number} of stage {stage}; needed are F and B, or F, I and W"
             return
     try:
-        bubble(order, dict.fromkeys("FBIW", 1))
+        bubble(order, COST)
     except ValueError as error:
         yield str(error)
 
@@ -112,3 +118,44 @@ def _waits_for(action: Action, last: int, ends: Mapping[Action, float]) -> list[
         return [Action(stage, "I", number)]
     above = [Action(stage + 1, "I" if Action(stage + 1, "I", number) in ends else "B", number)]
     return [Action(stage, "F", number), *(above if stage < last else [])]
+
+
+def most_kept(row: Sequence[str]) -> int:
+    """Return of how many forward passes, of one stage and micro-batch each, a rank keeps activations at once."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return max(accumulate(change[action.kind] for cell in row for action in parse(cell)))
+
+
+def headline(stages: Stages, order: Order) -> str:
+    """Return one line: schedule, stages, micro-batches and bubble."""
+    name, many = stages.schedule or "the order of the CSV", "s" * (stages.size > 1)
+    counts = (
+        f"{name}, {len(stages.names)} stages on {len(stages.ranks)} ranks, {stages.micro_batches:,} micro-batches"
+    )
+    return f"{counts} of {stages.size} sequence{many}; ranks wait {bubble(order, COST):.1%} of a step, by estimate"
+
+
+def describe(stages: Stages, order: Order) -> str:
+    """Return the modules of every stage, and what every rank does in a step."""
+    rows = [(f"{rank}", f"{most_kept(row)}", " ".join(row)) for rank, row in enumerate(order)]
+    actions = format_table(rows, ("rank", "kept", "actions"))
+    return "\n\n".join((f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND))
+
+
+def stage_table(stages: Stages) -> str:
+    """Return the pipeline rank and the modules of every stage."""
+    rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
+    rows = [(f"{stage}", f"{rank_of[stage]}", _shortened(names)) for stage, names in enumerate(stages.names)]
+    return format_table(rows, ("stage", "rank", "modules"))
+
+
+_LEGEND = """2F0: forward pass of stage 2 and micro-batch 0; B: backward pass; I and W: its two halves.
+kept: of how many such forward passes a rank keeps the activations at once, at most. The estimate is for stages that
+cost the same, a backward pass that costs two forward passes, and sends that cost nothing."""
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the names, of several blocks the first and the last."""
+    blocks = [name for name in names if name.rpartition(".")[2].isdecimal()]
+    inner = ", ".join(blocks[1:-1])
+    return ", ".join(names).replace(f", {inner},", " …") if inner else ", ".join(names)

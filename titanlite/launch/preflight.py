@@ -16,7 +16,7 @@ from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.rules.data import is_streamed
 from titanlite.config.schema import JobConfig
-from titanlite.errors import UserError, format_bytes
+from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
 
@@ -53,7 +53,8 @@ def check_machine(job: Job, device: str, processes: int) -> None:
             check(tensor.check, model, table, job.layout.tp)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
-            check(_check_memory, job, model, table, rank_bytes(job, device, processes))
+            if parts := check(_stages_alone, job, model):
+                check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
         title = f"this machine can't train {name} with this config; nothing was started"
@@ -175,37 +176,63 @@ def _check_triton(key: str) -> None:
         raise UserError(f"{key} = true needs {header} on a GPU, where Triton includes it: {remedy}")
 
 
-def _check_memory(job: Job, model: nn.Module, table: dict[str, Rule], available: int | None) -> None:
+def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
+    """Return the parts of every pipeline rank; raise UserError if one cannot run without the rest of the model."""
+    import torch
+
+    from titanlite.parallel.pipeline import split
+
+    if job.layout.pp == 1:
+        return [[model]]
+    parts = split(model, job.spec, job.stages.names)
+    hidden = positions = torch.zeros(1, 8 * job.layout.tp, dtype=torch.int64, device="meta")
+    for stage, part in enumerate(parts):
+        try:
+            hidden = part(hidden, positions)
+        except Exception as error:
+            why = f"{job.spec.name} cannot run stage {stage} of {len(parts)} without the others: {first_line(error)}"
+            raise UserError(
+                f"pipeline parallel: {why}; docs/extending.md says what a stage asks of forward"
+            ) from None
+    return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
+
+
+def _check_memory(job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None) -> None:
     """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
     from titanlite.parallel.build import build_meta_model
     from titanlite.planner.rehearse import static_bytes
 
-    element_size = next(model.parameters()).element_size()
-    total = _state_size(job, model, table, element_size)
+    element_size = next(parts[0][0].parameters()).element_size()
+    sizes = [_state_size(job, of_rank, table, element_size) for of_rank in parts]
+    total = sum(sizes)
     if available is None or total <= available:
         return
     static = static_bytes(job)
-    per_rank = static["parameters"] + static["gradients"] + static["optimizer"]
+    first = static["parameters"] + static["gradients"] + static["optimizer"]
+    # Of the other pipeline ranks only the stages are counted, as if they were split evenly.
+    per_rank = max(first, *(size * job.layout.pp // job.layout.splits for size in sizes))
     if per_rank <= available:
         return
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if _state_size(job, smaller, smaller_table, element_size) // job.layout.splits <= available:
+        if _state_size(job, [smaller], smaller_table, element_size) // job.layout.splits <= available:
             fitting.append(flavor)
+    of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.splits}"
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
-        f"{format_bytes(per_rank)} on each of the {job.layout.splits} ranks that share them, "
+        f"{format_bytes(per_rank)} on {of} ranks that share them, "
         f"and a rank has {format_bytes(available)}{' of host memory' * job.config.training.enable_cpu_offload}\n"
         f"      would fit on ≥ {-(-total // available)} such ranks, or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
         + (f", or with --model.flavor {' or '.join(fitting)}" if fitting else "")
     )
 
 
-def _state_size(job: Job, model: nn.Module, table: dict[str, Rule], element_size: int) -> int:
-    """Return the bytes that training a model keeps on all ranks together, with parameters of `element_size` bytes."""
+def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], element_size: int) -> int:
+    """Return the bytes that training keeps of parts of a model, with parameters of `element_size` bytes."""
     from titanlite.optim import optimizer_bytes, trained_parameters
 
-    elements = sum(p.numel() * (2 if p.requires_grad else 1) for p in model.parameters())  # gradients as well
-    groups = trained_parameters([model], table, job.spec.blocks, no_decay=())
+    # gradients as well
+    elements = sum(p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters())
+    groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())
     return elements * element_size + optimizer_bytes(groups, job.config)

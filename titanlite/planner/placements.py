@@ -5,11 +5,13 @@ is what a run has.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from titanlite.config.job import Job
+from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import format_table
 from titanlite.layout import DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
@@ -20,13 +22,13 @@ from titanlite.planner.fake_world import fake_world
 
 
 def describe(job: Job, per_node: int) -> str:
-    """Return the groups of a job's mesh, the techniques that are applied, and each parameter's placement."""
+    """Return a job's mesh and stages, the techniques that are applied, and the placement of rank 0's parameters."""
     with fake_world(job.layout) as mesh:
         model, table = build_model(job)
         context = Context(job, mesh, table, torch.device("cpu"), build_converters(job))
         parts, notes = parallelize(model, context)
-        rows = [line for part in parts for line in _parameters(part, job)]
-        return "\n".join([*_groups(job, per_node), *notes, "", *rows])
+        stages = ["", stage_table(job.stages), ""] if job.layout.pp > 1 else []
+        return "\n".join([*_groups(job, per_node), *stages, *notes, "", _parameters(parts, job)])
 
 
 def _groups(job: Job, per_node: int) -> list[str]:
@@ -61,14 +63,14 @@ def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "…", shown[-1]])
 
 
-def _parameters(part: nn.Module, job: Job) -> list[str]:
+def _parameters(parts: Sequence[nn.Module], job: Job) -> str:
     """Return a row for each parameter; layers that are placed alike share one."""
     rows: Counter[tuple[str, ...]] = Counter()
-    for name, parameter in part.named_parameters():
+    for name, parameter in (item for part in parts for item in part.named_parameters()):
         local = local_part(parameter)
         pattern = layer_pattern(name, job.spec.blocks)
         shapes = str([*parameter.shape]), str([*local.shape])
         rows[pattern, shapes[0], describe_placement(parameter), shapes[1]] += 1
     header = ("parameter", "shape", "placement", "on rank 0", "layers")
     cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
-    return format_table(cells, header).splitlines()
+    return format_table(cells, header)

@@ -197,6 +197,7 @@ def check_planned(job: Job) -> None:
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "model.converters": bool(config.model.converters),
         "parallelism.context_parallel_degree": job.layout.cp > 1,
+        "parallelism.pipeline_parallel_degree": job.layout.pp > 1,
     }
     if named := [name for name, is_on in refused.items() if is_on]:
         raise UserError(f"not planned: {', '.join(named)}")

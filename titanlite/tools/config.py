@@ -4,10 +4,12 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from titanlite.config.docs import json_schema, markdown
-from titanlite.config.job import job_from
+from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.pipeline_order import describe
 from titanlite.config.rules.run import long_warmup
 from titanlite.config.toml import to_toml
+from titanlite.errors import UserError
 
 _ABOUT = """Print the config that `titanlite train` would run with the same options: files and command line merged,
 checked, with all defaults. Or print what an option below asks for. No process is started and no GPU is
@@ -38,6 +40,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     about = "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default 8); "
     about += "then the techniques that are applied, and each parameter's split and shape on rank 0"
     shows.add_argument("--placements", action="store_true", help=about)
+    about = (
+        "print the stages of pipeline parallel: their modules, what each rank does in a step, and how long it waits"
+    )
+    shows.add_argument("--pipeline", action="store_true", help=about)
     about = "print the JSON schema with which editors complete and check configs: docs/config.schema.json"
     shows.add_argument("--schema", action="store_true", help=about)
     about = "print every key with its default, legal values and meaning: docs/config.md"
@@ -54,11 +60,17 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         from titanlite.parallel import fsdp_schedule
 
         print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+    elif arguments.pipeline:
+        print(_pipeline(job))
     elif arguments.placements:
-        from titanlite.planner.placements import describe
+        from titanlite.planner import placements
 
         per_node = os.environ.get("NGPU", "")
-        print(describe(job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)))
+        print(
+            placements.describe(
+                job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)
+            )
+        )
     else:
         ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
@@ -66,3 +78,12 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             print(f"# {notice}")
         print(to_toml(job.given), end="")
     return 0
+
+
+def _pipeline(job: Job) -> str:
+    """Describe the stages of a job, and their order."""
+    if job.layout.pp == 1:
+        raise UserError("--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it")
+    from titanlite.parallel.pipeline import orders
+
+    return describe(job.stages, orders(job.stages))

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.config.pipeline_order import headline
 from titanlite.config.rules.run import long_warmup
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes
 from titanlite.parallel.dtensor import local_part
+from titanlite.parallel.pipeline import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
@@ -43,6 +45,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         + ", ".join(f"{role} {count:,}" for role, count in roles.items()),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
+        **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
         "batch": f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
         f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all",
         "data": f"{data_sets}, "
