@@ -24,8 +24,6 @@ SHIPPED = Path(__file__).parent.parent / "train_configs"
 
 _NOT_DONE = {
     "float16": "would need loss scaling, which titanlite does not do",
-    "PipelineScheduleSingle": "is what schedules with one stage a rank are made from",
-    "PipelineScheduleMulti": "is what schedules with several stages a rank are made from",
     "ptrr": "balances the masks of FlexAttention, which titanlite does not do",
     "alltoall": "passes keys and values around a ring, which titanlite does not do",
 }

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from titanlite.config.stages import Schedule
+
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -18,9 +20,6 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 OrNone = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 OrEmpty = BeforeValidator(lambda value: [] if value == "none" else value)  # TorchTitan's default
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 AnyCase = BeforeValidator(
     lambda value: next((x for x in get_args(Schedule) if x.lower() == str(value).lower()), value)
 )

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+"""torch's schedules: all but its two base classes."""
 SINGLE = ("GPipe", "1F1B")
 """Schedules with one stage a rank."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
