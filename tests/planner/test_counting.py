@@ -14,7 +14,6 @@ KIB = 1024
 
 def counted(layout: Layout, step) -> Recording:
     with fake_world(layout) as mesh, fake_tensor_mode(), Counting(layout) as counting:
-        counting.restart()
         step(mesh)
         return counting.recording()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,10 @@ class _Storage:
 
 
 class Counting(TorchDispatchMode):
-    """Counts a step of a rank of a layout, from `restart` on; storages are known from when the context is entered."""
+    """Counts what a rank of a layout does inside the context, from `restart` on.
+
+    Storages are known since they were made in the context, or from being marked.
+    """
 
     phase = ""
     """What the step is doing; set from outside."""
@@ -84,7 +88,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self._dimension = cache(partial(_dimension, layout))
         self._hidden = False
-        """Inside of DTensor's own fake computations, which are of whole tensors."""
+        """In DTensor's own fake computations, which are of whole tensors, and in our own looking at shards."""
         self._alive: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int]] = []
         """Storages, and how many bytes they grow by."""
@@ -96,12 +100,11 @@ class Counting(TorchDispatchMode):
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self._see(storage, "gathered" if size else "")  # how FSDP2 fills and frees whole parameters
+            self._see(storage, "gathered")  # how FSDP2 fills and frees whole parameters
 
         self._patches = ExitStack()
         self._patches.enter_context(around_sharding_propagation(self._hide))
-        self._patches.callback(delattr, torch.UntypedStorage, "resize_")
-        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign,assignment]
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:  # type: ignore[override]
@@ -110,17 +113,13 @@ class Counting(TorchDispatchMode):
 
     def mark(self, use: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say what tensors are for."""
-        for tensor in tensors:
-            self._see(local_part(tensor).untyped_storage(), use)
+        with self._hide():
+            for tensor in tensors:
+                self._see(local_part(tensor).untyped_storage(), use)
 
-    @property
-    def alive(self) -> int:
-        """Return the bytes that are alive now."""
-        return sum(storage.bytes for storage in self._alive.values())
-
-    def restart(self) -> None:
-        """Forget what was counted, but not what is alive."""
-        self._operations = []
+    def restart(self, phase: str) -> None:
+        """Forget what was counted, but not what is alive, and name what comes next."""
+        self._operations, self.phase = [], phase
         self._changes = [(storage, storage.bytes) for storage in self._alive.values()]
 
     def enter_phase(self, phase: str) -> None:
@@ -130,7 +129,7 @@ class Counting(TorchDispatchMode):
         self.phase = phase
 
     def recording(self) -> Recording:
-        """Return what was counted since `restart`; static bytes are those that were marked."""
+        """Return what was counted since `restart`, without static bytes."""
         self._record(Operation(self.phase, 0))
         operations, done = list[Operation](), 0
         alive, at_peak = [0] * len(KINDS), [0] * len(KINDS)

@@ -10,6 +10,7 @@ runs of equal size, and whatever does not pair off.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from itertools import groupby
 from math import lcm
 from typing import Any
@@ -18,8 +19,9 @@ import numpy as np
 
 from titanlite.config.job import Job
 from titanlite.parallel.build import build_model
+from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import KINDS, Collective, Operation, Recording
-from titanlite.planner.rehearse import is_even, record_step
+from titanlite.planner.rehearse import Rehearsal
 
 Key = tuple[str, str, Collective | None, bool]
 """What must be equal for operations to pair off: see `_key`."""
@@ -27,19 +29,35 @@ Key = tuple[str, str, Collective | None, bool]
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
     """Return what a step of a job does, on the fuller of its first and last rank if parameters split unevenly."""
-    shallow = _shallow_jobs(job)
-    roles = ("first",) if is_even(shallow[0] if shallow else job) else ("first", "last")
-    return max((_plan_role(job, shallow, role, as_on_cuda) for role in roles), key=lambda recording: recording.peak)
+    with FakeWorld() as world:
+        return plan_steps([job], world, as_on_cuda)[0]
 
 
-def _plan_role(job: Job, shallow: list[Job], role: str, as_on_cuda: bool) -> Recording:
-    recording = None
-    if shallow:
-        few, more = (record_step(one, role, as_on_cuda, middle_once=True) for one in shallow)
-        first, second = (one.shape.layers for one in shallow)
-        recording = extrapolate(few, more, (job.shape.layers - first) // (second - first), edge=_edge(job))
-    recording = recording or record_step(job, role, as_on_cuda, middle_once=True)
-    return _repeat_middle(recording, job.batch.accumulation - 3)
+def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -> list[Recording]:
+    """Return the same for jobs that differ in nothing but batch and loss chunks: they share the rehearsed models."""
+    shallow = _shallow_jobs(jobs[0])
+
+    def plan(role: str) -> tuple[bool, list[Recording]]:
+        rehearsals = [Rehearsal(one, world, role, as_on_cuda) for one in shallow or jobs[:1]]
+        return rehearsals[0].is_even, [_plan(job, shallow, rehearsals) or whole(job, role) for job in jobs]
+
+    def whole(job: Job, role: str) -> Recording:
+        return _repeat_middle(Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True), job)
+
+    is_even, first = plan("first")
+    if is_even:
+        return first
+    return [max(both, key=lambda recording: recording.peak) for both in zip(first, plan("last")[1], strict=True)]
+
+
+def _plan(job: Job, shallow: Sequence[Job], rehearsals: Sequence[Rehearsal]) -> Recording | None:
+    """Return a step by rehearsals of the shallow jobs, or of the job itself; None if they don't pair off."""
+    found = [rehearsal.step(job, middle_once=True) for rehearsal in rehearsals]
+    if not shallow:
+        return _repeat_middle(found[0], job)
+    first, second = (one.shape.layers for one in shallow)
+    recording = extrapolate(*found, (job.shape.layers - first) // (second - first), edge=_edge(job))
+    return recording and _repeat_middle(recording, job)
 
 
 def _shallow_jobs(job: Job) -> list[Job]:
@@ -183,8 +201,9 @@ def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
     return operations
 
 
-def _repeat_middle(recording: Recording, times: int) -> Recording:
-    """Return a recording of three micro-batches with the second one repeated."""
+def _repeat_middle(recording: Recording, job: Job) -> Recording:
+    """Return a recording of at most three micro-batches as one of all, with the second one repeated."""
+    times = job.batch.accumulation - 3
     if times <= 0:
         return recording
     phases = [operation.phase for operation in recording.operations]

@@ -1,5 +1,6 @@
 """A world of any size without its processes: collectives return at once, and their results mean nothing."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +12,45 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.planner.torch_private import forget_meshes, register_fake_backend
 
 
+class FakeWorld:
+    """One rank at a time of worlds of any size, until the context ends.
+
+    Layouts of one size share a world, so what DTensor worked out for a mesh is still known when it returns.
+    """
+
+    def __enter__(self) -> "FakeWorld":
+        register_fake_backend()
+        self._meshes: dict[Layout, Mesh] = {}
+        self._rank, self._size = 0, 0
+        gc.freeze()  # a collection before each step, as rehearsals need it, would take 0.2 s
+        return self
+
+    def mesh(self, layout: Layout, rank: int = 0, device_type: str = "cpu") -> Mesh:
+        """Be a rank of a layout; return the layout's mesh."""
+        if (rank, layout.world) != (self._rank, self._size):
+            self._leave()
+            hook = sys.excepthook  # torch would print later errors as those of this rank
+            dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.world)
+            sys.excepthook = hook
+            self._rank, self._size = rank, layout.world
+        if layout not in self._meshes:
+            self._meshes[layout] = build_mesh(layout, device_type)
+        return self._meshes[layout]
+
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._meshes.clear()
+        forget_meshes()
+        if self._size:
+            dist.destroy_process_group()
+            self._size = 0
+
+
 @contextmanager
 def fake_world(layout: Layout, rank: int = 0, device_type: str = "cpu") -> Iterator[Mesh]:
     """Be one rank of a layout while the context lasts; yield the layout's mesh."""
-    register_fake_backend()
-    forget_meshes()
-    hook = sys.excepthook  # torch would print later errors as those of this rank
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.world)
-    try:
-        yield build_mesh(layout, device_type)
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
+    with FakeWorld() as world:
+        yield world.mesh(layout, rank, device_type)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,41 +24,82 @@ from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFiniteGuard
-from titanlite.models.common import decoder
 from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
+from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.counting import Counting
-from titanlite.planner.fake_world import fake_world
+from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import Recording
 from titanlite.planner.torch_private import fake_tensor_mode, storage_key, waiting_as_on_a_device
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 
 
-def record_step(job: Job, role: str = "first", as_on_cuda: bool = True, middle_once: bool = False) -> Recording:
-    """Rehearse a job as it is on its "first" or "last" rank; return what its second step does.
+class Rehearsal:
+    """A job on its "first" or "last" rank, as it is after its first step; from then on steps are alike."""
 
-    With `middle_once`, a step runs its first, second and last micro-batch: those between are like the second.
-    """
-    check_planned(job)
-    with _replaced() if as_on_cuda else nullcontext(), skeleton(job, role) as (context, parts), _fake_tensors():
-        job, config = context.job, context.job.config
-        for part in parts:
-            allocate(part, context.device)
-        trained = trained_parameters(parts, context.table, job.spec.blocks, config.optimizer.no_decay)
-        optimizer = build_optimizer(trained, config)
-        rank = dist.get_rank()
-        runner = StepRunner(context, parts, [item.parameter for item in trained], optimizer, seed=0, rank=rank)
-        return count_second_step(runner, blank_batches(job), middle_once)
+    def __init__(self, job: Job, world: FakeWorld, role: str = "first", as_on_cuda: bool = True) -> None:
+        check_planned(job)
+        mesh = world.mesh(job.layout, 0 if role == "first" else job.layout.world - 1)
+        self._context, self._parts = _skeleton(job, mesh)
+        self.is_even = all(_is_even(parameter) for part in self._parts for parameter in part.parameters())
+        """Whether every rank has shards of the same shapes."""
+        self._fake, self._device = fake_tensor_mode(), _as_on_cuda if as_on_cuda else nullcontext
+        with self._device(self._parts), self._fake:
+            for part in self._parts:
+                allocate(part, self._context.device)
+            trained = trained_parameters(
+                self._parts, self._context.table, job.spec.blocks, job.config.optimizer.no_decay
+            )
+            self._parameters = [item.parameter for item in trained]
+            self._optimizer = build_optimizer(trained, job.config)
+            # What is left by a first step: the optimizer's state, and the guard's flags.
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            self._runner(job).update(step=1)
+            self._guard, self._counting = NonFiniteGuard(self._context.device, mesh.loss), Counting(job.layout)
+            with self._counting:
+                zero = torch.zeros(())
+                self._guard.all_reduce_tokens(zero.to(torch.int64))
+                self._guard.record(1, zero, zero)
+        if not self.is_even:
+            self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
+
+    def step(self, job: Job, middle_once: bool = False) -> Recording:
+        """Return what a step does: of this job, or of one that differs in nothing but batch and loss chunks.
+
+        With `middle_once` it runs its first, second and last micro-batch: those between are like the second.
+        """
+        with self._device(self._parts), self._fake, waiting_as_on_a_device():
+            batches = blank_batches(job)
+            run = [*batches[:2], batches[-1]] if middle_once and len(batches) > 3 else batches
+            return _count_step(2, self._runner(job), run, self._guard, self._counting)
+
+    def _runner(self, job: Job) -> StepRunner:
+        context = replace(self._context, job=_eager(job))
+        return StepRunner(context, self._parts, self._parameters, self._optimizer, seed=0, rank=dist.get_rank())
 
 
-@contextmanager
-def _fake_tensors() -> Iterator[None]:
-    with fake_tensor_mode(), waiting_as_on_a_device():
-        yield
+def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:
+    """Return what the second step of a job does on its "first" or "last" rank."""
+    with FakeWorld() as world:
+        return Rehearsal(job, world, role, as_on_cuda).step(job)
+
+
+def static_bytes(job: Job) -> dict[str, int]:
+    """Return the bytes by kind that the first rank, which has the largest shards, keeps between steps."""
+    with FakeWorld() as world:
+        context, parts = _skeleton(job, world.mesh(job.layout))
+        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
+        return {
+            "parameters": _storage_bytes(parameter for part in parts for parameter in part.parameters()),
+            "gradients": _storage_bytes(item.parameter for item in trained),
+            "optimizer": optimizer_bytes(trained, job.config),
+            "buffers": _storage_bytes(buffer for part in parts for buffer in part.buffers()),
+        }
 
 
 def blank_batches(job: Job) -> list[MicroBatch]:
@@ -65,99 +108,74 @@ def blank_batches(job: Job) -> list[MicroBatch]:
     return [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
 
 
-@contextmanager
-def skeleton(job: Job, role: str = "first") -> Iterator[tuple[Context, list[nn.Module]]]:
-    """Be a rank of a fake world; yield its parts of the model on the meta device, with what changes parameters."""
-    update: dict[str, Any] = {"compile": job.config.compile.model_copy(update={"enable": False})}
-    update["parallelism"] = job.config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
-    job = replace(job, config=job.config.model_copy(update=update))
-    with fake_world(job.layout, 0 if role == "first" else job.layout.world - 1) as mesh:
-        model, table = build_model(job)
-        context = Context(job, mesh, table, torch.device("cpu"))
-        parts, _ = parallelize(model, context)
-        yield context, parts
+def count_second_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
+    """Take two steps on real tensors; return what the second does, when the optimizer has its state."""
+    guard, counting = (
+        NonFiniteGuard(runner.context.device, runner.context.mesh.loss),
+        Counting(runner.context.job.layout),
+    )
+    return [_count_step(step, runner, micro_batches, guard, counting) for step in (1, 2)][-1]
 
 
-def static_bytes(job: Job) -> dict[str, int]:
-    """Return the bytes by kind that the first rank, which has the largest shards, keeps between steps."""
-    with skeleton(job) as (context, parts):
-        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
-        return {
-            "parameters": storage_bytes(parameter for part in parts for parameter in part.parameters()),
-            "gradients": storage_bytes(item.parameter for item in trained),
-            "optimizer": optimizer_bytes(trained, job.config),
-            "buffers": storage_bytes(buffer for part in parts for buffer in part.buffers()),
-        }
+def _eager(job: Job) -> Job:
+    """Return the job without what only changes how its operations are run."""
+    config = job.config
+    update: dict[str, Any] = {"compile": config.compile.model_copy(update={"enable": False})}
+    update["parallelism"] = config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
+    return replace(job, config=config.model_copy(update=update))
 
 
-def is_even(job: Job) -> bool:
-    """Return whether every rank has shards of the same shapes."""
-    with skeleton(job) as (_, parts):
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        return all(
-            parameter.numel() == parameter.to_local().numel() * _shards(parameter)
-            for parameter in parameters
-            if isinstance(parameter, DTensor)
-        )
+def _skeleton(job: Job, mesh: Mesh) -> tuple[Context, list[nn.Module]]:
+    """Return a rank's parts of the model on the meta device, with every technique applied."""
+    model, table = build_model(job)
+    context = Context(_eager(job), mesh, table, torch.device("cpu"))
+    parts, _ = parallelize(model, context)
+    return context, parts
 
 
-def _shards(tensor: DTensor) -> int:
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return prod(size for size, placement in sizes if not placement.is_replicate())
+def _is_even(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    shards = prod(size for size, placement in sizes if not placement.is_replicate())
+    return parameter.numel() == parameter.to_local().numel() * shards
 
 
-def count_second_step(
-    runner: StepRunner, micro_batches: Sequence[MicroBatch], middle_once: bool = False
+def _count_step(
+    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: NonFiniteGuard, counting: Counting
 ) -> Recording:
-    """Take two steps, on fake tensors or on real ones; count the second, when the optimizer has its state."""
-    context, counting = runner.context, Counting(runner.context.job.layout)
-    guard = NonFiniteGuard(context.device, context.mesh.loss)
+    """Take a step as the trainer does, on fake tensors or on real ones, and count it."""
+    state = runner.optimizer.state.values()
     gc.collect()
     gc.disable()  # as in training; what is alive would depend on when it runs
     try:
         with counting, ExitStack() as hooks:
             for part in runner.parts:
-                _name_phases(part, context, counting, hooks)
-            counting.mark("", [batch.rows for batch in micro_batches])
-            _take_step(1, runner, guard, micro_batches, counting, middle_once)
-            static = _take_step(2, runner, guard, micro_batches, counting, middle_once)
-            return replace(counting.recording(), static=static)
+                _name_phases(part, runner.context, counting, hooks)
+            counting.restart("valid tokens")
+            static: dict[str, list[torch.Tensor]] = {
+                "parameters": [parameter for part in runner.parts for parameter in part.parameters()],
+                "optimizer": [v for values in state for v in values.values() if isinstance(v, torch.Tensor)],
+                "buffers": [buffer for part in runner.parts for buffer in part.buffers()],
+                "": [batch.rows for batch in micro_batches],
+            }
+            for kind, tensors in static.items():
+                counting.mark(kind, tensors)
+            labels = [batch.labels for batch in micro_batches]
+            valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack(labels)))
+            loss = runner.forward_backward(step, micro_batches, valid_tokens)
+            static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
+            counting.mark("gradients", static["gradients"])
+            sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
+            static.clear()
+            guard.record(step, loss, runner.clip_gradients())
+            runner.update(step)
+            return replace(counting.recording(), static=sizes)
     finally:
         gc.enable()
 
 
-def _take_step(
-    step: int,
-    runner: StepRunner,
-    guard: NonFiniteGuard,
-    micro_batches: Sequence[MicroBatch],
-    counting: Counting,
-    middle_once: bool,
-) -> dict[str, int]:
-    """Take a step as the trainer does; return the bytes of what stays alive, and of the gradients."""
-    state = runner.optimizer.state.values()
-    static: dict[str, list[torch.Tensor]] = {
-        "parameters": [parameter for part in runner.parts for parameter in part.parameters()],
-        "optimizer": [value for values in state for value in values.values() if isinstance(value, torch.Tensor)],
-        "buffers": [buffer for part in runner.parts for buffer in part.buffers()],
-    }
-    for kind, tensors in static.items():
-        counting.mark(kind, tensors)
-    counting.restart()
-    counting.enter_phase("valid tokens")
-    valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in micro_batches])))
-    run = [*micro_batches[:2], micro_batches[-1]] if middle_once and len(micro_batches) > 3 else micro_batches
-    loss = runner.forward_backward(step, run, valid_tokens)
-    static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
-    counting.mark("gradients", static["gradients"])
-    sizes = {kind: storage_bytes(tensors) for kind, tensors in static.items()}
-    static.clear()
-    guard.record(step, loss, runner.clip_gradients())
-    runner.update(step)
-    return sizes
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages behind tensors or their shards, each counted once."""
     storages = [local_part(tensor).untyped_storage() for tensor in tensors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
@@ -232,20 +250,17 @@ def _rms_norm(
     return DTensor.from_local(local, hidden.device_mesh, hidden.placements, run_check=False)
 
 
-AS_ON_CUDA: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch.nn.functional, "rms_norm", _rms_norm),  # a CPU keeps copies in float32
-    (decoder, "document_mask", lambda *args: None),  # a matrix on a CPU; on CUDA FlexAttention
-)
-"""What a CPU keeps and CUDA does not: where it is called, and what allocates as CUDA does."""
+AS_ON_CUDA: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
+    "attention_mask": lambda *args: None,  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
+}
+"""What keeps more on a CPU than on CUDA, and what allocates as CUDA does."""
 
 
 @contextmanager
-def _replaced() -> Iterator[None]:
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in AS_ON_CUDA]
-    try:
-        for owner, name, substitute in AS_ON_CUDA:
-            setattr(owner, name, substitute)
+def _as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
+    with ExitStack() as patches:
+        for owner, (name, substitute) in product((torch.nn.functional, *parts), AS_ON_CUDA.items()):
+            if hasattr(owner, name):
+                patches.enter_context(patch.object(owner, name, substitute))
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.14; no public name
@@ -55,23 +56,19 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, name) for i, name in written if name != "grads")  # an optimizer's, written only when it unscales
 
 
-@contextmanager
-def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     """Put a context around each of DTensor's own computations of what a result's shape and type will be."""
     # torch 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
 
     def propagate(*args: Any) -> Any:
         with around():
             return original(*args)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+    return patch.object(ShardingPropagator, name, propagate)
 
 
 @contextmanager
@@ -83,15 +80,10 @@ def waiting_as_on_a_device() -> Iterator[None]:
     """
     from torch.distributed import _functional_collectives as functional
 
-    asking = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
-    asking = [module for module in asking if "_are_we_tracing" in vars(module)]
-    is_tracing, wrap = functional._are_we_tracing, functional._maybe_wrap_tensor
-    for module in asking:
-        vars(module)["_are_we_tracing"] = lambda: False
-    functional._maybe_wrap_tensor = functional.AsyncCollectiveTensor  # type: ignore[assignment]
-    try:
+    loaded = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
+    with ExitStack() as patches:
+        for module in loaded:
+            if "_are_we_tracing" in vars(module):
+                patches.enter_context(patch.object(module, "_are_we_tracing", lambda: False))
+        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor))
         yield
-    finally:
-        for module in asking:
-            vars(module)["_are_we_tracing"] = is_tracing
-        functional._maybe_wrap_tensor = wrap
