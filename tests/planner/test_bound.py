@@ -288,7 +288,9 @@ def test_compute_waits_for_what_the_schedule_cannot_hide():
 
 
 def test_an_unknown_gpu_is_named_with_those_that_exist():
-    with pytest.raises(UserError, match="--gpu h100-80: unknown gpu; did you mean h100-80g.* a100-40g, b200"):
+    with pytest.raises(
+        UserError, match=r"--gpu h100-80: unknown gpu; did you mean h100-80g\? --hardware adds others"
+    ):
         load_hardware("h100-80")
 
 
@@ -310,17 +312,23 @@ def test_a_file_adds_gpus_and_overrides_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('gpu.mine = { words = "X", memroy = 1 }', r"gpu\.mine: memory_gib is missing; .*; memroy is unknown"),
-        ('gpu.h200 = { memory_gib = "80" }', r"gpu\.h200: memory_gib = '80' is not a number above 0"),
-        ("gpu.h200.peaks.bfloat16 = 0", r"gpu\.h200: peaks = {'bfloat16': 0, .* is not a table of numbers above 0"),
-        ('efficiency.h200.link = { share = 5, source = "x" }', r"efficiency\.link: share = 5 is above 1"),
-        ('gpu.h200.node = "hgx"', r"gpu\.h200\.node hgx: unknown node; .*known: hgx-a100, "),
+        (
+            'gpu.mine = { words = "X", memroy = 1 }',
+            r"gpu\.mine: memory_gib.*: Field required; .*memroy = 1: Unexpected",
+        ),
+        ('gpu.h200 = { memory_gib = "80" }', r"gpu\.h200: memory_gib = '80': Input should be a valid number"),
+        ("gpu.h200.peaks.bfloat16 = 0", r"gpu\.h200: peaks\.bfloat16 = 0: Input should be greater than 0"),
+        (
+            'efficiency.h200.link = { share = 5, source = "x" }',
+            r"efficiency\.link: share = 5: Input .* less than or equal",
+        ),
+        ('gpu.h200.node = "hgx"', r"gpu\.h200\.node hgx: unknown node; did you mean hgx-a100 or hgx-h100 "),
         ("gpu.h200 = 80", r"mine\.toml: gpu\.h200 must be a table"),
         ("gpu = 80", r"mine\.toml: gpu must be a table"),
         ("efficiency.h200 = 0.5", r"mine\.toml: efficiency\.h200 must be a table"),
         ("gpus.h200.memory_gib = 80", r"mine\.toml: unknown table gpus; known: reserve, gpu"),
-        ("network.400g = 0", r"network\.400g: 0 is not a number of GB/s above 0"),
-        ("efficiency.h200.bfloat16 = 0.5", r"efficiency\.bfloat16: 0.5 is not a table of share, source"),
+        ("network.400g = 0", r"network\.400g: 0: Input should be greater than 0"),
+        ("efficiency.h200.bfloat16 = 0.5", r"efficiency\.bfloat16: 0.5: Input should be a dictionary"),
         ("gpu = ", "mine.toml: cannot be read as TOML"),
     ],
 )

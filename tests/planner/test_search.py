@@ -56,8 +56,8 @@ def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
 
 def test_the_best_plan_is_laid_over_the_config(tmp_path):
     found = search(job(SMALL, 2), load_hardware("h100-80g"), max_seconds=0)
-    assert found.rehearsed == 1 and found.not_reached > 10
-    (best,) = found.best
+    assert 1 <= found.rehearsed <= 6 and found.not_reached > 10, "those that share the first model"
+    best = found.best[0]
     (tmp_path / "best.toml").write_text(overlay(best.settings))
     line = parse_command_line(["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {})
     laid_over = job_from(line, world=2, training=True)
@@ -85,6 +85,8 @@ def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew(
     given = job([*SMALL, "--training.global_batch_size=2"], 1)
     everything = search(given, load_hardware("h100-80g"), max_seconds=1000, most=1000)
     assert not everything.not_reached and not everything.ruled_out
+    facts = searching._Facts(given, load_hardware("h100-80g"))
+    assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best), "what rules out"
     estimates = [candidate.speed.estimate for candidate in everything.best]
     assert estimates == sorted(estimates) and len(estimates) == everything.rehearsed
     peaks = sorted(candidate.peak for candidate in everything.best)
@@ -106,10 +108,11 @@ def test_changes_are_rehearsed_and_fit():
     for change in found:
         other = changed(given, change.settings)
         assert other and plan_step(other).peak == change.peak <= hardware.usable_bytes
-        assert change.bound == change.speed.bound > 0 and change.option.startswith("--")
+        assert change.speed.bound > 0 and change.option.startswith("--")
 
 
 @pytest.mark.long
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), load_hardware("h100-80g"))
-    assert found and all("--world" in change.option for change in found)
+    assert [change.option.split()[-2:] for change in found] == [["--world", n] for n in ("2", "4", "8")]
+    assert found[0].peak > found[1].peak > found[2].peak

@@ -117,7 +117,12 @@ class Counting(TorchDispatchMode):
             for tensor in tensors:
                 self._see(local_part(tensor).untyped_storage(), use)
 
-    def restart(self, phase: str) -> None:
+    @property
+    def alive(self) -> int:
+        """Return the bytes that are alive now."""
+        return sum(storage.bytes for storage in self._alive.values())
+
+    def restart(self, phase: str = "") -> None:
         """Forget what was counted, but not what is alive, and name what comes next."""
         self._operations, self.phase = [], phase
         self._changes = [(storage, storage.bytes) for storage in self._alive.values()]

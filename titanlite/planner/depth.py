@@ -52,11 +52,11 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
 
 def _plan(job: Job, shallow: Sequence[Job], rehearsals: Sequence[Rehearsal]) -> Recording | None:
     """Return a step by rehearsals of the shallow jobs, or of the job itself; None if they don't pair off."""
-    found = [rehearsal.step(job, middle_once=True) for rehearsal in rehearsals]
-    if not shallow:
-        return _repeat_middle(found[0], job)
+    few, *more = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
+    if not more:
+        return _repeat_middle(few, job)
     first, second = (one.shape.layers for one in shallow)
-    recording = extrapolate(*found, (job.shape.layers - first) // (second - first), edge=_edge(job))
+    recording = extrapolate(few, more[0], (job.shape.layers - first) // (second - first), edge=_edge(job))
     return recording and _repeat_middle(recording, job)
 
 

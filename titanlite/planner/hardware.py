@@ -1,53 +1,56 @@
 """The GPU, node and network that a plan is for, from hardware.toml and the files laid over it. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from titanlite.config.hardware_table import hardware_table
 from titanlite.errors import UserError, nearest
 
 GIB = 1 << 30
+Positive = Annotated[float, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(gt=0, strict=True)]
+_EXACT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class GPU:
     words: str
     """Of its name in torch."""
-    memory_gib: float
-    memory: float
+    memory_gib: Positive
+    memory: Positive
     """Bandwidth in GB/s."""
     node: str
-    peaks: Mapping[str, float]
+    peaks: dict[str, Positive]
     """Dense TFLOP/s by type."""
+    source: str = "from a file"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class Node:
-    gpus: int
-    link: float
+    gpus: Count
+    link: Positive
     """GB/s that a GPU sends to the others of its node."""
-    nics: int
+    nics: Count
     network: str
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class Efficiency:
-    share: float
+    share: Annotated[float, Field(gt=0, le=1, strict=True)]
     """Of the peak."""
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class Reserve:
-    gib: float
+    gib: Annotated[float, Field(ge=0, strict=True)]
     """Of a GPU's memory, for what no rehearsal counts."""
     source: str
-
-
-_Entry = TypeVar("_Entry", GPU, Node, Efficiency, Reserve)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Hardware:
     name: str
     gpu: GPU
     node: Node
-    nic: float
+    nic: Positive
     """GB/s of a NIC."""
     reserve: Reserve
     efficiencies: Mapping[str, Efficiency]
@@ -111,9 +114,7 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     table = hardware_table(files)
     found = _entry(GPU, table, "gpu", gpu, "--gpu")
     node = _entry(Node, table, "node", found.node, f"gpu.{gpu}.node")
-    nic = _named(table, "network", node.network, f"node.{found.node}.network")
-    if not _fits(nic, float):
-        raise UserError(f"hardware table, network.{node.network}: {nic!r} is not a number of GB/s above 0")
+    nic = _entry(Positive, table, "network", node.network, f"node.{found.node}.network")
     shares = table["efficiency"]["default"] | table["efficiency"].get(gpu, {})
     efficiencies = {of: _entry(Efficiency, {"efficiency": shares}, "efficiency", of) for of in shares}
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")
@@ -128,37 +129,16 @@ def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
     return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 
-def _named(table: Mapping[str, Any], kind: str, name: str, asked: str) -> Any:
-    if name not in table[kind]:
-        close = " or ".join(key for key in table[kind] if key.startswith(name)) or nearest(name, table[kind])
-        known = f"did you mean {close}? " * bool(close) + f"known: {', '.join(table[kind])}"
-        raise UserError(f"{asked} {name}: unknown {kind}; {known}; --hardware adds others")
-    return table[kind][name]
-
-
-def _entry(kind: type[_Entry], table: Mapping[str, Any], section: str, name: str, asked: str = "") -> _Entry:
-    """Return an entry of the table; one of a user's file may lack a field or misspell it."""
-    given, types = _named(table, section, name, asked), kind.__annotations__
-    if not isinstance(given, dict):
-        raise UserError(f"hardware table, {section}.{name}: {given!r} is not a table of {', '.join(types)}")
-    wrong = [f"{key} is missing" for key in types if key not in given]
-    wrong += [f"{key} is unknown; it has {', '.join(types)}" for key in given if key not in types]
-    bad = [key for key in types if key in given and not _fits(given[key], types[key])]
-    wrong += [f"{key} = {given[key]!r} is not {_LEGAL.get(types[key], 'a table of numbers above 0')}" for key in bad]
-    if kind is Efficiency and not wrong and given["share"] > 1:
-        wrong = [f"share = {given['share']:g} is above 1"]
-    if wrong:
-        raise UserError(f"hardware table, {section}.{name}: {'; '.join(wrong)}")
-    return kind(**given)
-
-
-_LEGAL: dict[Any, str] = {str: "a text", int: "a number above 0", float: "a number above 0"}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is a text, a number above 0, or a table of such numbers, as asked."""
-    if kind is str:
-        return isinstance(value, str)
-    if kind in (int, float):
-        return isinstance(value, (int, float)) and value > 0
-    return isinstance(value, dict) and all(_fits(number, float) for number in value.values())
+def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:
+    """Return an entry of the table; one of a user's file may be missing, lack a field or misspell it."""
+    known = table[section]
+    if name not in known:
+        close = [key for key in known if key.startswith(name)] or [*filter(None, [nearest(name, known)])]
+        which = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)};"
+        raise UserError(f"{asked} {name}: unknown {section}; {which} --hardware adds others")
+    try:
+        return TypeAdapter(kind).validate_python(known[name])
+    except ValidationError as error:
+        faults = [(".".join(map(str, fault["loc"])), fault["input"], fault["msg"]) for fault in error.errors()]
+        why = "; ".join(f"{key} = {value!r}: {what}" if key else f"{value!r}: {what}" for key, value, what in faults)
+        raise UserError(f"hardware table, {section}.{name}: {why}") from None

@@ -3,7 +3,7 @@
 `to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the names.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -114,7 +114,7 @@ class Plan:
                 "usable": self.hardware.usable_bytes,
                 "at_peak": {kind: recording.at_peak.get(kind, 0) for kind in KINDS},
                 "static": dict(recording.static),
-                "phases": [*_phases(recording)],
+                "phases": [*phases_of(recording)],
                 "assumptions": self.assumptions,
             },
             "communication": [{**asdict(row), "where": row.where} for row in self.traffic],
@@ -128,7 +128,7 @@ class Plan:
                 "assumptions": list(speed.assumptions),
             },
             "changes": [
-                {"overrides": c.option.split(), "peak": c.peak, "bound": c.bound, "estimate": c.speed.estimate}
+                {"overrides": c.option.split(), "peak": c.peak, "bound": c.speed.bound, "estimate": c.speed.estimate}
                 for c in self.changes
             ],
         }
@@ -163,19 +163,18 @@ def is_upper_bound(job: Job) -> bool:
 
 def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
     """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions first."""
-    Key = tuple[str, str, int, int, str]
-    numbers, sizes = Counter[Key](), Counter[Key]()
-    for collective, number in recording.collectives().items():
-        near = ranks_in_a_node(collective, job.layout, per_node)
-        key = (collective.dimension, collective.kind, collective.ranks, near, collective.dtype)
-        numbers[key] += number
-        sizes[key] += number * collective.bytes
-    order = {name: position for position, name in enumerate(DIMENSIONS)}
-    keys = sorted(numbers, key=lambda key: (order.get(key[0].split(" x ")[0], len(order)), *key))
-    return [Traffic(*key, numbers[key], sizes[key]) for key in keys]
+    sums: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+    for one, number in recording.collectives().items():
+        near = ranks_in_a_node(one, job.layout, per_node)
+        found = sums[one.dimension, one.kind, one.ranks, near, one.dtype]
+        found[:] = found[0] + number, found[1] + number * one.bytes
+    order = [*DIMENSIONS, "world"]
+    return [
+        Traffic(*key, *sums[key]) for key in sorted(sums, key=lambda key: (order.index(key[0].split(" x ")[0]), *key))
+    ]
 
 
-def _phases(recording: Recording) -> Iterator[dict[str, Any]]:
+def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
     """Yield the phases in order, each with the moment at which most is alive."""
     for phase, group in groupby(recording.operations, key=lambda operation: operation.phase):
         operations = list(group)

@@ -208,17 +208,16 @@ def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: E
 def check_planned(job: Job) -> None:
     """Raise a UserError that names what a job does and a rehearsal does not."""
     config = job.config
-    float8 = config.quantize.linear.float8.enable
     refused = {
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
-        "quantize.linear.float8 (torchao's tensors)": float8,
+        "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "model.converters": bool(config.model.converters),
         "parallelism.context_parallel_degree": job.layout.cp > 1,
         "parallelism.pipeline_parallel_degree": job.layout.pp > 1,
     }
     if named := [name for name, is_on in refused.items() if is_on]:
-        raise UserError(f"not planned: {', '.join(named)}")
+        raise UserError(f"not planned: {', '.join(named)} can't be rehearsed yet")
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,29 +1,33 @@
 """Look for the fastest plans of a config that fit, and for small changes that make one fit: by rehearsals.
 
-Never rehearsed is what the config's rules refuse, what parameters, gradients and optimizer state alone rule out, and
-what needs more in some respect, and less in none, than a plan that did not fit. A guess of the speed only decides
-what is rehearsed first, when the time does not suffice for all.
+Never rehearsed is what the config's rules refuse, what parameters, gradients and optimizer state alone rule out, what
+needs more in some respect, and less in none, than a plan that did not fit, and what cannot be faster than the best
+that were found. What may be the fastest comes first.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+
+import torch
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.schema import KEYS, config_of, value_of
 from titanlite.config.toml import toml_value
 from titanlite.layout import divisors
+from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import optimizer_bytes, trained_parameters
 from titanlite.parallel.build import build_model
-from titanlite.planner.depth import plan_step
+from titanlite.planner.depth import plan_steps
+from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.plan import is_upper_bound
 from titanlite.planner.record import Collective
-from titanlite.planner.speed import Speed, speed_of, traffic
+from titanlite.planner.speed import Speed, speed_of, transfer
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
@@ -31,8 +35,8 @@ GLOBAL, CHUNKS = "training.global_batch_size", "training.loss_chunks"
 RECOMPUTE, RESHARD = "activation_checkpoint.mode", "parallelism.fsdp_reshard_after_forward"
 PREFETCH = "parallelism.fsdp_forward_prefetch"
 
-RECOMPUTED = {"full": 4 / 3, "selective": 7 / 6, "none": 1.0}
-"""Modes from the least memory to the most, with their FLOPs relative to none, for the guess."""
+RECOMPUTE_MODES = ("full", "selective", "none")
+"""From the least memory to the most."""
 MOST_SAMPLES, CHUNKED = 16, 8
 """The largest local batch and the number of loss chunks that are tried."""
 
@@ -45,16 +49,13 @@ class Candidate:
     """A plan that was rehearsed."""
 
     settings: Settings
+    job: Job
     option: str
-    """The same for the command line: only what differs from the config, or another world."""
+    """The settings for the command line: only what differs from the config, or another world."""
     peak: int
     speed: Speed
     measured: float = 0.0
     """Seconds of a step, where it was measured."""
-
-    @property
-    def bound(self) -> float:
-        return self.speed.bound
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,51 @@ class Found:
     """Those that fit, the fastest by estimate first."""
     rehearsed: int
     ruled_out: int
+    """By their state alone, by a plan that needs less and did not fit, or as slower than the best can be."""
     not_reached: int
     """In the time that it had."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
-    end, state = time.monotonic() + max_seconds, _state_bytes(job)
-    legal = [(settings, other) for settings in _space(job, hardware) if (other := changed(job, settings))]
-    legal.sort(key=lambda pair: (pair[0][PREFETCH], _guess(pair[1], state, hardware), sum(_demand(pair[1]))))
-    fitting, too_large = list[Candidate](), list[Job]()
-    rehearsed = ruled_out = 0
-    for settings, other in legal:
-        too_much = state // other.layout.splits > hardware.usable_bytes
-        if too_much or any(_needs_no_less(other, large) for large in too_large):
-            ruled_out += 1
-        elif not rehearsed or time.monotonic() < end:
-            rehearsed += 1
-            candidate = _rehearsed(job, other, settings, hardware)
-            if candidate.peak <= hardware.usable_bytes:
-                fitting.append(candidate)
-            else:
-                too_large.append(other)
-    best = sorted(fitting, key=lambda candidate: (candidate.speed.estimate, candidate.peak))[:most]
-    return Found(best, rehearsed, ruled_out, len(legal) - rehearsed - ruled_out)
+    end, facts = time.monotonic() + max_seconds, _Facts(job, hardware)
+    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](list)  # each shares its rehearsed models
+    for settings in _space(job, hardware):
+        if other := changed(job, settings):
+            shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
+            groups[shared].append((settings, other, facts.least_seconds(other)))
+    fitting, too_large, counts = list[Candidate](), list[Job](), Counter[str]()
+    estimates: dict[Any, float] = {}  # of those without prefetch: with it, the same is done in another order
+    with FakeWorld() as world:
+        for group in sorted(groups.values(), key=_first_what_may_be_fastest):
+            slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else float("inf")
+            tried = [
+                (settings, other)
+                for settings, other, least in group
+                if estimates.get(_without_prefetch(settings), least) < slowest
+                and facts.state_bytes(other) <= hardware.usable_bytes
+                and not any(_needs_no_less(other, large) for large in too_large)
+            ]
+            counts["ruled out"] += len(group) - len(tried)
+            if not tried or (counts["rehearsed"] and time.monotonic() > end):
+                counts["not reached"] += len(tried)
+                continue
+            counts["rehearsed"] += len(tried)
+            found = _rehearse(job, tried, hardware, world)
+            estimates |= {_without_prefetch(candidate.settings): candidate.speed.estimate for candidate in found}
+            too_large += [candidate.job for candidate in found if candidate.peak > hardware.usable_bytes]
+            fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
+            fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
+    return Found(fitting[:most], counts["rehearsed"], counts["ruled out"], counts["not reached"])
+
+
+def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> Any:
+    settings, job, _ = group[0]
+    return settings[PREFETCH], min(least for *_, least in group), _demand(job)
+
+
+def _without_prefetch(settings: Settings) -> Any:
+    return tuple(value for key, value in settings.items() if key != PREFETCH)
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
@@ -99,15 +121,18 @@ def measured(found: Found, number: int, measure: Callable[[Settings], float]) ->
 
 def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> list[Candidate]:
     """Return changes that make a job fit, the smaller ones first; more ranks only if nothing else does."""
-    state, found = _state_bytes(job), list[Candidate]()
-    for settings, world in _changes(job, hardware):
-        other = changed(job, settings, world)
-        if len(found) == most or not attempts or (found and world != job.layout.world):
-            break
-        if other and other != job and state // other.layout.splits <= hardware.usable_bytes:
-            attempts -= 1
-            candidate = _rehearsed(job, other, settings, hardware)
-            found += [candidate] if candidate.peak <= hardware.usable_bytes else []
+    facts, found = _Facts(job, hardware), list[Candidate]()
+    with FakeWorld() as world:
+        for settings, ranks in _changes(job, hardware):
+            seen = {candidate.job.layout.world for candidate in found}
+            if len(found) == most or not attempts or (job.layout.world in seen and ranks > job.layout.world):
+                break
+            other = changed(job, settings, ranks)
+            is_new = other and other != job and (ranks == job.layout.world or ranks not in seen)
+            if other and is_new and facts.state_bytes(other) <= hardware.usable_bytes:
+                attempts -= 1
+                (candidate,) = _rehearse(job, [(settings, other)], hardware, world)
+                found += [candidate] if candidate.peak <= hardware.usable_bytes else []
     return found
 
 
@@ -130,38 +155,36 @@ def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
         return None
 
 
-def _rehearsed(job: Job, other: Job, settings: Settings, hardware: Hardware) -> Candidate:
-    recording, tokens = plan_step(other), other.batch.total * other.config.training.seq_len
-    speed = speed_of(recording, other.layout, hardware, tokens, is_upper_bound(other))
-    new = [f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value]
-    new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
-    return Candidate(settings, " ".join(new) or "as it is", recording.peak, speed)
-
-
-def _state_bytes(job: Job) -> int:
-    """Return the bytes of parameters, gradients and optimizer state on all ranks together."""
-    model, table = build_model(job)
-    trained = trained_parameters([model], table, job.spec.blocks, no_decay=())
-    size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
-    return size + optimizer_bytes(trained, job.config)
+def _rehearse(
+    job: Job, tried: Sequence[tuple[Settings, Job]], hardware: Hardware, world: FakeWorld
+) -> list[Candidate]:
+    """Rehearse jobs that differ from each other in nothing but batch and loss chunks."""
+    found = []
+    for (settings, other), recording in zip(tried, plan_steps([other for _, other in tried], world), strict=True):
+        tokens = other.batch.total * other.config.training.seq_len
+        speed = speed_of(recording, other.layout, hardware, tokens, is_upper_bound(other))
+        new = [f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value]
+        new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
+        found.append(Candidate(settings, other, " ".join(new) or "as it is", recording.peak, speed))
+    return found
 
 
 def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
     """Yield the settings of the whole search."""
     world, total = job.layout.world, job.batch.total
-    for tp in divisors(world):
-        for replicate in divisors(world // tp):
-            data_parallel = world // tp
-            if tp > hardware.node.gpus or total % data_parallel:
-                continue
-            mesh = {TP: tp, REPLICATE: replicate, SHARD: data_parallel // replicate, GLOBAL: total}
-            locals_ = [local for local in divisors(total // data_parallel) if local <= MOST_SAMPLES]
-            shards = data_parallel > replicate
-            reshard, prefetch = (("always", "never"), (0, 1)) if shards else (("default",), (0,))
-            for local, mode, *rest in product(locals_, RECOMPUTED, reshard, prefetch, (1, CHUNKED)):
-                yield (
-                    mesh | {LOCAL: local, RECOMPUTE: mode} | dict(zip((RESHARD, PREFETCH, CHUNKS), rest, strict=True))
-                )
+    for tp, replicate in product(divisors(world), repeat=2):
+        data_parallel = world // tp
+        if tp > hardware.node.gpus or data_parallel % replicate or total % data_parallel:
+            continue
+        mesh = {TP: tp, REPLICATE: replicate, SHARD: data_parallel // replicate, GLOBAL: total}
+        axes: dict[str, Sequence[Any]] = {
+            LOCAL: [local for local in divisors(total // data_parallel) if local <= MOST_SAMPLES],
+            RECOMPUTE: RECOMPUTE_MODES,
+            RESHARD: ("always", "never") if data_parallel > replicate else ("default",),
+            PREFETCH: (0, 1) if data_parallel > replicate else (0,),
+            CHUNKS: (1, CHUNKED),
+        }
+        yield from (mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
 
 
 def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
@@ -174,7 +197,7 @@ def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
     everything = {key: value for change in cheap for key, value in change.items()}
     for settings in (*cheap, everything, *meshes, *(everything | mesh for mesh in meshes)):
         yield settings, world
-    for more in (2 * world, 4 * world, 8 * world, 16 * world, 32 * world, 64 * world):
+    for more in (world << doublings for doublings in range(1, 7)):
         yield {SHARD: -1}, more
         yield {SHARD: -1, CHUNKS: CHUNKED, RECOMPUTE: "full", LOCAL: 1}, more
 
@@ -182,7 +205,7 @@ def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
 def _demand(job: Job) -> tuple[int, ...]:
     """Return numbers of which each, when it rises alone, takes more memory."""
     config, layout = job.config, job.layout
-    recompute = [*RECOMPUTED].index(config.activation_checkpoint.mode)
+    recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
     prefetch, chunks = config.parallelism.fsdp_forward_prefetch, config.training.loss_chunks
     return layout.dp_replicate, job.batch.local, recompute, keeps, prefetch, -chunks
@@ -193,21 +216,53 @@ def _needs_no_less(job: Job, other: Job) -> bool:
     return job.layout.tp == other.layout.tp and all(one >= another for one, another in both)
 
 
-def _guess(job: Job, state: int, hardware: Hardware) -> float:
-    """Return roughly the seconds of a step: what is computed, with tensor parallel, or sent if that takes longer."""
-    layout, training, shape = job.layout, job.config.training, job.shape
-    parameters, samples = state / 16, job.batch.local * job.batch.accumulation
-    flops = 6 * parameters + 6 * shape.layers * shape.heads * 2 * shape.head_dim * training.seq_len
-    flops *= RECOMPUTED[job.config.activation_checkpoint.mode] * samples * training.seq_len / layout.tp
-    activations = Collective("all-gather", "tp", layout.tp, "", 2 * training.seq_len * shape.heads * shape.head_dim)
-    weights = Collective("all-gather", "dp_shard", layout.dp_shard, "", int(2 * parameters / layout.tp))
-    reduced = Collective("all-reduce", "dp_replicate", layout.dp_replicate, "", int(4 * parameters / layout.splits))
-    gathers = 1 if job.config.parallelism.fsdp_reshard_after_forward == "never" else 2
+class _Facts:
+    """What is known of a job's model, on any mesh, without a rehearsal."""
 
-    def seconds(collective: Collective) -> float:
-        near, far = traffic(collective, layout, hardware.node.gpus)
-        return max(near / hardware.link_rate, far / hardware.network_rate)
+    def __init__(self, job: Job, hardware: Hardware) -> None:
+        self._hardware, self._shape, seq_len = hardware, job.shape, job.config.training.seq_len
+        model, table = build_model(job)
+        trained = trained_parameters([model], table, job.spec.blocks, no_decay=())
+        state = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
+        self._state = state + optimizer_bytes(trained, job.config)
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._trained = sum(item.parameter.numel() for item in trained)
+        self._width = min(
+            (p.size(1) for n, p in model.named_parameters() if table[n].tensor == "embedding"), default=0
+        )
+        named = [*model.named_parameters()]
+        self._flops = flops_per_token(named, table, job.shape, seq_len)
+        blocks = [(name, parameter) for name, parameter in named if name.startswith(f"{job.spec.blocks}.")]
+        self._recomputed = flops_per_token(blocks, table, job.shape, seq_len) // 3  # the blocks' forward pass
 
-    computing = flops / hardware.peak("bfloat16") / hardware.efficiencies["bfloat16"].share
-    computing += seconds(activations) * 8 * shape.layers * samples
-    return max(computing, job.batch.accumulation * ((gathers + 2) * seconds(weights) + seconds(reduced)))
+    def state_bytes(self, job: Job) -> int:
+        """Return the bytes of parameters, gradients and optimizer state on a rank."""
+        return self._state // job.layout.splits
+
+    def least_seconds(self, job: Job) -> float:
+        """Return what a step's estimate can't be below: the longest of its lanes."""
+        layout, hardware, batch = job.layout, self._hardware, job.batch
+        training, settings = job.config.training, job.config.parallelism
+
+        def seconds(kind: str, dimension: str, elements: int, dtype: str) -> float:
+            size = elements * getattr(torch, dtype).itemsize
+            ranks: int = getattr(layout, dimension)
+            return transfer(Collective(kind, dimension, ranks, dtype, size), layout, hardware)[0]
+
+        is_full = job.config.activation_checkpoint.mode == "full"
+        dtype, samples = training.mixed_precision_param, batch.local * batch.accumulation
+        flops = (self._flops + is_full * self._recomputed) * samples * training.seq_len / layout.tp
+        share = hardware.efficiencies[hardware.efficiency_of(dtype, is_upper_bound(job))].share
+        computing = flops / hardware.peak(dtype) / share
+        # Two gathers and two reductions in each pass of a block.
+        activations = seconds("all-gather", "tp", training.seq_len * self._width, dtype)
+        computing += activations * (12 if is_full else 8) * self._shape.layers * samples
+        passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
+        gather = seconds("all-gather", "dp_shard", self._parameters // layout.tp, dtype)
+        scatter = seconds("reduce-scatter", "dp_shard", self._trained // layout.tp, training.mixed_precision_reduce)
+        shard = self._trained // layout.tp // layout.dp_shard
+        reduce = seconds("all-reduce", "dp_replicate", shard, training.mixed_precision_reduce)
+        reductions = 1 if settings.defer_gradient_sync else batch.accumulation
+        return max(
+            computing, batch.accumulation * passes * gather + reductions * scatter, reductions * (scatter + reduce)
+        )

@@ -16,8 +16,8 @@ from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import Collective, Operation, Recording
 
-COMPUTE, MEMORY, LINK, NETWORK = "compute", "GPU memory", "node link", "network"
-GATHERS, REDUCTIONS = "gathers", "reductions"
+MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
+LANES = COMPUTE, GATHERS, REDUCTIONS, WAITING = "compute", "gathers", "reductions", "waiting"
 
 _ALWAYS_ASSUMED = (
     "attention is counted in full, as in MFU: a causal kernel may do half of it, which matters at long sequences",
@@ -116,6 +116,14 @@ def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> in
     return max(Counter(rank // per_node for rank in members).values())
 
 
+def transfer(collective: Collective, layout: Layout, hardware: Hardware) -> tuple[float, str]:
+    """Return the seconds of a collective, by its slower link and that link's efficiency, and which link it is."""
+    near, far = traffic(collective, layout, hardware.node.gpus)
+    in_node = near / hardware.link_rate / hardware.efficiencies["link"].share
+    between = far / hardware.network_rate / hardware.efficiencies["network"].share
+    return max((in_node, LINK), (between, NETWORK))
+
+
 def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator[Term]:
     """Yield the parts of the bound."""
     flops = Counter[str]()
@@ -203,10 +211,8 @@ class _Schedule:
 
     def _communicate(self, lane: str, collective: Collective, earliest: float) -> Span:
         """Schedule a collective on its lane, and on the slower of the links that it uses."""
-        near, far = traffic(collective, self.layout, self.hardware.node.gpus)
-        in_node = near / self.hardware.link_rate / self._share("link")
-        between = far / self.hardware.network_rate / self._share("network")
-        seconds, link = max((in_node, LINK), (between, NETWORK))
+        seconds, link = transfer(collective, self.layout, self.hardware)
+        self.efficiencies.add("link" if link == LINK else "network")
         lane_free = self.now if lane == COMPUTE else self.free[lane]
         start = max(earliest, lane_free, self.free[link])
         span = Span(lane, collective.dimension, start, start + seconds)

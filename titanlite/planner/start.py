@@ -1,12 +1,13 @@
 """The two lines about a step that the start of a run prints: its memory, then its communication and speed."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.planner.depth import plan_step
-from titanlite.planner.hardware import Hardware, load_hardware, recognize
+from titanlite.planner.hardware import GIB, Hardware, load_hardware, recognize
 from titanlite.planner.plan import is_upper_bound, traffic_of
 from titanlite.planner.record import Recording
 from titanlite.planner.search import changes
@@ -22,42 +23,40 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
         recording = plan_step(job, as_on_cuda=bool(gpu))
         known = recognize(gpu, memory) if gpu else ""
         hardware = load_hardware(known) if known else None
-        lines = [_memory(job, recording, hardware, memory), _communication(job, recording, processes)]
+        speed = f'no speed bound of "{gpu}", which hardware.toml has not' if gpu else "no speed bound on a CPU"
+        if hardware:
+            tokens = job.batch.total * job.config.training.seq_len
+            found = speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
+            speed = f"{found.bound:.3g} s or more by {found.binding}, by estimate {found.estimate:.3g} s"
     except UserError as error:
-        return [f"titanlite: no plan: {error}"]
-    if hardware:
-        tokens = job.batch.total * job.config.training.seq_len
-        speed = speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
-        lines[1] += f"; {speed.bound:.3g} s or more by {speed.binding}, by estimate {speed.estimate:.3g} s"
-    else:
-        lines[1] += "; no speed bound " + (f'of "{gpu}", which hardware.toml has not' if gpu else "on a CPU")
-    return [f"titanlite: {line}" for line in lines]
+        return [f"titanlite: memory and speed are {error}"]
+    sent = _communication(job, recording, processes)
+    return [f"titanlite: {_memory(job, recording, hardware, memory)}", f"titanlite: {sent}; {speed}"]
 
 
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
-    line = (
-        f"planned peak {'at most ' * is_upper_bound(job)}{format_bytes(recording.peak)} a rank, in {recording.moment}"
-    )
+    at_most = "at most " * is_upper_bound(job)
+    line = f"planned peak {at_most}{format_bytes(recording.peak)} a rank, in {recording.moment}"
     if memory is None:
         return line
-    usable = memory - int((hardware.reserve.gib if hardware else 0) * (1 << 30))
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"
-    if recording.peak <= usable:
+    reserve = hardware.reserve.gib if hardware else 0
+    if recording.peak <= memory - reserve * GIB:
         return f"{line}; {of}"
-    less = f", of which {hardware.reserve.gib:g} GiB should stay free (assumed)" if hardware else ""
     found = changes(job, hardware, most=1) if hardware else []
     remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
-    return f"warning: {line}, but {of}{less}{remedy}"
+    return (
+        f"warning: {line}, but {of}{f', of which {reserve:g} GiB should stay free (assumed)' * bool(reserve)}{remedy}"
+    )
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:
-    numbers, rows = defaultdict(Counter[str]), traffic_of(job, recording, processes)
-    for row in rows:
-        numbers[row.dimension][row.kind] += row.number
     parts = []
-    for dimension, kinds in numbers.items():
-        size = sum(row.bytes for row in rows if row.dimension == dimension)
-        where = next(row.where for row in rows if row.dimension == dimension)
-        counts = " + ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in kinds.items())
-        parts.append(f"{dimension} {counts} of {format_bytes(size)}, {where}")
+    for dimension, group in groupby(traffic_of(job, recording, processes), key=lambda row: row.dimension):
+        rows = [*group]
+        numbers = Counter[str]()
+        for row in rows:
+            numbers[row.kind] += row.number
+        counts = " + ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items())
+        parts.append(f"{dimension} {counts} of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}")
     return f"planned communication of a step: {'; '.join(parts) or 'none'}"

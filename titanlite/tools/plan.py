@@ -32,7 +32,8 @@ MEASURED = 5
 DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, and print whether it
 fits into the memory of a GPU, what it communicates, and how fast it can be. Nothing is trained, no data is read.
 The exit code is 0 if it fits and 2 if not; then changes that would fit are listed."""
-EPILOG = """example: titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
+EPILOG = """examples:
+  titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
   titanlite plan --config llama_405b.toml --world 512 --gpu h100-80g --tokens 15e12
   titanlite plan --config llama_70b.toml --world 256 --gpu h100-80g --search --out best.toml
   titanlite train --config llama_70b.toml best.toml
@@ -96,28 +97,28 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.search:
         return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
-    from titanlite.planner.report import report
+    from titanlite.planner.tables import report
 
     plan = make_plan(job, hardware, arguments.tokens)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
     if arguments.html:
         from titanlite.planner.page import write_page
 
-        write_page(plan.to_json(), arguments.html)
+        write_page(plan, arguments.html)
     return 0 if plan.fits else 2
 
 
 def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hardware) -> int:
     """Print the best of a search, and write the first of them."""
-    from titanlite.planner.report import search_report
     from titanlite.planner.search import measured, overlay, search
+    from titanlite.planner.tables import search_table
 
     if arguments.html or arguments.json or arguments.tokens:
         raise UserError("--html, --json and --tokens show one plan: give them without --search, with what it found")
     found = search(job, hardware, arguments.max_seconds or 60)
     if arguments.measure:
         found = measured(found, arguments.measure, partial(_measure, overrides, job.layout.world))
-    print(search_report(found, hardware, job.layout.world))
+    print(search_table(found, hardware, job.layout.world))
     if not found.best:
         return 2
     if arguments.out:

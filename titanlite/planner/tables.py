@@ -1,0 +1,132 @@
+"""What a plan says: as tables, which are printed as text, and stand on the page with their exact numbers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import nan
+
+from titanlite.errors import format_table
+from titanlite.planner.hardware import GIB, Hardware
+from titanlite.planner.plan import Plan, reserve_text
+from titanlite.planner.record import KINDS
+from titanlite.planner.search import Candidate, Found
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number with its exact value, shown in a unit with so many digits; nan is left blank."""
+
+    value: float
+    digits: int = 0
+    unit: float = 1
+
+    def __str__(self) -> str:
+        return "" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | Number]]
+    """Those of a column are all texts or all numbers."""
+    assumed: Sequence[str] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if self.rows:
+            align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
+            lines.append(format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2))
+        lines += [f"  {self.note}"] if self.note else []
+        return "\n".join(line for line in [*lines, *(f"  assumed: {text}" for text in self.assumed)])
+
+
+def report(plan: Plan) -> str:
+    """Return the plan as text."""
+    return "\n\n".join(["\n".join(heading(plan)), *map(str, tables(plan))])
+
+
+def heading(plan: Plan) -> tuple[str, str, str]:
+    """Return what is planned, what a step is, and whether it fits."""
+    config, layout, batch, hardware = plan.job.config, plan.job.layout, plan.job.batch, plan.hardware
+    gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
+    may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
+    no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
+    left = (hardware.usable_bytes - plan.recording.peak) / GIB
+    usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
+    return (
+        f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
+        f"a step: {plan.speed.tokens:,} tokens, batch {batch.total} = local {batch.local} x data-parallel "
+        f"{batch.data_parallel} x accumulation {batch.accumulation}; recompute {config.activation_checkpoint.mode}",
+        f"{'It fits' if plan.fits else no}: a step needs {'at most ' * plan.at_most}{plan.recording.peak / GIB:.2f} "
+        f"GiB, in {plan.recording.moment}; {usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}",
+    )
+
+
+def tables(plan: Plan) -> Iterator[Table]:
+    """Yield the tables in the order of what a reader asks."""
+    recording, hardware, speed = plan.recording, plan.hardware, plan.speed
+    if not plan.fits:
+        rows = [(c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3)) for c in plan.changes]
+        none = "No single change of recomputation, batch, chunks or mesh that was rehearsed fits; try --search"
+        title = "What would fit, each rehearsed" if rows else none
+        yield Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
+
+    sizes: list[tuple[str, int, int]] = [
+        (kind, recording.at_peak.get(kind, 0), recording.static.get(kind, 0)) for kind in KINDS
+    ]
+    sizes.append((f"peak, in {recording.moment}", recording.peak, sum(recording.static.values())))
+    rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
+    yield Table("memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions)
+
+    exposed, rows = dict(speed.exposed), []
+    for row in plan.traffic:
+        waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
+        rows.append((row.dimension, row.kind, row.dtype, row.where, Number(row.number), gib(row.bytes), waits))
+    header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
+    note = "GiB of whole tensors; exposed: seconds in which compute waits for the dimension, in the estimate"
+    node = f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh ({hardware.node.source})"
+    yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
+
+    columns = plan.rates(speed.bound), plan.rates(speed.estimate)
+    titles = {
+        "seconds": ("seconds a step", 3),
+        "tokens_per_second_per_gpu": ("tokens/s per GPU", 0),
+        "mfu_percent": ("MFU %", 1),
+        "days": (f"days for {plan.tokens:.3g} tokens", 1),
+    }
+    rows = [
+        (title, *(Number(value, digits) for column in columns if (value := column[name]) is not None))
+        for name, (title, digits) in titles.items()
+    ]
+    rows = [row for row in rows if len(row) == 3]
+    yield Table("speed", "Speed", ("", "bound", "estimate"), rows, speed.assumptions, f"bound by {speed.binding}")
+
+    units = {"compute": 1e12}
+    rows = [
+        (term.resource, term.of, Number(term.amount, 2, units.get(term.resource, 1e9)), Number(term.seconds, 3))
+        for term in speed.terms
+    ]
+    yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
+
+
+def search_table(found: Found, hardware: Hardware, world: int) -> Table:
+    """Return the ranking of a search."""
+    seen = f"{found.rehearsed} rehearsed, {found.ruled_out} ruled out, {found.not_reached} not reached in time"
+    if not found.best:
+        return Table("search", f"No plan fits on {world} x {hardware.name}: {seen}", (), ())
+
+    def row(number: int, one: Candidate) -> list[str | Number]:
+        seconds = (one.measured or nan, one.speed.estimate, one.speed.bound)
+        return [Number(number), gib(one.peak), *(Number(time, 3) for time in seconds), one.speed.binding, one.option]
+
+    header = ("", "peak GiB", "measured s", "estimate s", "bound s", "by", "changes")
+    rows = [row(number, candidate) for number, candidate in enumerate(found.best, 1)]
+    assumed = dict.fromkeys(text for candidate in found.best for text in candidate.speed.assumptions)
+    title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
+    return Table("search", title, header, rows, [reserve_text(hardware), *assumed])
+
+
+def gib(size: float) -> Number:
+    return Number(size, 2, GIB)
