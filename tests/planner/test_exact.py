@@ -44,6 +44,7 @@ def test_a_gather_too_many_is_named_with_its_dimension():
         (["--quantize.linear.float8.enable"], "quantize.linear.float8"),
         (["--model.converters=['float8']"], "quantize.linear.float8"),
         (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree"),
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
     ],
 )
 def test_what_is_not_rehearsed_is_refused_by_name(flags, named):
