@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +13,14 @@ from tests.jobs import FLOAT64, TINY, forward_backward, full, micro_batches, rel
 from tests.lanes import sample
 from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
+from titanlite.config.pipeline_order import parse
 from titanlite.data.loader import MicroBatch
 from titanlite.parallel.build import named_parameters
+from titanlite.parallel.pipeline import Pipeline, orders
+from titanlite.parallel.stage import Stage
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
+from titanlite.train.trainer import Trainer
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 FOUR = [*TINY, "--model.overrides.n_layers=4", "--model.overrides.n_kv_heads=2"]
@@ -27,15 +33,19 @@ MODELS = {
 }
 
 
-def one_step(argv: list[str], folder: str) -> dict[str, Any]:
-    """Return the numbers of one step of SGD, of what this rank has of the model, and what it did."""
-    run = trainer([*argv, *FLOAT64, *SGD], folder)
+def own_micro_batches(run: Trainer) -> list[MicroBatch]:
+    """Return this rank's part of a global batch."""
+    return [MicroBatch(batch.rows, run.own_places(16)) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
+
+
+def one_step(argv: list[str], folder: str, optimizer: Sequence[str] = SGD) -> dict[str, Any]:
+    """Return the numbers of one step, of what this rank has of the model, and what it did."""
+    run = trainer([*argv, *FLOAT64, *optimizer], folder)
     run.step = 1
     parts, table = run.parts, run.runner.context.table
     parameters = {name: p for part in parts for name, p in named_parameters(part, table)}
     before = {name: full(p) for name, p in parameters.items()}
-    own = micro_batches(*ragged_batch(), run.rank_slice)
-    own = [MicroBatch(batch.rows, run.own_places(16)) for batch in own]
+    own = own_micro_batches(run)
     loss = forward_backward(run, own)
     labels = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.has_loss
     found = {
@@ -46,8 +56,11 @@ def one_step(argv: list[str], folder: str) -> dict[str, Any]:
         "before": before,
     }
     run.runner.update(1)
-    actions = run.runner.pipeline.actions if run.runner.pipeline else []
-    return {**found, "after": {name: full(p) for name, p in parameters.items()}, "actions": actions}
+    if pipeline := run.runner.pipeline:
+        row = orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]
+        declared = ["".join(map(str, action)) for cell in row for action in parse(cell)]
+        found |= {"actions": pipeline.actions, "declared": declared}
+    return {**found, "after": {name: full(p) for name, p in parameters.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +128,6 @@ ROWS = [
         "--parallelism.fsdp_backward_prefetch=1",
     ),
     ("llama3", 4, "GPipe", "--parallelism.fsdp_reshard_after_forward=always"),
-    ("llama3", 4, "Interleaved1F1B", "--parallelism.fsdp_forward_prefetch=1"),
     ("llama3", 4, "1F1B", "--parallelism.fsdp_keep_whole=['tok_embeddings.*','layers.0.*','*norm.weight']"),
     ("llama3", 4, "ZBVZeroBubble", "--parallelism.fsdp_keep_whole=['tok_embeddings.*','layers.0.*','*norm.weight']"),
     ("llama3", 4, "1F1B", "--training.enable_cpu_offload"),
@@ -135,10 +147,159 @@ ROWS = [
     ),
 )
 def test_pp_changes_no_number(pool, alone, tmp_path, model, world, schedule, words):
-    """As one process computes them, with two accumulated batches that are cut into micro-batches."""
+    """As one process computes them, with two accumulated batches that are cut into micro-batches.
+
+    What each rank did is what the schedule declares, also where torch's own list is another (1F1B).
+    """
     degrees = [PP2] if "pipeline_parallel_degree" not in words else []
     data = 1 if world == 2 or "tensor_" in words or "context_" in words or not degrees else 2
     sizes = [f"--training.local_batch_size={6 // data}", "--training.global_batch_size=12"]
     order = f"--parallelism.pipeline_parallel_schedule={schedule}"
     argv = [*MODELS[model], *degrees, order, *words.split(), *sizes]
-    same_as_alone(pool.run(one_step, argv, str(tmp_path), world=world), alone[model])
+    ranks = pool.run(one_step, argv, str(tmp_path), world=world)
+    same_as_alone(ranks, alone[model])
+    assert all(found["actions"] == found["declared"] for found in ranks)
+
+
+CSV = """0F0,1F0,0F1,1F1,1B0,0B0,,1B1,0B1
+2F0,3F0,2F1,3F1,3B0,2B0,3I1,2I1,3W1,2W1
+"""
+
+
+def test_a_csv_places_stages_and_orders_them(pool, alone, tmp_path):
+    """Neighbors on one rank, and one micro-batch whose backward pass is split."""
+    file = tmp_path / "order.csv"
+    file.write_text(CSV)
+    words = f"--parallelism.pipeline_parallel_schedule_csv={file} --parallelism.pipeline_parallel_microbatch_size=6"
+    argv = [*FOUR, PP2, *words.split(), "--training.local_batch_size=12"]
+    ranks = pool.run(one_step, argv, str(tmp_path), world=2)
+    same_as_alone(ranks, alone["llama3"])
+    for found, row in zip(ranks, CSV.splitlines(), strict=True):
+        assert found["actions"] == found["declared"] == [cell for cell in row.split(",") if cell]
+
+
+MUON = ["--optimizer.name=Muon", "--optimizer.lr=0.1", "--optimizer.implementation=for-loop"]
+HALF = ["--training.local_batch_size=6", "--training.global_batch_size=12"]
+BLOCKS = '"layers.0", "layers.1", "layers.2", "layers.3"'
+LAST_HAS_NO_MATRIX = f'--parallelism.module_fqns_per_model_part=[["tok_embeddings", {BLOCKS}], ["norm", "output"]]'
+
+
+@pytest.mark.parametrize("words", [[], [LAST_HAS_NO_MATRIX]], ids=["matrices on each stage", "and on one"])
+def test_muon_exchanges_matrices_within_a_stage(pool, tmp_path, words):
+    alone = pool.run(one_step, [*FOUR, "--training.local_batch_size=12"], str(tmp_path / "1"), MUON, world=1)[0]
+    size = ["--training.local_batch_size=6", "--training.global_batch_size=12"]
+    same_as_alone(pool.run(one_step, [*FOUR, PP2, *size, *words], str(tmp_path / "4"), MUON, world=4), alone)
+
+
+def with_dropout(argv: list[str], folder: str) -> list[float]:
+    """Return the losses of two runs of one step."""
+    run = trainer([*argv, *FLOAT64, *SGD, "--model.overrides.dropout=0.2"], folder)
+    own = own_micro_batches(run)
+    return [loss_over_ranks(forward_backward(run, own), torch.tensor(1), run.mesh.loss)[0] for _ in range(2)]
+
+
+def test_dropout_is_that_of_the_stage_and_micro_batch_in_any_order(pool, tmp_path):
+    """Not of what ran before; recomputation draws the same masks again."""
+    argv = [*MODELS["gpt2"], PP2, *HALF]
+    losses = set[float]()
+    for way in ("1F1B", "GPipe --activation_checkpoint.mode=full"):
+        words = f"--parallelism.pipeline_parallel_schedule={way}".split()
+        for found in pool.run(with_dropout, [*argv, *words], str(tmp_path), world=2):
+            losses |= set(found)
+    assert len(losses) == 1
+
+
+def counted_sends(argv: list[str], folder: str) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes of what this rank sends in a step: to ranks of later stages, and of earlier ones."""
+    run = trainer(argv, folder)
+    own = own_micro_batches(run)
+    sent: dict[str, list[tuple[int, ...]]] = {"get_fwd_send_ops": [], "get_bwd_send_ops": []}
+    originals = {name: getattr(Stage, name) for name in sent}
+
+    def recording(name: str) -> Callable[..., Any]:
+        def record(self: Stage, number: int) -> Any:
+            operations = originals[name](self, number)
+            sent[name] += [tuple(operation.tensor.shape) for operation in operations]
+            return operations
+
+        return record
+
+    with patch.multiple(Stage, **{name: recording(name) for name in sent}):
+        forward_backward(run, own)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("schedule", "boundaries", "words"),
+    sample(
+        [
+            ("1F1B", 1, ""),
+            ("Interleaved1F1B", 3, ""),
+            ("ZBVZeroBubble", 2, ""),
+            ("1F1B", 1, TP2),
+            ("Interleaved1F1B", 3, CP2),
+        ],
+        ("Interleaved1F1B", 3, CP2),
+    ),
+)
+def test_hidden_states_cross_each_boundary_between_ranks_once_each_way(pool, tmp_path, schedule, boundaries, words):
+    """Of a micro-batch's own tokens; the two neighbors in the middle of a V are on one rank."""
+    argv = [*FOUR, PP2, *HALF, f"--parallelism.pipeline_parallel_schedule={schedule}", *words.split()]
+    ranks = pool.run(counted_sends, argv, str(tmp_path), world=4 if words else 2)
+    shape = (1, 8 if words else 16, 16)
+    for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
+        shapes = [each for found in ranks for each in found[name]]
+        assert shapes == [shape] * (12 * boundaries * (2 if words else 1))
+
+
+def held_in_bfloat16(argv: list[str], folder: str) -> tuple[int, int]:
+    """Return how often W began, and how many gradients were in bfloat16 then."""
+    run = trainer(argv, folder)
+    own, held = own_micro_batches(run), list[int]()
+    original = Pipeline.begin
+
+    def begin(self: Pipeline, stage: int, kind: str, number: int) -> Any:
+        if kind == "W":
+            gradients = [p.grad for part in run.parts for p in part.parameters() if p.grad is not None]
+            held.append(sum(gradient.dtype == torch.bfloat16 for gradient in gradients))
+        return original(self, stage, kind, number)
+
+    with patch.object(Pipeline, "begin", begin):
+        forward_backward(run, own)
+    return len(held), sum(held)
+
+
+def test_gradients_are_summed_in_the_type_of_reductions_when_weights_follow_inputs(pool, tmp_path):
+    argv = [*FOUR, PP2, *HALF, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+    argv += ["--training.local_batch_size=3", "--training.mixed_precision_param=bfloat16"]
+    for begun, held in pool.run(held_in_bfloat16, argv, str(tmp_path), world=4):
+        assert begun and not held
+
+
+def products(argv: list[str], folder: str) -> tuple[int, int]:
+    """Return how often the first layer of each feed-forward runs in a step, and how often as the actions want it."""
+    run = trainer(argv, folder)
+    calls = list[int]()
+    layers = [block.feed_forward.w1 for part in run.parts for block in part.layers.values()]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    forward_backward(run, own_micro_batches(run))
+    assert run.runner.pipeline
+    blocks = {stage.stage_index: len(stage.submod.layers) for stage in run.runner.pipeline.stages}
+    # The first half of a first stage's split backward pass does nothing.
+    actions = [int(action[0]) for action in run.runner.pipeline.actions if not action.startswith("0I")]
+    return len(calls), sum(blocks[stage] for stage in actions)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_split_backward_pass_recomputes_twice(pool, tmp_path, schedule):
+    """Once for the gradients of inputs and once for those of weights."""
+    argv = [
+        *FOUR,
+        PP2,
+        *HALF,
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--activation_checkpoint.mode=full",
+    ]
+    for calls, expected in pool.run(products, argv, str(tmp_path), world=2):
+        assert calls == expected

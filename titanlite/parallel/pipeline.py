@@ -13,9 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.profiler import record_function
 
 from titanlite.config.stages import SINGLE, Stages
 from titanlite.errors import UserError
@@ -68,68 +65,25 @@ def orders(stages: Stages) -> list[list[str]]:
     if stages.schedule in SINGLE:
         return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    blank = [
-        SimpleNamespace(stage_index=index, is_last=False, submod=nn.Module(), **sizes) for index in stages.ranks[0]
-    ]
-    found = get_schedule_class(stages.schedule)(blank, count, loss_fn=None).pipeline_order
+    blank = [SimpleNamespace(stage_index=index, submod=nn.Module(), **sizes) for index in stages.ranks[0]]
+    found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
     return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
 
 
+def _schedule_class(stages: Stages) -> Any:
+    from torch.distributed.pipelining.schedules import get_schedule_class  # slow
+
+    return get_schedule_class(stages.schedule)
+
+
 def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
-    """Yield the actions of GPipe's or 1F1B's runs. (torch's own list of 1F1B's is wrong for the last rank.)"""
+    """Yield the actions of GPipe or 1F1B. (torch's own list of 1F1B's has an error: its last rank begins with 1.)"""
     ahead = count if schedule == "GPipe" else min(count, stages - stage)
     yield from (f"{stage}F{number}" for number in range(ahead))
     for number in range(count):
         yield f"{stage}B{number}"
         if ahead + number < count:
             yield f"{stage}F{ahead + number}"
-
-
-class Stage(PipelineStage):
-    """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
-
-    def __init__(self, part: nn.Module, index: int, pipeline: "Pipeline") -> None:
-        """Give shapes and types of what is received and sent, or torch would run a hidden pass to find them."""
-        stages, training = pipeline.job.stages, pipeline.job.config.training
-        tokens = training.seq_len // pipeline.job.layout.cp
-        first, last = index == 0, index == len(stages.names) - 1
-        super().__init__(
-            submodule=part,
-            stage_index=index,
-            num_stages=len(stages.names),
-            device=pipeline.context.device,
-            input_args=torch.empty(stages.size, tokens, dtype=torch.int64, device="meta")
-            if first
-            else pipeline.hidden(stages.size, tokens, "meta"),
-            output_args=torch.empty((), device="meta") if last else pipeline.hidden(stages.size, tokens, "meta"),
-            group=pipeline.group,
-        )
-        self.pipeline = pipeline
-
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = False
-    ) -> Any:
-        self.micro_batch = self.pipeline.begin(self.stage_index, "F", fwd_chunk_id)
-        with record_function("forward"):
-            tokens = (self.micro_batch.tokens,) if self.is_first else ()
-            return super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.pipeline.run(self, args[0], self.micro_batch)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self.pipeline.begin(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
-        with record_function("backward"):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self.pipeline.begin(self.stage_index, "W", bwd_chunk_id)
-        with record_function("backward"):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        # Without FSDP's hooks, which do not run here, the next W would add to these gradients in bfloat16.
-        torch_private.accumulate_gradients(self.submod)
 
 
 class Pipeline:
@@ -139,12 +93,16 @@ class Pipeline:
         self, context: Context, parts: Sequence[nn.Module], loss: Loss, reseed: Callable[[int, int, int], None]
     ) -> None:
         """Take the parts in the order of the stages; `reseed` gets the step, a micro-batch's number and a stage."""
+        from titanlite.parallel.stage import Stage
+
         self.context, self.job, self.loss, self.reseed = context, context.job, loss, reseed
         stages, mesh = self.job.stages, context.mesh.world["pp"]
         self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
         whole, table = build_meta_model(self.job.spec, self.job.model)
         embedding = next(name for name, rule in table.items() if rule.tensor == "embedding")
         self.width = whole.get_parameter(embedding).size(1)
+        self.shape = stages.size, self.job.config.training.seq_len // self.job.layout.cp
+        """Sequences and tokens of a micro-batch."""
         self.rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
@@ -179,9 +137,8 @@ class Pipeline:
         options: dict[str, Any] = {"loss_fn": lambda loss, number: loss / self.valid_tokens, "scale_grads": False}
         if stages.csv:
             return torch_private.schedule_of_rows(self.stages, stages.micro_batches, stages.csv, options)
-        schedule = get_schedule_class(stages.schedule)
         run = self.stages[0] if stages.schedule in SINGLE else self.stages
-        return schedule(run, stages.micro_batches, **options)
+        return _schedule_class(stages)(run, stages.micro_batches, **options)
 
     def hidden(self, sequences: int, tokens: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor like what stages send; tensor parallel splits the sequence between blocks."""
@@ -201,18 +158,16 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Let both stages of a tie have the sum of their gradients, added in the same order."""
-        for parameter, peer, is_copy in self.tied:
+        """Let both stages of a tie have the sum of their gradients, to the bit: a + b is b + a."""
+        for parameter, peer, _ in self.tied:
             assert parameter.grad is not None
-            own = local_part(parameter.grad)
-            theirs = torch.empty_like(own, memory_format=torch.contiguous_format)
-            operations = [
-                dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-                for operation, tensor in ((dist.isend, own.contiguous()), (dist.irecv, theirs))
-            ]
-            for work in dist.batch_isend_irecv(operations):
+            own = local_part(parameter.grad).contiguous()
+            theirs = torch.empty_like(own)
+            sends = [dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)]
+            receives = [dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer)]
+            for work in dist.batch_isend_irecv(sends + receives):
                 work.wait()
-            own.copy_(theirs + own if is_copy else own + theirs)
+            local_part(parameter.grad).copy_(own + theirs)
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, last: Loss) -> Tensor | None:
@@ -234,15 +189,9 @@ class Pipeline:
                 dist.send(inputs.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
         return None
 
-    def begin(self, stage: int, kind: str, number: int) -> MicroBatch:
+    def begin(self, stage: int, kind: str, number: int) -> None:
         """Record an action, and seed the dropout of a forward pass."""
         self.actions.append(f"{stage}{kind}{number}")
         self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
-        return self.micro_batches[number]
-
-    def run(self, stage: Stage, inputs: Tensor, batch: MicroBatch) -> Tensor:
-        if stage.is_last:
-            return self.loss(stage.submod, batch, inputs)
-        return stage.submod(inputs, batch.positions, batch.documents)

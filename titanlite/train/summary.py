@@ -10,7 +10,7 @@ from titanlite import __version__
 from titanlite.config.pipeline_order import headline
 from titanlite.config.rules.run import long_warmup
 from titanlite.errors import format_bytes
-from titanlite.optim import implementation, optimizer_bytes
+from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline import orders
 from titanlite.registry import get_optimizer
@@ -21,7 +21,7 @@ _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other"}
 
 
 def describe_start(trainer: Trainer) -> list[str]:
-    """Return the lines: numbers of the whole model, memory of this rank's parts. Call it on all ranks."""
+    """Return the lines: numbers of the whole model, memory of the rank that needs most. Call it on all ranks."""
     job, data, config = trainer.job, trainer.data, trainer.job.config
     batch, training, optimizer = job.batch, config.training, config.optimizer
     roles: Counter[str] = Counter()
@@ -32,10 +32,12 @@ def describe_start(trainer: Trainer) -> list[str]:
     parameters = [p for part in trainer.parts for p in part.parameters()]
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
-    state = sum(sizes), gradients, optimizer_bytes(trainer.trained, config)
+    own_state = sum(sizes), gradients, optimizer_bytes(trainer.trained, config)
+    state = max(gather_objects(own_state, dist.group.WORLD), key=sum)
     unused = get_optimizer(optimizer.name, config.model.package).unused
     how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
-    decayed = sum(item.decays for item in trainer.trained)
+    whole = trained_parameters([trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay)
+    decayed = sum(item.decays for item in whole)
     data_sets = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture) or training.dataset
     tokens = batch.total * training.seq_len
     rows = {
@@ -58,7 +60,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
         + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
         "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
-        f"on {decayed} tensors, none on {len(trainer.trained) - decayed}",
+        f"on {decayed} tensors, none on {len(whole) - decayed}",
         "seed": f"{trainer.seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
     if config.job.description:
