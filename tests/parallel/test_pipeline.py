@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.jobs import FLOAT64, TINY, forward_backward, full, micro_batches, relative_error, trainer
 from tests.lanes import sample
@@ -15,6 +17,7 @@ from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
 from titanlite.config.pipeline_order import parse
 from titanlite.data.loader import MicroBatch
+from titanlite.fault.nonfinite import NonFinite
 from titanlite.parallel.build import named_parameters
 from titanlite.parallel.pipeline import Pipeline, orders
 from titanlite.parallel.stage import Stage
@@ -224,7 +227,9 @@ def counted_sends(argv: list[str], folder: str) -> dict[str, list[tuple[int, ...
 
         return record
 
-    with patch.multiple(Stage, **{name: recording(name) for name in sent}):
+    with ExitStack() as patches:
+        for name in sent:
+            patches.enter_context(patch.object(Stage, name, recording(name)))
         forward_backward(run, own)
     return sent
 
@@ -280,12 +285,12 @@ def products(argv: list[str], folder: str) -> tuple[int, int]:
     """Return how often the first layer of each feed-forward runs in a step, and how often as the actions want it."""
     run = trainer(argv, folder)
     calls = list[int]()
-    layers = [block.feed_forward.w1 for part in run.parts for block in part.layers.values()]
+    layers = [module for part in run.parts for name, module in part.named_modules() if name.endswith("w1")]
     for layer in layers:
         layer.register_forward_hook(lambda *_: calls.append(1))
     forward_backward(run, own_micro_batches(run))
     assert run.runner.pipeline
-    blocks = {stage.stage_index: len(stage.submod.layers) for stage in run.runner.pipeline.stages}
+    blocks = {s.stage_index: len([*s.submod.get_submodule("layers").children()]) for s in run.runner.pipeline.stages}
     # The first half of a first stage's split backward pass does nothing.
     actions = [int(action[0]) for action in run.runner.pipeline.actions if not action.startswith("0I")]
     return len(calls), sum(blocks[stage] for stage in actions)
@@ -303,3 +308,23 @@ def test_a_split_backward_pass_recomputes_twice(pool, tmp_path, schedule):
     ]
     for calls, expected in pool.run(products, argv, str(tmp_path), world=2):
         assert calls == expected
+
+
+def not_finite_on_one_rank(argv: list[str], folder: str, odd: int) -> tuple[str, int]:
+    """Train with a loss on one rank that is not finite in step 2; return the error, and the last step."""
+    run = trainer([*argv, "--training.steps=6", "--training.dataset=random"], folder)
+    original = run.runner.forward_backward
+
+    def forward_backward(step: int, batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
+        return original(step, batches, valid_tokens) * (torch.nan if step == 2 and dist.get_rank() == odd else 1)
+
+    run.runner.forward_backward = forward_backward  # type: ignore[method-assign]
+    with pytest.raises(NonFinite) as error:
+        run.train()
+    return str(error.value), run.step
+
+
+@pytest.mark.parametrize("odd", sample([0, 3], 3))
+def test_what_is_not_finite_on_one_stage_ends_all_at_one_step(pool, tmp_path, odd):
+    for message, step in pool.run(not_finite_on_one_rank, [*FOUR, PP2, TP2], str(tmp_path), odd, world=4):
+        assert message.startswith(f"at step 2 the loss of rank {odd} was not finite") and step == 3

@@ -20,7 +20,7 @@ class Converter(Protocol):
     """Built with the Job on every rank; `apply(model, context)`, if it has that, is called instead of `convert`."""
 
     def convert(self, model: nn.Module) -> list[str]:
-        """Swap layers of a model part on the meta device; return lines for the log."""
+        """Swap layers of the whole model on the meta device; return lines for the log."""
 
     def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
         """React to new weights: before the first step and after each one."""

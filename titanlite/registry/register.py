@@ -69,7 +69,7 @@ class OptimizerSpec:
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
     communicates: bool = False
-    """It is called with the process group of the ranks that share the parameters, too."""
+    """The function also gets the process group of the ranks that share the parameters, None if it is all of them."""
 
 
 _optimizers = Registry[OptimizerSpec]("optimizer")
