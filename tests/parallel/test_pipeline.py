@@ -312,7 +312,7 @@ def test_a_split_backward_pass_recomputes_twice(pool, tmp_path, schedule):
 
 def not_finite_on_one_rank(argv: list[str], folder: str, odd: int) -> tuple[str, int]:
     """Train with a loss on one rank that is not finite in step 2; return the error, and the last step."""
-    run = trainer([*argv, "--training.steps=6", "--training.dataset=random"], folder)
+    run = trainer([*argv, "--training.steps=6"], folder)
     original = run.runner.forward_backward
 
     def forward_backward(step: int, batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
