@@ -264,3 +264,18 @@ def test_invalid_fields_have_their_defaults_while_others_are_read():
 
 def test_a_key_that_only_one_config_has_is_called_not_set():
     assert toml_differences("[a]\nb = 1", '[a]\nc = "none"') == {"a.b": "1 -> not set", "a.c": 'not set -> "none"'}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[optimizer]\nlr = 1\nname = 'SGD'\nlr = 2\n", "line 4: lr is given twice"),
+        ("[model]\nfreeze = []\nfreeze = [\n  'a',\n]  # c", "line 3: freeze is given twice"),
+        ("[optimizer]\nlr = 1\n[job]\n[optimizer]\neps = 1\n", "line 4: [optimizer] is given twice"),
+    ],
+)
+def test_a_key_given_twice_is_named_with_its_file_and_line(text, says, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    found = load(parse_command_line(["--config", str(file)], {})).faults
+    assert [(fault.key, fault.why) for fault in found] == [(str(file), f"{says}; remove one")]

@@ -198,6 +198,37 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tm
     assert out.out == "" and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--checkpoint.initial_load_path={}/nowhere"],
+            "nowhere is not a complete checkpoint: there is no such folder",
+        ),
+        (
+            ["--checkpoint.initial_load_path={}/nowhere", "--checkpoint.initial_load_in_hf"],
+            "nowhere: there is no such f",
+        ),
+        (
+            ["--checkpoint.initial_load_path={}/hf"],
+            "no manifest.json; --model.flavor hf starts from a Hugging Face folder",
+        ),
+        (["--checkpoint.initial_load_path={}/checkpoint"], "step-4/manifest.json: damaged"),
+        (["--checkpoint.enable", "--checkpoint.load_step=4"], "checkpoint.load_step: "),
+    ],
+)
+def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(options, says, tmp_path, capsys, monkeypatch):
+    for folder, name in (("checkpoint/step-4", "manifest.json"), ("hf", "config.json")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).write_text("{}")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    argv = [*TINY, f"--job.dump_folder={tmp_path}", "--lr_scheduler.warmup_steps=0"]
+    assert main(["train", *argv, *(option.format(tmp_path) for option in options)]) == 2
+    out = capsys.readouterr()
+    assert says in out.err and "nothing was started" in out.err, out.err
+    assert out.out == "" and not (tmp_path / "logs").exists()
+
+
 @pytest.mark.long
 def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path):
     process = start(TINY, tmp_path, NGPU="2")

@@ -152,7 +152,7 @@ def test_only_selects_rows_by_number_and_layout():
         "tp3,dp2": "no row tp3 (unknown)",
         "cp4": "cp4 (in --full only)",
         "6": "the numbers 1 to 5, dp2, dp3",
-        "": "no row",
+        "": '"" names no row; legal: the numbers 1 to 5',
     }.items():
         with pytest.raises(UserError) as caught:
             selected(llama, rows, only)

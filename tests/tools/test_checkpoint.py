@@ -139,6 +139,12 @@ def test_an_export_is_of_the_model_that_was_trained_though_its_flavor_was_edited
     assert code == 2 and "model.overrides.rope_theta: 10000.0 in the checkpoint, 5.0 in this run" in out
 
 
+def test_an_import_names_a_folder_that_is_not_there_or_has_no_model(tool, tmp_path):
+    for folder, says in (("nowhere", "there is no such folder"), (".", "has no config.json")):
+        code, out = tool("checkpoint", "import", tmp_path / folder, tmp_path / "out")
+        assert code == 2 and says in out and "model.flavor" not in out
+
+
 def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):
     tool("checkpoint", "export", saved, tmp_path / "hf")
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]

@@ -37,7 +37,7 @@ from titanlite.checkpoint.manifest import (
     split_files_by_size,
     step_folder,
 )
-from titanlite.checkpoint.resume import DATA, Resume, excluded
+from titanlite.checkpoint.resume import DATA, Resume, excluded, refuse_damaged
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.rules.resume import require_step
 from titanlite.errors import UserError, nearest, some_of
@@ -84,9 +84,8 @@ def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
 
 def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
-    if resume is None:
-        hint = "; --model.flavor hf starts from a Hugging Face folder" * (folder / "config.json").is_file()
-        raise UserError(f"{key}: {'; '.join(problems[:8])}{hint}")
+    refuse_damaged(key, folder, problems)
+    assert resume
     return resume
 
 
@@ -98,9 +97,8 @@ def _verify(
     try:
         manifest = read_manifest(folder)
         shares = split_files_by_size(manifest, dist.get_world_size(group))
-        problems = faults(folder, manifest, shares[dist.get_rank(group)] if full else [STATE, CONFIG, ENVIRONMENT])
-        if manifest.weights_only and not weights_only:
-            problems.append(f"{folder}: contains weights only and cannot be resumed")
+        contents = shares[dist.get_rank(group)] if full else [STATE, CONFIG, ENVIRONMENT]
+        problems = faults(folder, manifest, contents, resumable=not weights_only)
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     problems = list(dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part))

@@ -118,7 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        why = f"it has no {MANIFEST}" if store.exists(folder) else "there is no such folder"
+        raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     try:
         document = json.loads(raw)
         body = document["manifest"]
@@ -138,9 +139,9 @@ def _canonical(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
-def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = ()) -> list[str]:
+def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
     """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
-    the files in `contents` wrong checksums."""
+    the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
     problems, present = [], store.list_folder(folder)
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
@@ -151,7 +152,18 @@ def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = ()) -> li
             problems.append(f"{folder / name}: {size:,} bytes, {file.size:,} were written")
         elif name in contents and store.crc32(present[name]) != file.crc32:
             problems.append(f"{folder / name}: checksum mismatch")
+    if resumable and manifest.weights_only:
+        problems.append(f"{folder}: contains weights only and cannot be resumed")
     return problems
+
+
+def check(folder: Path, full: bool = False, resumable: bool = False) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, if it can be read, and what is wrong with a folder; with `full` every byte is read."""
+    try:
+        manifest = read_manifest(folder)
+        return manifest, faults(folder, manifest, manifest.files if full else (), resumable)
+    except (CorruptCheckpoint, OSError) as error:
+        return None, [str(error)]
 
 
 def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:
@@ -172,7 +184,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def is_complete(folder: Path, resumable: bool = False) -> bool:
     """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more than weights."""
     try:
-        return not faults(folder, manifest := read_manifest(folder)) and not (resumable and manifest.weights_only)
+        return not faults(folder, read_manifest(folder), resumable=resumable)
     except CorruptCheckpoint:
         return False
 

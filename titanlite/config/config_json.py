@@ -125,6 +125,8 @@ def _overrides(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json."""
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder")
     if not path.exists():
         raise UserError(
             f"{folder} has no config.json: nothing says which heads, epsilon or wavelengths its weights need"

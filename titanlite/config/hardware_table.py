@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.toml import tomllib
+from titanlite.config.toml import read_toml
 from titanlite.errors import UserError
 
 _SHIPPED = Path(__file__).with_name("hardware.toml")
@@ -15,11 +15,9 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for file in (_SHIPPED, *files):
         try:
-            above = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UserError(f"{file}: cannot be read as TOML: {error}") from None
+            above = read_toml(file)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
         if unknown := [key for key in above if table and key not in table]:
             raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}")
         _lay_over(table, above, f"{file}: ")

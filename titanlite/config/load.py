@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from titanlite.config.config_json import read_flavor
 from titanlite.config.legal import legal
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
-from titanlite.config.toml import toml_value, tomllib
+from titanlite.config.toml import read_toml, toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
 from titanlite.errors import UserError
 
@@ -155,9 +155,9 @@ def load(line: CommandLine) -> Loaded:
                 why = f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"
                 faults.append(Fault(name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why))
                 continue
-            _flatten(tomllib.loads(path.read_text(encoding="utf-8")), "", name, tree)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            faults.append(Fault(name, f"cannot be read as TOML: {error}"))
+            _flatten(read_toml(path), "", name, tree)
+        except (UserError, OSError) as error:
+            faults.append(Fault(name, str(error)))
     _flatten(line.overrides, "", "command line", tree)
     faults += _remove_unknown(tree)
     _apply_converters(tree)

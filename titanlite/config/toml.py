@@ -1,17 +1,44 @@
 """TOML: the reader of every supported Python, and a writer of configs."""
 
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import KEYS, JobConfig, Section, value_of
+from titanlite.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["to_toml", "toml_differences", "toml_value", "tomllib"]
+__all__ = ["read_toml", "to_toml", "toml_differences", "toml_value", "tomllib"]
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Read a TOML file; a UserError says what is wrong with it, without its name."""
+    text = ""
+    try:
+        return tomllib.loads(text := file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(_given_twice(f"{error}", text) or f"cannot be read as TOML: {error}") from None
+
+
+def _given_twice(error: str, text: str) -> str:
+    """Say which key or table is given a second time, and in which line, if that is what an error says."""
+    if not re.search("overwrite a value|declare .* twice", error):
+        return ""
+    lines = text.splitlines()
+    place = re.search(r"at line (\d+)", error)  # where the value ends; without one at the end of the file
+    number = int(place[1]) if place else len(lines)
+    while number > 1 and not re.match(r"\s*(\[+)?[\w.\"' -]+(?(1)\]|=)", lines[number - 1]):
+        number -= 1
+    name = re.sub(r"\s*(=|#).*", "", lines[number - 1]).strip()
+    return f"line {number}: {name} is given twice; remove one"
 
 
 def to_toml(config: JobConfig) -> str:

@@ -23,7 +23,6 @@ from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.config.rules.resume import require_step
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
@@ -96,10 +95,8 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
     if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and are told later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
-    check_machine(job, device, processes)
-    settings, root = job.config.checkpoint, checkpoint_root(job.config)
-    if settings.enable and settings.load_step != -1 and nodes.rank == 0:
-        require_step(root, settings.load_step, committed(root))
+    check_machine(job, device, processes, first_node=nodes.rank == 0)
+    root = checkpoint_root(job.config)
     if message := finished_message(job.config):
         say(f"titanlite: {message}")
         if others := _of_another_run(job, root):

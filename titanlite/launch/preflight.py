@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.checkpoint.resume import check_start
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.rules.data import is_streamed
@@ -29,7 +30,7 @@ Check = Callable[..., Any]
 """Calls a function with arguments and, if it raises a UserError, records the message."""
 
 
-def check_machine(job: Job, device: str, processes: int) -> None:
+def check_machine(job: Job, device: str, processes: int, first_node: bool = True) -> None:
     """Raise a UserError that names everything this machine lacks for the job."""
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor
@@ -47,6 +48,8 @@ def check_machine(job: Job, device: str, processes: int) -> None:
     check(_check_gpus, device)
     if not problems:
         _check_without_model(check, job, device)
+        if first_node:
+            check(check_start, job)
         if built := check(build_model, job):
             model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)

@@ -23,6 +23,7 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
+    check,
     committed,
     faults,
     is_complete,
@@ -33,6 +34,7 @@ from titanlite.checkpoint.manifest import (
     step_of,
 )
 from titanlite.checkpoint.resume import saved_model
+from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, tomllib
@@ -141,7 +143,7 @@ def find_checkpoint(path: Path) -> Path:
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
-        manifest, problems = _check(folder, arguments.full)
+        manifest, problems = check(folder, arguments.full)
         weights = ", weights" if manifest and manifest.weights_only else ""
         size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
@@ -154,19 +156,10 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
 def _verify(arguments: Namespace, overrides: list[str]) -> int:
     damaged = False
     for folder in (folder for path in arguments.folders for folder in find_checkpoints(path)):
-        _, problems = _check(folder, full=True)
+        _, problems = check(folder, full=True)
         damaged |= bool(problems)
         print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
     return int(damaged)
-
-
-def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, if it can be read, and what is wrong with the folder."""
-    try:
-        manifest = read_manifest(folder)
-        return manifest, faults(folder, manifest, manifest.files if full else ())
-    except (CorruptCheckpoint, OSError) as error:
-        return None, [str(error)]
 
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
@@ -314,6 +307,7 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     source, target = arguments.folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
+    read_config(source)  # the config would blame model.flavor if there is none
     config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
     if config.checkpoint.initial_load_path == str(source):
         unset = {"initial_load_path": "", "initial_load_in_hf": False}

@@ -116,13 +116,15 @@ def numbered(rows: Sequence[Row]) -> Rows:
 
 def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
-    names = {name.strip() for name in only.split(",")}
+    names = {name.strip() for name in only.split(",")} - {""}
     layouts = [x for x in model.layouts if x != "1" and x not in ONLY_FULL]  # 1 as a number is the first row
-    if unknown := sorted(names - {*layouts, *map(str, rows)}):
+    unknown = sorted(names - {*layouts, *map(str, rows)})
+    if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
+        what = f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
         legal = f"the numbers 1 to {len(rows)}, {', '.join(layouts)}"
-        raise UserError(f"--only: {model.name} has no row {', '.join(reasons)}; legal: {legal}")
+        raise UserError(f"--only: {what}; legal: {legal}")
     return {n: row for n, row in rows.items() if str(n) in names or (row.layout in names and row.layout in layouts)}
 
 

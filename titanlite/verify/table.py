@@ -208,7 +208,7 @@ def beyond(of: Choices) -> list[Row]:
     covers = [_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True) for seed in range(30)]
 
     def order(row: Row) -> tuple[bool, ...]:
-        return row.precision != "float64", row.sequence != "headtail", row.compile != "off"
+        return row.precision != "float64", row.sequence != "headtail", row.compile != "off", row.accumulation != "1"
 
     return sorted(min(covers, key=lambda rows: (len(rows), min(map(order, rows)))), key=order)
 
