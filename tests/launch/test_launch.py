@@ -207,7 +207,7 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tm
         ),
         (
             ["--checkpoint.initial_load_path={}/nowhere", "--checkpoint.initial_load_in_hf"],
-            "nowhere: there is no such f",
+            "is not a Hugging Face model folder",
         ),
         (
             ["--checkpoint.initial_load_path={}/hf"],

@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.layouts import WIDE, load_all
 from tests.checkpoint.saved import SAVING, run_until
-from tests.jobs import FLOAT64, TINY, forward_backward, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
 from tests.lanes import sample
+from tests.launch.run import finish, start, train
 from tests.models.test_gpt2 import GPT2
 from tests.parallel.test_exact import SAMPLES, ragged_batch
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
@@ -33,6 +35,7 @@ from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
 from titanlite.train.validate import validation_loss
+from titanlite.verify.gather_order import declared
 
 CP2, TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
 ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
@@ -171,6 +174,56 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
 def losses(folder: Path) -> list[tuple[float, float]]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+RESHARD = "--parallelism.fsdp_reshard_after_forward=2"
+RUNS = {
+    "gpt2 with documents": (2, GPT2, ["--model.overrides.dropout=0", "--training.document_mask"], 1e-12),
+    "stream": (2, EVEN, ["--training.dataset=c4_test", "--training.dataset_path={}/texts", ULYSSES], 1e-12),
+    "resharded to two": (4, EVEN, [RESHARD], 1e-12),
+    "state in bfloat16": (2, EVEN, ["--optimizer.state_dtype=bfloat16"], 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", sample(RUNS, "gpt2 with documents"))
+def test_a_run_logs_the_losses_and_norms_of_one_process(pool, tmp_path, name):
+    world, model, options, error = RUNS[name]
+    if name == "stream":
+        pytest.importorskip("datasets", reason="streaming needs the extra hf")
+        lines = [json.dumps({"text": f"{number} " + "ab" * (number % 5), "url": "x"}) for number in range(99)]
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts/a.jsonl").write_text("\n".join(lines))
+    argv = [*model, *FLOAT64, *(option.format(tmp_path) for option in options), "--training.global_batch_size=4"]
+    argv += ["--metrics.log_freq=1", "--training.steps=4", "--lr_scheduler.warmup_steps=1"]
+    pool.run(run_until, [word for word in argv if word not in (RESHARD, ULYSSES)], str(tmp_path / "one"), world=1)
+    pool.run(run_until, [*argv, CP2], str(tmp_path / "split"), world=world)
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 4 and losses(tmp_path / "split") == [pytest.approx(pair, rel=error) for pair in expected]
+
+
+def test_resharding_to_fewer_ranks_gathers_again_in_the_declared_order():
+    again, always = (job([*EVEN, CP2, f"{RESHARD[:-1]}{how}"], 4) for how in ("2", "always"))
+    assert declared(again, tied=False) == declared(always, tied=False)
+
+
+@pytest.mark.long
+def test_the_commands_train_profile_generate_export_and_start_from_it(tmp_path):
+    """On two ranks that share sequences, but for what needs none."""
+    begin = [*EVEN, CP2, "--checkpoint.enable"]
+    code, out = train(begin, tmp_path / "run", NGPU="2")
+    assert code == 0 and "Applied context parallel on 2 ranks" in out, out
+    code, out = finish(start([*EVEN, CP2], tmp_path / "run", "titanlite profile", NGPU="2"))
+    assert code == 0 and "where a step goes" in out and "communication" in out, out
+    folders = [str(tmp_path / name) for name in ("run", "hf")]
+    assert main(["generate", "--checkpoint", folders[0], "--tokens", "4", "--temperature", "0"]) == 0
+    assert main(["checkpoint", "export", *folders]) == 0
+    path = f"--checkpoint.initial_load_path={tmp_path}/hf"
+    for world, options in ((1, []), (2, [CP2])):
+        argv = [*QUIET, "--model.flavor=hf", path, "--training.global_batch_size=2", *options]
+        code, out = train(argv, tmp_path / f"{world}", NGPU=f"{world}")
+        assert code == 0 and f"loaded Hugging Face weights from {tmp_path}/hf" in out, out
+    alone, split = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert split == [pytest.approx(pair, rel=1e-5) for pair in alone] and alone
 
 
 @pytest.mark.long

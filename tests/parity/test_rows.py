@@ -20,6 +20,10 @@ SAMPLES = {  # model: layouts, each with a precision
 }
 LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1"), ("gpt2", "dp2")}
 LONG |= {("llama3", "cp2 x tp2"), ("llama3", "replicate2 x cp2"), ("gpt2", "cp2"), ("gpt2", "dp2 x cp2")}
+SPLIT_BY_INDUCTOR = [
+    Row("cp2", "op", "inductor", documents="on", precision="float32"),
+    Row("dp2 x cp2", "full", "inductor", "3", sequence="ulysses", precision="float32"),
+]
 ONLY_BY_COMMAND = {"hsdp2x2 x tp2", "hsdp2x2 x cp2", "cp4"}
 """Eight processes take half a minute on two cores; cp4 is in no table but --full's."""
 
@@ -69,6 +73,13 @@ def runners(pool):
 def test_training_equals_the_plain_module_in_one_process(runners, name, layout):
     row = sampled_row(name, layout)
     result = runners[name](row)
+    assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", SPLIT_BY_INDUCTOR, ids=str)
+def test_inductor_compiles_blocks_that_share_sequences(runners, row):
+    result = runners["llama3"](row)
     assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
 
 

@@ -43,9 +43,9 @@ def gathers_recorded(into: list[Group]) -> Iterator[None]:
 def declared(job: Job, tied: bool) -> list[Group]:
     """Return the groups in the order in which a step's first micro-batch gathers them."""
     plan = schedule(job, tied)
-    policy = str(job.config.parallelism.fsdp_reshard_after_forward)
+    policy = job.config.parallelism.fsdp_reshard_after_forward
     forward_order, order = range(len(plan.groups)), list[int]()
-    not_resharded = {"default": {plan.last}, "always": set(), "never": set(forward_order)}[policy]
+    not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
     one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's own
 
     def gather(turns: Sequence[int], gathered: set[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
