@@ -45,7 +45,7 @@ def declared(job: Job, tied: bool) -> list[Group]:
     plan = schedule(job, tied)
     policy = job.config.parallelism.fsdp_reshard_after_forward
     forward_order, order = range(len(plan.groups)), list[int]()
-    not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
+    not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(str(policy), set[int]())
     one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's own
 
     def gather(turns: Sequence[int], gathered: set[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
