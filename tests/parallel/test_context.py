@@ -177,9 +177,15 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward=2"
+TEXTS = "--training.dataset_path={}/texts"
 RUNS = {
-    "gpt2 with documents": (2, GPT2, ["--model.overrides.dropout=0", "--training.document_mask"], 1e-12),
-    "stream": (2, EVEN, ["--training.dataset=c4_test", "--training.dataset_path={}/texts", ULYSSES], 1e-12),
+    "gpt2 with documents": (
+        2,
+        GPT2,
+        ["--model.overrides.dropout=0", "--training.document_mask", "--training.dataset=text", TEXTS],
+        1e-12,
+    ),
+    "stream": (2, EVEN, ["--training.dataset=c4_test", TEXTS, ULYSSES], 1e-12),
     "resharded to two": (4, EVEN, [RESHARD], 1e-12),
     "state in bfloat16": (2, EVEN, ["--optimizer.state_dtype=bfloat16"], 1e-4),
 }
@@ -190,6 +196,7 @@ def test_a_run_logs_the_losses_and_norms_of_one_process(pool, tmp_path, name):
     world, model, options, error = RUNS[name]
     if name == "stream":
         pytest.importorskip("datasets", reason="streaming needs the extra hf")
+    if TEXTS in options:
         lines = [json.dumps({"text": f"{number} " + "ab" * (number % 5), "url": "x"}) for number in range(99)]
         (tmp_path / "texts").mkdir()
         (tmp_path / "texts/a.jsonl").write_text("\n".join(lines))

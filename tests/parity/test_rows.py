@@ -22,7 +22,7 @@ LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3
 LONG |= {("llama3", "cp2 x tp2"), ("llama3", "replicate2 x cp2"), ("gpt2", "cp2"), ("gpt2", "dp2 x cp2")}
 SPLIT_BY_INDUCTOR = [
     Row("cp2", "op", "inductor", documents="on", precision="float32"),
-    Row("dp2 x cp2", "full", "inductor", "3", sequence="ulysses", precision="float32"),
+    Row("cp2", "full", "inductor", "3", sequence="ulysses", precision="float32"),
 ]
 ONLY_BY_COMMAND = {"hsdp2x2 x tp2", "hsdp2x2 x cp2", "cp4"}
 """Eight processes take half a minute on two cores; cp4 is in no table but --full's."""
