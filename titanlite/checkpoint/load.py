@@ -37,7 +37,7 @@ from titanlite.checkpoint.manifest import (
     split_files_by_size,
     step_folder,
 )
-from titanlite.checkpoint.resume import DATA, Resume, excluded, refuse_damaged
+from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.rules.resume import require_step
 from titanlite.errors import UserError, nearest, some_of
@@ -84,8 +84,8 @@ def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
 
 def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
-    refuse_damaged(key, folder, problems)
-    assert resume
+    if resume is None:
+        raise UserError(f"{key}: {'; '.join(problems[:8])}")
     return resume
 
 

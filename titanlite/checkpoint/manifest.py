@@ -118,7 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
-        why = f"it has no {MANIFEST}" if store.exists(folder) else "there is no such folder"
+        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(folder / "config.json")
+        why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     try:
         document = json.loads(raw)
@@ -155,15 +156,6 @@ def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resum
     if resumable and manifest.weights_only:
         problems.append(f"{folder}: contains weights only and cannot be resumed")
     return problems
-
-
-def check(folder: Path, full: bool = False, resumable: bool = False) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, if it can be read, and what is wrong with a folder; with `full` every byte is read."""
-    try:
-        manifest = read_manifest(folder)
-        return manifest, faults(folder, manifest, manifest.files if full else (), resumable)
-    except (CorruptCheckpoint, OSError) as error:
-        return None, [str(error)]
 
 
 def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:

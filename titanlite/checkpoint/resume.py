@@ -15,14 +15,13 @@ from titanlite.checkpoint.manifest import (
     ENVIRONMENT,
     Manifest,
     Position,
-    check,
     committed,
     export_folder,
     latest_complete,
     step_folder,
 )
 from titanlite.config.job import Job
-from titanlite.config.rules.resume import batch_changes, require_step
+from titanlite.config.rules.resume import batch_changes
 from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
@@ -123,34 +122,6 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
 def checkpoint_root(config: JobConfig) -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
-
-
-def check_start(job: Job) -> None:
-    """Raise if what the run would start from is missing or damaged, as far as manifests and sizes tell."""
-    settings, root = job.config.checkpoint, checkpoint_root(job.config)
-    steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
-    if settings.enable and settings.load_step != -1:
-        require_step(root, settings.load_step, steps)
-        folder = step_folder(root, settings.load_step)
-        refuse_damaged("checkpoint.load_step", folder, check(folder, resumable=True)[1])
-    elif settings.initial_load_in_hf and not steps:
-        from titanlite.checkpoint.hf.load import HuggingFaceFolder
-
-        try:
-            HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
-        except UserError as error:
-            raise UserError(f"checkpoint.initial_load_path: {error}") from None
-    elif settings.initial_load_path and not steps:
-        folder = step_folder(path, found[-1]) if (found := committed(path)) else path
-        problems = check(folder, resumable=not settings.initial_load_model_only)[1]
-        refuse_damaged("checkpoint.initial_load_path", folder, problems)
-
-
-def refuse_damaged(key: str, folder: Path, problems: Sequence[str]) -> None:
-    """Raise if the checkpoint that a key names has problems."""
-    if problems:
-        hint = "; --model.flavor hf starts from a Hugging Face folder" * (folder / "config.json").is_file()
-        raise UserError(f"{key}: {'; '.join(problems[:8])}{hint}")
 
 
 def finished_message(config: JobConfig) -> str:

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.resume import check_start
+from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
+from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.rules.data import is_streamed
+from titanlite.config.rules.resume import require_step
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
@@ -49,7 +51,7 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
     if not problems:
         _check_without_model(check, job, device)
         if first_node:
-            check(check_start, job)
+            check(_check_start, job)
         if built := check(build_model, job):
             model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
@@ -161,6 +163,34 @@ def _check_dump_folder(folder: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is written next says it
             where = f"{existing} is not a folder that can be written to"
             raise UserError(f'job.dump_folder = "{folder}": {where} ({error.strerror})') from None
+
+
+def _check_start(job: Job) -> None:
+    """Raise if what the run would start from is missing or damaged, as far as manifests and sizes tell."""
+    settings, root = job.config.checkpoint, checkpoint_root(job.config)
+    steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
+    if settings.enable and settings.load_step != -1:
+        require_step(root, settings.load_step, steps)
+        _require_complete("checkpoint.load_step", step_folder(root, settings.load_step), resumable=True)
+    elif settings.initial_load_in_hf and not steps:
+        from titanlite.checkpoint.hf.load import HuggingFaceFolder
+
+        try:
+            HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+        except UserError as error:
+            raise UserError(f"checkpoint.initial_load_path: {error}") from None
+    elif settings.initial_load_path and not steps:
+        folder = step_folder(path, found[-1]) if (found := committed(path)) else path
+        _require_complete("checkpoint.initial_load_path", folder, not settings.initial_load_model_only)
+
+
+def _require_complete(key: str, folder: Path, resumable: bool) -> None:
+    try:
+        problems = faults(folder, read_manifest(folder), resumable=resumable)
+    except (CorruptCheckpoint, OSError) as error:
+        problems = [str(error)]
+    if problems:
+        raise UserError(f"{key}: {'; '.join(problems[:8])}")
 
 
 def _require_gpu(key: str, device: str) -> None:

@@ -62,8 +62,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     own_chunks = partial(places, degree=mesh.size(), rank=mesh.get_local_rank(), balanced=balanced)
     attend = partial(_gathered, mesh, own_chunks) if gathers else partial(_exchanged, mesh.get_group())
     modules: dict[str, Any] = dict(model.named_modules())
-    for number in context.blocks(model):
-        path = f"{spec.blocks}.{number}.{spec.core}"
+    for path in (f"{spec.blocks}.{number}.{spec.core}" for number in context.blocks(model)):
         core = modules.get(path)
         if core is None:
             raise UserError(f"context parallel: {path} is not in the model; its ModelSpec names it as core")
@@ -75,8 +74,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         return [note + "exchanging tokens for heads (ulysses)"]
     make: Any = getattr(model, "attention_mask", None)
     if make is None:
-        why = "which makes the masks of documents (models.common.decoder.Decoder has one)"
-        raise UserError(f"context parallel: {type(model).__name__} has no method attention_mask, {why}")
+        raise UserError(f"context parallel: {type(model).__name__} has no method attention_mask, as a Decoder has")
 
     def masks(documents: Tensor, h: Tensor) -> list[Any]:  # of each chunk, and all it can see
         return [make(documents[:, : chunk.stop], h, len(chunk)) for chunk in own_chunks(documents.size(1))]

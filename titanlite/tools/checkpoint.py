@@ -23,7 +23,6 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
-    check,
     committed,
     faults,
     is_complete,
@@ -143,7 +142,7 @@ def find_checkpoint(path: Path) -> Path:
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
-        manifest, problems = check(folder, arguments.full)
+        manifest, problems = _check(folder, arguments.full)
         weights = ", weights" if manifest and manifest.weights_only else ""
         size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
@@ -156,10 +155,19 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
 def _verify(arguments: Namespace, overrides: list[str]) -> int:
     damaged = False
     for folder in (folder for path in arguments.folders for folder in find_checkpoints(path)):
-        _, problems = check(folder, full=True)
+        _, problems = _check(folder, full=True)
         damaged |= bool(problems)
         print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
     return int(damaged)
+
+
+def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, if it can be read, and what is wrong with the folder."""
+    try:
+        manifest = read_manifest(folder)
+        return manifest, faults(folder, manifest, manifest.files if full else ())
+    except (CorruptCheckpoint, OSError) as error:
+        return None, [str(error)]
 
 
 def _show(arguments: Namespace, overrides: list[str]) -> int:
