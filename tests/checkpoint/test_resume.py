@@ -9,6 +9,7 @@ import pytest
 from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
 from tests.jobs import QUIET, job, trainer
+from tests.lanes import sample
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.rules.resume import batch_changes
@@ -197,7 +198,8 @@ def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
             resume.check_data(0, "aa+11")
 
 
-def test_a_stream_continues_where_each_reader_was(pool, tmp_path):
+@pytest.mark.parametrize("options", sample([[], ["--parallelism.pipeline_parallel_degree=2"]], []))
+def test_a_stream_continues_where_each_reader_was(pool, tmp_path, options):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -205,6 +207,7 @@ def test_a_stream_continues_where_each_reader_was(pool, tmp_path):
         lines = [json.dumps({"text": f"{file}:{i} " + "xyz" * (i % 7)}) for i in range(40)]
         (texts / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     argv = [*SAVING, "--training.dataset=c4_test", f"--training.dataset_path={texts}", "--training.steps=8"]
+    argv += options
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
     first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=2)
     then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)

@@ -140,6 +140,19 @@ def test_a_tensor_is_sent_once_from_its_stage_to_the_rank_that_writes_it(pool, t
     assert sent == expected and all(sent)
 
 
+@pytest.mark.long
+def test_weights_alone_are_saved_and_loaded_by_stages(pool, tmp_path):
+    argv = [*GPT2, *SAVES, PP2, "--training.steps=2", "--checkpoint.last_save_model_only"]
+    state = joined([rank["state"] for rank in pool.run(run_until, argv, str(tmp_path / "run"), world=2)])
+    saved = {name: digest for name, digest in state.items() if name.startswith("model.")}
+    folder = tmp_path / "run/checkpoint/step-2"
+    assert read_manifest(folder).tensors.keys() == saved.keys() and read_state(folder)["numbers"] == {}
+    for world, options in ((2, [PP2]), (1, [])):
+        argv = [*GPT2, *options, "--debug.seed=5", f"--checkpoint.initial_load_path={folder}"]
+        found = joined(pool.run(loaded, argv, str(tmp_path / "next"), world=world))
+        assert {name: found[name] for name in saved} == saved
+
+
 @pytest.mark.parametrize("exclude", [[], ["optimizer"]])
 def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(pool, tmp_path, exclude):
     pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
