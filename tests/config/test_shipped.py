@@ -11,6 +11,7 @@ from titanlite.layout import Layout
 FOLDER = Path(__file__).parents[2] / "train_configs"
 MEANT_FOR = {
     "debug": Layout(dp_shard=2),
+    "debug_pp": Layout(pp=2, dp_shard=2),
     "gpt2_124m": Layout(dp_shard=8),
     "llama_1b": Layout(dp_shard=8),
     "llama_8b": Layout(dp_shard=8),
@@ -18,6 +19,7 @@ MEANT_FOR = {
     "llama_8b_128k": Layout(cp=8),
     "llama_70b": Layout(dp_replicate=4, dp_shard=8, tp=8),
     "llama_405b": Layout(dp_shard=64, tp=8),
+    "llama_405b_pp": Layout(pp=8, dp_shard=8, tp=8),
 }
 PARAMETERS = {
     "llama_1b": 1_235_814_400,
@@ -26,6 +28,7 @@ PARAMETERS = {
     "llama_8b_128k": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "llama_405b": 405_853_388_800,
+    "llama_405b_pp": 405_853_388_800,
 }
 
 
