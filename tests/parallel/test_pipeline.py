@@ -11,18 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import FLOAT64, TINY, forward_backward, full, micro_batches, relative_error, trainer
+from tests.jobs import FLOAT64, TINY, forward_backward, full, job, micro_batches, relative_error, trainer
 from tests.lanes import sample
 from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
 from titanlite.config.pipeline_order import parse
 from titanlite.data.loader import MicroBatch
+from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFinite
-from titanlite.parallel.build import named_parameters
-from titanlite.parallel.pipeline import Pipeline, orders
+from titanlite.parallel.build import build_model, named_parameters
+from titanlite.parallel.pipeline import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
+from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
@@ -298,3 +300,26 @@ def not_finite_on_one_rank(argv: list[str], folder: str, odd: int) -> tuple[str,
 def test_what_is_not_finite_on_one_stage_ends_all_at_one_step(pool, tmp_path, odd):
     for message, step in pool.run(not_finite_on_one_rank, [*FOUR, PP2], str(tmp_path), odd, world=4):
         assert message.startswith(f"at step 2 the loss of rank {odd} was not finite") and step == 4
+
+
+def test_stages_have_the_model_between_them_and_a_parameter_in_none_is_named():
+    found = job([*FOUR, PP2], 2)
+    model, _ = build_model(found)
+    names = [{name for name, _ in part.named_parameters()} for part in split(model, found.spec, found.stages.names)]
+    assert {*names[0], *names[1]} == {name for name, _ in model.named_parameters()} and not names[0] & names[1]
+    model.scale = torch.nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(UserError, match="scale is in none of the modules that a stage can have: tok_emb"):
+        split(model, found.spec, found.stages.names)
+
+
+def lines_at_start(argv: list[str], folder: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in describe_start(trainer(argv, folder)) if " " in line)
+
+
+def test_a_run_starts_with_the_numbers_of_the_whole_model(pool, tmp_path):
+    """And with the memory of the rank that needs most, which all ranks agree on."""
+    alone = pool.run(lines_at_start, FOUR, str(tmp_path), world=1)[0]
+    ranks = pool.run(lines_at_start, [*FOUR, PP2], str(tmp_path), world=2)
+    for name in ("model", "compute", "optimizer"):
+        assert {found[name] for found in ranks} == {alone[name]}
+    assert ranks[0]["memory"] == ranks[1]["memory"] != alone["memory"]
