@@ -95,7 +95,8 @@ def loaded(argv: list[str], folder: str) -> dict[str, Any]:
     return digests(trainer(argv, folder))
 
 
-@pytest.mark.parametrize(("world", "options"), sample([(2, [PP2]), (4, [PP2]), (4, [PP2, TP2])], (2, [PP2])))
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "options"), [(2, [PP2]), (4, [PP2]), (4, [PP2, TP2])])
 def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(pool, tmp_path, world, options):
     argv = [*GPT2, *options]
     pool.run(exported, GPT2, str(tmp_path / "one"), "bfloat16", world=1)
@@ -153,6 +154,7 @@ def test_weights_alone_are_saved_and_loaded_by_stages(pool, tmp_path):
         assert {name: found[name] for name in saved} == saved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exclude", [[], ["optimizer"]])
 def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(pool, tmp_path, exclude):
     pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
@@ -164,7 +166,8 @@ def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(p
         assert message == "loaded" and not untouched
 
 
-@pytest.mark.parametrize("rank", sample([0, 1], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_not_finite_on_the_last_stage_stops_all_ranks_at_the_same_step(pool, tmp_path, rank):
     argv = [*EVEN, PP2, "--training.steps=9", "--metrics.log_freq=9"]
     stops = pool.run(train_with_nan, argv, str(tmp_path), rank, 3, world=2)
