@@ -142,12 +142,16 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
     from titanlite.planner.search import changes
 
     recording = plan_step(job)
-    seq_len = job.config.training.seq_len
-    speed = speed_of(recording, job.layout, hardware, job.batch.total * seq_len, is_upper_bound(job))
     model, table = build_model(job)
-    flops = flops_per_token(model.named_parameters(), table, job.shape, seq_len)
-    plan = Plan(job, hardware, recording, speed, flops, tokens)
+    flops = flops_per_token(model.named_parameters(), table, job.shape, job.config.training.seq_len)
+    plan = Plan(job, hardware, recording, speed_of_job(job, recording, hardware), flops, tokens)
     return plan if plan.fits else replace(plan, changes=changes(job, hardware))
+
+
+def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
+    """Return the bound and the estimate of a job's recorded step."""
+    tokens = job.batch.total * job.config.training.seq_len
+    return speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
 
 
 def reserve_text(hardware: Hardware) -> str:

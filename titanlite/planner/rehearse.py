@@ -56,15 +56,14 @@ class Rehearsal:
             )
             self._parameters = [item.parameter for item in trained]
             self._optimizer = build_optimizer(trained, job.config)
-            # What is left by a first step: the optimizer's state, and the guard's flags.
-            for parameter in self._parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            self._runner(job).update(step=1)
             self._guard, self._counting = NonFiniteGuard(self._context.device, mesh.loss), Counting(job.layout)
-            with self._counting:
-                zero = torch.zeros(())
-                self._guard.all_reduce_tokens(zero.to(torch.int64))
-                self._guard.record(1, zero, zero)
+            with self._counting:  # what a first step leaves: the optimizer's state, flags, cached meshes
+                runner, zero = self._runner(job), torch.zeros((), dtype=torch.float64)
+                self._guard.all_reduce_tokens(zero.long())
+                for parameter in self._parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._guard.record(1, zero, runner.clip_gradients())
+                runner.update(step=1)
         if not self.is_even:
             self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
 

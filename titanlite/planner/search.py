@@ -25,9 +25,9 @@ from titanlite.parallel.build import build_model
 from titanlite.planner.depth import plan_steps
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.plan import is_upper_bound
+from titanlite.planner.plan import is_upper_bound, speed_of_job
 from titanlite.planner.record import Collective
-from titanlite.planner.speed import Speed, speed_of, transfer
+from titanlite.planner.speed import Speed, transfer
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
@@ -161,10 +161,9 @@ def _rehearse(
     """Rehearse jobs that differ from each other in nothing but batch and loss chunks."""
     found = []
     for (settings, other), recording in zip(tried, plan_steps([other for _, other in tried], world), strict=True):
-        tokens = other.batch.total * other.config.training.seq_len
-        speed = speed_of(recording, other.layout, hardware, tokens, is_upper_bound(other))
         new = [f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value]
         new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
+        speed = speed_of_job(other, recording, hardware)
         found.append(Candidate(settings, other, " ".join(new) or "as it is", recording.peak, speed))
     return found
 

@@ -8,10 +8,9 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, recognize
-from titanlite.planner.plan import is_upper_bound, traffic_of
+from titanlite.planner.plan import is_upper_bound, speed_of_job, traffic_of
 from titanlite.planner.record import Recording
 from titanlite.planner.search import changes
-from titanlite.planner.speed import speed_of
 
 
 def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:
@@ -25,8 +24,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
         hardware = load_hardware(known) if known else None
         speed = f'no speed bound of "{gpu}", which hardware.toml has not' if gpu else "no speed bound on a CPU"
         if hardware:
-            tokens = job.batch.total * job.config.training.seq_len
-            found = speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
+            found = speed_of_job(job, recording, hardware)
             speed = f"{found.bound:.3g} s or more by {found.binding}, by estimate {found.estimate:.3g} s"
     except UserError as error:
         return [f"titanlite: memory and speed are {error}"]
