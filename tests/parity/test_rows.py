@@ -8,7 +8,7 @@ from titanlite.verify.command import table
 from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
-from titanlite.verify.table import ALL_LAYOUTS, EXTRA, Row
+from titanlite.verify.table import ALL_LAYOUTS, EXTRA, ONLY_FULL, Row
 
 SAMPLES = {  # model: layouts, each with a precision
     "llama3": {"1": "float32", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
@@ -24,8 +24,19 @@ SPLIT_BY_INDUCTOR = [
     Row("cp2", "op", "inductor", documents="on", precision="float32"),
     Row("cp2", "full", "inductor", "3", sequence="ulysses", precision="float32"),
 ]
-ONLY_BY_COMMAND = {"hsdp2x2 x tp2", "hsdp2x2 x cp2", "cp4"}
+ONLY_BY_COMMAND = {"hsdp2x2 x tp2", *ONLY_FULL}
 """Eight processes take half a minute on two cores; cp4 is in no table but --full's."""
+STAGES = [
+    ("gpt2", Row("pp2")),
+    ("llama3", Row("pp2 x dp2", schedule="ZBVZeroBubble")),
+    ("llama3", Row("pp2 x tp2", recompute="full", schedule="Interleaved1F1B")),
+]
+"""Schedules of one stage a rank, of a V, and of rounds; the first is tied."""
+MORE_STAGES = [
+    ("gpt2", Row("pp4", schedule="csv", precision="bfloat16")),
+    ("llama3", Row("pp2 x cp2", accumulation="3", schedule="InterleavedZeroBubble", documents="on")),
+    ("llama3", Row("pp2 x dp2", "op", prefetch="1", reshard="always", variant="frozen", precision="float32")),
+]
 
 
 def argv_of(name: str) -> list[str]:
@@ -41,7 +52,8 @@ def sampled_row(name: str, layout: str) -> Row:
 
 
 def test_every_layout_and_precision_is_sampled_and_tensor_parallel_in_all_but_float32():
-    assert {layout for layouts in SAMPLES.values() for layout in layouts} | ONLY_BY_COMMAND == ALL_LAYOUTS.keys()
+    staged = {row.layout for _, row in STAGES + MORE_STAGES}
+    assert {*staged, *ONLY_BY_COMMAND}.union(*SAMPLES.values()) == ALL_LAYOUTS.keys()
     sampled = [(layout, precision) for layouts in SAMPLES.values() for layout, precision in layouts.items()]
     assert {precision for _, precision in sampled} == BOUNDS.keys()
     assert {precision for layout, precision in sampled if "tp" in layout} == {"float64", "bfloat16", "pure bf16"}
@@ -72,6 +84,16 @@ def runners(pool):
 )
 def test_training_equals_the_plain_module_in_one_process(runners, name, layout):
     row = sampled_row(name, layout)
+    result = runners[name](row)
+    assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [*STAGES, *(pytest.param(*sample, marks=pytest.mark.long) for sample in MORE_STAGES)],
+    ids=str,
+)
+def test_stages_equal_the_plain_module_in_one_process(runners, name, row):
     result = runners[name](row)
     assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
 

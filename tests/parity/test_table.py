@@ -1,6 +1,7 @@
 """The table of `titanlite verify` as data: what it covers, and for which models."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ from titanlite.verify.table import (
     INDUCTOR,
     LAYOUTS,
     ONLY_FULL,
+    OVERRIDES,
     SAMPLES,
+    SPLIT_BY,
     VARIANTS,
     Row,
     beyond,
@@ -75,11 +78,11 @@ def test_prefetch_and_reshard_need_sharding():
 
 
 @pytest.mark.parametrize("layout", BEYOND)
-def test_a_further_layout_meets_every_choice_in_at_most_four_rows(layout):
-    split = ["headtail", "none", "ulysses"] if BEYOND[layout].cp > 1 else ["headtail"]
-    of = choices([layout], ["plain", "tied", "frozen"], sequences=split)
+def test_a_further_layout_meets_every_choice_in_few_rows(layout):
+    split = {c: [*OVERRIDES[c]] for c, dimension in SPLIT_BY.items() if getattr(BEYOND[layout], dimension) > 1}
+    of = choices([layout], ["plain", "tied", "frozen"], **split)
     rows = beyond(of)
-    assert len(rows) <= 4 and rows == beyond(of), "the same rows every time"
+    assert len(rows) <= max(4, len(of["schedule"])) and rows == beyond(of), "the same rows every time"
     assert {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair} <= set().union(*map(pairs_in, rows))
     assert (rows[0].precision, rows[0].sequence) == ("float64", "headtail")
 
@@ -95,6 +98,20 @@ def test_the_default_runs_one_row_of_each_further_layout_and_of_inductor_and_bey
     assert {*INDUCTOR} <= {*further.values()}
     assert not {row.layout for row in rows.values()} & ONLY_FULL.keys()
     assert {row.layout for row in full_table(model_of()).values()} == {*ALL_LAYOUTS}
+
+
+def test_rows_with_stages_are_those_that_the_config_allows(tmp_path):
+    model, layout = model_of(), "pp2 x dp2"
+    assert not is_valid({"layout": "dp2", "schedule": "GPipe"})
+    gathers = [{"reshard": r, "prefetch": p} for r, p in product(OVERRIDES["reshard"], OVERRIDES["prefetch"])]
+    others = [{"recompute": r} for r in OVERRIDES["recompute"]] + [{"compile": "aot_eager"}, {"variant": "tied"}]
+    for schedule, chosen in product(OVERRIDES["schedule"], gathers + others):
+        row = Row(layout, schedule=schedule, **chosen)
+        try:
+            allowed = not build_job(model.command_line(row, tmp_path), row.mesh.world).no_effect
+        except ConfigError:
+            allowed = False
+        assert is_valid({"layout": layout, "schedule": schedule, **chosen}) == allowed, row
 
 
 def test_only_context_parallel_splits_sequences():

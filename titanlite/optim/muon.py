@@ -37,8 +37,8 @@ def muon(
     if not any(gather_objects(bool(matrices), dist.group.WORLD)):  # a pipeline stage may have none
         raise UserError("optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW")
     rest = [item for item in trained if not item.is_hidden_matrix]
-    kinds = [(True, matrices), (False, rest)] if matrices else [(False, rest)]
-    parameters = [each for is_matrix, items in kinds for each in groups(items, config.optimizer, matrices=is_matrix)]
+    of_both = *groups(matrices, config.optimizer, matrices=True), *groups(rest, config.optimizer, matrices=False)
+    parameters = [group for group in of_both if group["params"]] or [*of_both][:1]  # torch wants names in all or none
     dtype = getattr(torch, config.training.mixed_precision_param)
     return Muon(parameters, dtype, stage, **adam_options(config.optimizer))
 

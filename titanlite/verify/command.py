@@ -96,7 +96,7 @@ def table(model: ModelUnderTest) -> Rows:
     rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     rows += [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed]
     for layout in filter(allowed.get, BEYOND):
-        rows += beyond(choices([layout], variants, documents, allowed[layout]))
+        rows += beyond(choices([layout], variants, documents, **allowed[layout]))
     return numbered(rows)
 
 
@@ -105,7 +105,7 @@ def full_table(model: ModelUnderTest) -> Rows:
     variants, documents, allowed = list(model.variants), model.documents, model.layouts
     rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     for layout in filter(allowed.get, [*BEYOND, *ONLY_FULL]):
-        rows += full(choices([layout], variants, documents, allowed[layout]))
+        rows += full(choices([layout], variants, documents, **allowed[layout]))
     return numbered(rows + [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed])
 
 
@@ -183,8 +183,9 @@ def _introduction(model: ModelUnderTest, rows: Collection[Row], fault: str, cach
         from titanlite.verify.known_faults import FAULTS
 
         yield f"with a fault that must be detected: {FAULTS[fault].summary}"
-    for layout, reason in model.refused_layouts.items():
-        yield f"skipping layout {layout}: {reason}"
+    for reason in dict.fromkeys(model.refused_layouts.values()):
+        layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
+        yield f"skipping layout {', '.join(layouts)}: {reason}"
     if "on" not in model.documents:
         yield "skipping documents: the model names no core of attention that would take them"
     if cached:

@@ -21,15 +21,15 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
 from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
-from titanlite.optim.grad_norm import clip_grad_norm
-from titanlite.parallel.build import shared_names
+from titanlite.parallel.build import named_parameters
 from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
-from titanlite.verify import gather_order, measurements
+from titanlite.verify import measurements
 from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
+from titanlite.verify.step_record import StepRecord
 
 
 def measure(
@@ -60,9 +60,11 @@ def measure(
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
-    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision)
-    if mismatch.error <= measurements.BOUNDS[precision] and (difference := trainer.gathered_out_of_order()):
-        return Mismatch("all-gathers:", difference)
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.declared_names())
+    if mismatch.error <= measurements.BOUNDS[precision]:
+        for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
+            if difference:
+                return Mismatch(what, difference)
     return mismatch
 
 
@@ -92,7 +94,7 @@ class InstrumentedTrainer(Trainer):
         places = self.own_places(seq_len)
         self.micro_batches = [MicroBatch(rows, places) for rows in own_rows.chunk(self.rank_slice.accumulation)]
         self.measured: Measured = {}
-        self.gathered: list[gather_order.Group] = []
+        self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
         self.report.close()
         self.report.sinks = [CapturingSink(self.measured)]
         self._forward_backward = self.runner.forward_backward
@@ -100,15 +102,27 @@ class InstrumentedTrainer(Trainer):
 
     def measure_steps(self) -> Measured:
         """Take the steps of every optimizer, and return what was measured."""
-        model, config = self.parts[0], self.job.config
-        self.measured[measurements.INITIAL] = measurements.parameters(model)
+        config = self.job.config
+        self.measured[measurements.INITIAL] = measurements.values(self.own_parameters())
         for name, steps in measurements.steps_of(config).items():
-            self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name))
+            self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name), stage=self.mesh.stage)
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.measured[measurements.after_steps(name)] = measurements.parameters(model)
+            self.measured[measurements.after_steps(name)] = measurements.values(self.own_parameters())
         return self.measured
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank's parts by their names in the model."""
+        return {name: p for part in self.parts for name, p in named_parameters(part, self.runner.context.table)}
+
+    def declared_names(self) -> set[str]:
+        """Return the parameters that this rank should have: those of its stages, by the first names of ties."""
+        stages, table = self.job.stages, self.runner.context.table
+        if self.job.layout.pp == 1:
+            return {*table}
+        modules = tuple(f"{name}." for stage in stages.ranks[self.record.stage_rank] for name in stages.names[stage])
+        return {n for n, rule in table.items() if n.startswith(modules) or (rule.tied or "").startswith(modules)}
 
     def next_micro_batches(self) -> list[MicroBatch]:
         return self.micro_batches
@@ -116,20 +130,12 @@ class InstrumentedTrainer(Trainer):
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        if step > 1:
-            return self._forward_backward(step, micro_batches, valid_tokens)
-        with gather_order.gathers_recorded(self.gathered) if self.job.layout.fsdp > 1 else nullcontext():
+        with self.record.recording() if step == 2 else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
-        self.measured[measurements.GRADIENT] = measurements.gradients(self.parts[0])
-        self.measured[measurements.NORM] = {"(p = inf)": clip_grad_norm(self.runner.parameters, math.inf, math.inf)}
+        if step == 1:
+            self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
+            self.measured[measurements.NORM] = {"(p = inf)": self.runner.clip_gradients(math.inf, math.inf)}
         return loss
-
-    def gathered_out_of_order(self) -> str:
-        """Return the first group that was not gathered when the schedule says, or an empty string."""
-        if self.job.layout.fsdp == 1:
-            return ""
-        declared = gather_order.declared(self.job, tied=bool(shared_names(self.parts[0])))
-        return gather_order.first_difference(self.gathered, declared)
 
 
 class CapturingSink:

@@ -6,7 +6,7 @@ bias's gradient under softmax, has an error of the size of what was summed, not 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -93,27 +93,32 @@ def lengths_of(tokens: int, kind: str) -> list[int]:
     return [third, third + rest // 2, third + rest - rest // 2] if kind == "documents" else [tokens]
 
 
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: _full_copy(parameter) for name, parameter in model.named_parameters()}
+def values(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: _full_copy(parameter) for name, parameter in parameters.items()}
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: _full_copy(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: _full_copy(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def compare(actual: Measured, expected: Measured, precision: str) -> Mismatch:
-    """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all."""
+def compare(actual: Measured, expected: Measured, precision: str, own: Set[str]) -> Mismatch:
+    """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all.
+
+    `own` are the parameters that this rank should have, all but with pipeline parallel.
+    """
     bound = BOUNDS[precision]
     worst = []
     for what, tensors in expected.items():
-        if unmatched := sorted(actual[what].keys() ^ tensors.keys()):
-            reason = "is missing" if unmatched[0] in tensors else "is not in the plain model"
-            return Mismatch(what, f"{unmatched[0]}, which {reason}")
-        worst.append(max(_errors(what, actual[what], tensors), key=lambda mismatch: mismatch.error))
+        names = tensors.keys() & own if what not in (NORM, LOSS) else tensors.keys()
+        if unmatched := sorted(actual[what].keys() ^ names):
+            not_own = "belongs to another stage" if unmatched[0] in tensors else "is not in the plain model"
+            return Mismatch(what, f"{unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}")
+        errors = _errors(what, actual[what], tensors)
+        worst.append(max(errors, key=lambda mismatch: mismatch.error, default=Mismatch(what, "", 0.0)))
         if worst[-1].error > bound:
             return worst[-1]
         if what == LOSS and worst[-1].error > LOSS_BOUNDS[precision]:
@@ -123,7 +128,7 @@ def compare(actual: Measured, expected: Measured, precision: str) -> Mismatch:
 
 def _errors(what: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Iterator[Mismatch]:
     floor = FLOOR * math.hypot(*(tensor.norm().item() for tensor in expected.values()))
-    for name, tensor in expected.items():
+    for name, tensor in ((name, expected[name]) for name in actual):
         if what == INITIAL:  # a function of the job, not of the mesh: bit for bit
             yield Mismatch(what, name, 0.0 if torch.equal(actual[name], tensor) else math.inf)
             continue

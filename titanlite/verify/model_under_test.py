@@ -6,14 +6,16 @@ since masks differ between meshes.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, get_model
-from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, Row
+from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
@@ -54,16 +56,25 @@ class ModelUnderTest:
     """Whether the plain variant's output layer shares the embedding's weight."""
     documents: tuple[str, ...]
     """The choices of documents: only "off" if no core of attention takes them."""
-    layouts: Mapping[str, tuple[str, ...]]
-    """Those that it allows, each with the ways to split sequences that it allows there."""
+    layouts: Mapping[str, Mapping[str, tuple[str, ...]]]
+    """Those that it allows, each with what it allows there of the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
-    """Layouts that the config's rules refuse for it, and why."""
+    """Layouts that the config's rules refuse for it, or choices there, and why."""
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
-        """Return the overrides that make the job of a row; `folder` holds the token shard."""
+        """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
         model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
         paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
-        return [*model, *row.overrides(), f"--training.max_norm={max_norm}", *paths]
+        return [*model, *row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}", *paths]
+
+
+def _schedule(row: Row, folder: Path) -> list[str]:
+    """Return the override that names a row's schedule, if it is a file, which is written."""
+    if row.schedule != CSV:
+        return []
+    path = folder / f"{row.layout.replace(' ', '')}.csv"
+    path.write_text(row.order)
+    return [f"--parallelism.pipeline_parallel_schedule_csv={path}"]
 
 
 def build_job(overrides: list[str], world: int) -> Job:
@@ -120,21 +131,37 @@ def _freezing(model: Model, spec: ModelSpec) -> str:
     return f"--model.freeze={toml_value([*model.freeze, *patterns, block])}"
 
 
-def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the layouts that the config allows, each with the ways to split sequences, and why it refuses others.
+def _allowed_layouts(
+    overrides: tuple[str, ...],
+) -> tuple[dict[str, dict[str, tuple[str, ...]]], dict[str, str]]:
+    """Return the layouts that the config allows, each with the choices of SPLIT_BY there, and why it refuses others.
 
     A model refused on one process is an error of its own.
     """
-    allowed, refused = dict[str, tuple[str, ...]](), dict[str, str]()
+    allowed, refused = dict[str, dict[str, tuple[str, ...]]](), dict[str, str]()
+    refusal = cache(partial(_refusal, overrides))
     for layout, degrees in ALL_LAYOUTS.items():
-        for sequence in OVERRIDES["sequence"] if degrees.cp > 1 else ("headtail",):
-            row = Row(layout, sequence=sequence)
-            try:
-                build_job([*overrides, *row.overrides(), "--training.dataset_path=."], degrees.world)
-                allowed[layout] = (*allowed.get(layout, ()), sequence)
-            except ConfigError as error:
-                if layout == "1":
-                    raise
-                name = f"{layout} with {sequence}" if layout in allowed else layout
-                refused.setdefault(name, f"{error.faults[0].key}: {error.faults[0].why}")
+        split, reasons = dict[str, tuple[str, ...]](), dict[str, str]()
+        for column, dimension in SPLIT_BY.items():
+            choices = [*OVERRIDES[column]][: None if getattr(degrees, dimension) > 1 else 1]
+            reasons |= {choice: refusal(Row(layout, **{column: choice})) for choice in choices}
+            split[column] = tuple(choice for choice in choices if not reasons[choice])
+        if all(split.values()):
+            allowed[layout] = split
+            refused |= {f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason}
+        else:
+            refused[layout] = next(filter(None, reasons.values()))
     return allowed, refused
+
+
+def _refusal(overrides: tuple[str, ...], row: Row) -> str:
+    """Return why the config refuses a row, or an empty string."""
+    with TemporaryDirectory(prefix="titanlite-verify-") as folder:
+        line = [*overrides, *row.overrides(), *_schedule(row, Path(folder)), "--training.dataset_path=."]
+        try:
+            build_job(line, row.mesh.world)
+        except ConfigError as error:
+            if row.layout == "1":
+                raise
+            return f"{error.faults[0].key}: {error.faults[0].why}"
+    return ""

@@ -25,7 +25,8 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
-    measured: Measured = {INITIAL: measurements.parameters(model)}
+    parameters = dict(model.named_parameters())
+    measured: Measured = {INITIAL: measurements.values(parameters)}
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
@@ -36,7 +37,7 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             if step == 1:
-                grads = measurements.gradients(model)
+                grads = measurements.gradients(parameters)
                 norms = {f"(p = {p:g})": get_total_norm(grads.values(), p) for p in (2.0, math.inf)}
                 measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}}
                 max_norm = norms["(p = 2)"].item() / 2
@@ -44,6 +45,6 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()
-        measured[measurements.after_steps(name)] = measurements.parameters(model)
+        measured[measurements.after_steps(name)] = measurements.values(parameters)
     torch.save(measured, path)
     return max_norm

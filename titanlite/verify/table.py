@@ -10,11 +10,16 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
+from typing import get_args
 
+from titanlite.config.schema import Schedule
+from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED
 from titanlite.layout import Layout
 
 SAMPLES = 36
 """Samples of the global batch: divisible by every data-parallel degree times every accumulation."""
+MICRO_BATCH = 3
+"""Samples of a pipeline's micro-batch: divides those of a rank, whatever the accumulation."""
 
 LAYOUTS = {
     "1": Layout(),
@@ -32,14 +37,26 @@ BEYOND = {
     "cp2": Layout(cp=2),
     "dp2 x cp2": Layout(dp_shard=2, cp=2),
     "replicate2 x cp2": Layout(dp_replicate=2, cp=2),
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "pp2 x dp2": Layout(pp=2, dp_shard=2),
+    "pp2 x tp2": Layout(pp=2, tp=2),
+    "pp2 x cp2": Layout(pp=2, cp=2),
 }
 """Layouts that meet each choice of every other column, but not each pair of choices."""
-ONLY_FULL = {"cp4": Layout(cp=4), "hsdp2x2 x cp2": Layout(dp_replicate=2, dp_shard=2, cp=2)}
+ONLY_FULL = {
+    "cp4": Layout(cp=4),
+    "hsdp2x2 x cp2": Layout(dp_replicate=2, dp_shard=2, cp=2),
+    "pp2 x hsdp2x2": Layout(pp=2, dp_replicate=2, dp_shard=2),
+    "pp2 x dp2 x tp2": Layout(pp=2, dp_shard=2, tp=2),
+}
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
 VARIANTS = ("plain", "tied", "untied", "frozen")
+CSV = "csv"
+"""The schedule that a file gives."""
 
 _AC, _FSDP, _TRAINING = "--activation_checkpoint.", "--parallelism.fsdp_", "--training."
-_CONTEXT = "--parallelism.context_parallel_"
+_CONTEXT, _PIPELINE = "--parallelism.context_parallel_", "--parallelism.pipeline_parallel_"
 _MIXED = [_TRAINING + "mixed_precision_param=", _TRAINING + "mixed_precision_reduce="]
 OVERRIDES: dict[str, dict[str, list[str]]] = {
     "recompute": {
@@ -64,6 +81,11 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
         "none": [_CONTEXT + "load_balancer=none"],
         "ulysses": [_CONTEXT + "rotate_method=ulysses"],
     },
+    "schedule": {
+        "1F1B": [],
+        **{name: [f"{_PIPELINE}schedule={name}"] for name in get_args(Schedule) if name != "1F1B"},
+        CSV: [],  # a file that is written beside the tokens
+    },
     "documents": {"off": [], "on": []},  # each sample has three, which the reference reads one by one
     "precision": {
         "float64": [_TRAINING + "dtype=float64", *(key + "float64" for key in _MIXED)],
@@ -73,6 +95,8 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
     },
 }
 """What each choice adds to the command line; what layouts and variants add is computed."""
+SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
+"""Columns that stay at their first choice where a layout does not have this dimension."""
 EXTRAS: dict[str, list[str]] = {
     "": [],
     "deferred": ["--parallelism.defer_gradient_sync=true"],
@@ -95,6 +119,7 @@ class Row:
     prefetch: str = "0"
     reshard: str = "default"
     sequence: str = "headtail"
+    schedule: str = "1F1B"
     documents: str = "off"
     variant: str = "plain"
     precision: str = "float64"
@@ -109,10 +134,20 @@ class Row:
         """Return what changes the batch, and so the reference."""
         return "documents" * (self.documents == "on") + self.extra * (self.extra == "one slice")
 
+    @property
+    def order(self) -> str:
+        """Return the order of the schedule "csv", which no class of torch has: a stage a rank, all forward passes,
+        then the backward passes from the last micro-batch to the first."""
+        numbers = range(SAMPLES // self.mesh.batch // MICRO_BATCH)
+        rows = ([f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)] for s in range(self.mesh.pp))
+        return "".join(",".join(row) + "\n" for row in rows)
+
     def overrides(self) -> list[str]:
         """Return the command line's overrides for this row, without those for its variant of the model."""
         return [
             f"--parallelism.data_parallel_replicate_degree={self.mesh.dp_replicate}",
+            f"{_PIPELINE}degree={self.mesh.pp}",
+            *[f"{_PIPELINE}microbatch_size={MICRO_BATCH}"] * (self.mesh.pp > 1),
             f"{_CONTEXT}degree={self.mesh.cp}",
             f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
             f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
@@ -145,7 +180,7 @@ Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})
-    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2")
+    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4")
 }
 """Pairs with a row in `full` only: compiling takes seconds a rank, and says no more there than on fewer ranks."""
 
@@ -154,30 +189,52 @@ def choices(
     layouts: Sequence[str],
     variants: Sequence[str],
     documents: Sequence[str] = ("off", "on"),
-    sequences: Sequence[str] = ("headtail",),
+    **split: Sequence[str],
 ) -> Choices:
-    """Return the choices of every column, for what a model allows of layouts, variants, documents and splits."""
-    by_column = {column: list(c) for column, c in OVERRIDES.items()} | {"compile": ["off", "aot_eager"]}
-    by_column |= {"layout": layouts, "variant": variants, "documents": documents, "sequence": sequences}
+    """Return the choices of every column, for what a model allows of layouts, variants, documents and of SPLIT_BY."""
+    by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
+    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {"compile": ["off", "aot_eager"]}
+    by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
     if "cp4" in layouts:  # whose ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
     return {column: by_column[column] for column in COLUMNS}
 
 
 def is_valid(row: Mapping[str, str]) -> bool:
-    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect, and
-    without context parallel those for sequences."""
+    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect, nor
+    do those for sequences and schedules without context or pipeline parallel."""
     if "layout" not in row:
         return True
     layout, gathers = ALL_LAYOUTS[row["layout"]], (row.get("prefetch", "0"), row.get("reshard", "default"))
     split = layout.cp > 1 or row.get("sequence", "headtail") == "headtail"
-    return split and (layout.fsdp > 1 or gathers == ("0", "default"))
+    staged = _is_valid_in_stages(row) if layout.pp > 1 else row.get("schedule", "1F1B") == "1F1B"
+    return split and staged and (layout.fsdp > 1 or gathers == ("0", "default"))
+
+
+def _is_valid_in_stages(row: Mapping[str, str]) -> bool:
+    """Return whether the config allows these choices with stages: parameters are gathered more than once, or ahead,
+    only by schedules of one stage a rank; a backward pass in two halves is neither compiled nor recomputed by
+    operation; a V's weights are not tied."""
+    schedule, ahead = row.get("schedule", "1F1B"), row.get("prefetch", "0") != "0"
+    again = row.get("reshard", "always" if ahead else "default") == "always"
+    plain_blocks = row.get("compile", "off") == "off" and row.get("recompute") != "op"
+    return (
+        (schedule in SINGLE or not (again or ahead))
+        and again >= ahead
+        and (schedule not in SPLIT_BACKWARD or plain_blocks)
+        and (schedule not in V_SHAPED or row.get("variant") != "tied")
+    )
 
 
 def pairs(of: Choices) -> set[_Pair]:
     """Return every valid pair of choices."""
     every = ({a: left, b: right} for a, b in combinations(COLUMNS, 2) for left, right in product(of[a], of[b]))
-    return {frozenset(pair.items()) for pair in every if is_valid(pair)}
+    return {frozenset(pair.items()) for pair in every if is_valid(_given(of) | pair)}
+
+
+def _given(of: Choices) -> dict[str, str]:
+    """Return the layout that all rows have, if there is only one."""
+    return {"layout": of["layout"][0]} if len(of["layout"]) == 1 else {}
 
 
 def pairs_in(row: Row) -> set[_Pair]:
@@ -226,7 +283,8 @@ def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_che
     """Return rows until every pair is covered: each starts from an uncovered pair and is completed greedily."""
     rows = []
     while uncovered:
-        rows.append(_complete(dict(min(uncovered, key=sorted)), of, uncovered, rng, prefer_cheap=prefer_cheap))
+        row = _given(of) | dict(min(uncovered, key=sorted))
+        rows.append(_complete(row, of, uncovered, rng, prefer_cheap=prefer_cheap))
     return rows
 
 
