@@ -213,11 +213,11 @@ def is_valid(row: Mapping[str, str]) -> bool:
 
 def _is_valid_in_stages(row: Mapping[str, str]) -> bool:
     """Return whether the config allows these choices with stages: parameters are gathered more than once, or ahead,
-    only by schedules of one stage a rank; a backward pass in two halves is neither compiled nor recomputed by
-    operation; a V's weights are not tied."""
+    only by schedules of one stage a rank; no block is compiled or recomputed by a backward pass in two halves; a V's
+    weights are not tied."""
     schedule, ahead = row.get("schedule", "1F1B"), row.get("prefetch", "0") != "0"
     again = row.get("reshard", "always" if ahead else "default") == "always"
-    plain_blocks = row.get("compile", "off") == "off" and row.get("recompute") != "op"
+    plain_blocks = row.get("compile", "off") == "off" and row.get("recompute", "none") == "none"
     return (
         (schedule in SINGLE or not (again or ahead))
         and again >= ahead
