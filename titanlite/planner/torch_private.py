@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.14; no public name
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 and 2.14; no public name
 
 
 def register_fake_backend() -> None:
@@ -18,7 +18,8 @@ def register_fake_backend() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor has worked out: it refers to the meshes of earlier worlds. torch 2.14; no public name."""
+    """Clear what DTensor has worked out: it refers to the meshes of earlier worlds."""
+    # torch 2.11 and 2.14; no public name.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
@@ -26,7 +27,7 @@ def forget_meshes() -> None:
 
 def is_wrapper_subclass(kind: type) -> bool:
     """Return whether tensors of this class hold other tensors that do the work, as DTensors do."""
-    # torch 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private module.
+    # torch 2.11 and 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private module.
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
     return is_traceable_wrapper_subclass_type(kind)
@@ -34,14 +35,14 @@ def is_wrapper_subclass(kind: type) -> bool:
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
     """Return a mode in which new tensors have a shape, a type and a storage, but no memory."""
-    # torch 2.14; no public name.
+    # torch 2.11 and 2.14; no public name.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)  # those on the meta device
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells one storage that is alive from another. torch 2.14; no public name."""
+    """Return what tells one storage that is alive from another. torch 2.11 and 2.14; no public name."""
     return storage._cdata
 
 
@@ -49,7 +50,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """Return the position and name of each argument that an operation of the dispatcher writes to.
 
-    torch 2.14; no public name.
+    torch 2.11 and 2.14; no public name.
     """
     arguments = enumerate(operation._schema.arguments)
     written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
@@ -58,7 +59,7 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
 
 def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     """Put a context around each of DTensor's own computations of what a result's shape and type will be."""
-    # torch 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
+    # torch 2.11 and 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -75,8 +76,8 @@ def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]
 def waiting_as_on_a_device() -> Iterator[None]:
     """Let DTensor's collectives wait where results are used, as they do on real tensors.
 
-    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing. torch 2.14 (2.11 and
-    2.13 ask the same function); no public way.
+    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing. torch 2.11 and 2.14
+    (2.13 asks the same function); no public way.
     """
     from torch.distributed import _functional_collectives as functional
 
