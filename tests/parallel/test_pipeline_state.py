@@ -187,22 +187,24 @@ def test_a_killed_rank_of_any_stage_is_named(tmp_path, rank):
     assert code == 1 and re.findall(r"rank (\d) on .* failed first", out) == [str(rank)] and "SIGKILL" in out
 
 
-def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
-    """Validate between two steps and generate after them; return the loss and the text."""
+def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int]]:
+    """Validate between two steps and generate after them; return the loss and the tokens."""
     argv = [*argv, *FLOAT64, "--validation.enable", "--validation.steps=3", "--training.steps=2"]
     run = trainer(argv, folder)
     run.train()
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
-    text = generate(
+    tokens: list[int] = []
+    generate(
         *(run.parts, run.tokenizer, settings, 16, 0, run.device),
         multiple=context.sequence_multiple(run.job),
         own_places=run.own_places,
         group=run.mesh.world["cp"].get_group(),
         pipeline=run.runner.pipeline,
+        show=lambda text: tokens.append(text[-1]),
     )
     how = run.mesh.loss, 2, run.own_places(run.job.validation_seq_len), run.runner.pipeline
     assert all(part.training for part in run.parts)
-    return validation_loss(run.parts, run.validation_loader, run.device, *how), text
+    return validation_loss(run.parts, run.validation_loader, run.device, *how), tokens
 
 
 @pytest.mark.parametrize(
@@ -224,9 +226,9 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
     argv = [*EVEN, FOUR, "--training.global_batch_size=8", "--training.local_batch_size=4"]
     argv += ["--validation.local_batch_size=3", "--validation.seq_len=24"]
     alone = [word for word in options.split() if "training" in word]
-    (loss, text), *_ = pool.run(validation_and_sample, [*argv, *alone], str(tmp_path), world=1)
+    (loss, tokens), *_ = pool.run(validation_and_sample, [*argv, *alone], str(tmp_path), world=1)
     ranks = pool.run(validation_and_sample, [*argv, *options.split()], str(tmp_path), world=world)
-    assert [found[1] for found in ranks] == [text] * world
+    assert [found[1] for found in ranks] == [tokens] * world and len(tokens) == 9
     assert all(found[0] == pytest.approx(loss, rel=1e-12) for found in ranks)
 
 
