@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import FLOAT64, TINY, forward_backward, full, job, micro_batches, relative_error, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, full, job, micro_batches, relative_error, trainer
 from tests.lanes import sample
 from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
@@ -323,3 +323,24 @@ def test_a_run_starts_with_the_numbers_of_the_whole_model(pool, tmp_path):
     for name in ("model", "compute", "optimizer"):
         assert {found[name] for found in ranks} == {alone[name]}
     assert ranks[0]["memory"] == ranks[1]["memory"] != alone["memory"]
+
+
+def float8_step(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of this rank's parameters."""
+    run = trainer(argv, folder)
+    forward_backward(run, own_micro_batches(run))
+    named = (item for part in run.parts for item in named_parameters(part, run.runner.context.table))
+    return {name: full(p.grad) for name, p in named if p.grad is not None}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_float8_scales_by_the_same_micro_batches(pool, tmp_path, schedule):
+    wide = "dim=64 n_layers=4 n_heads=2 n_kv_heads=2 hidden_dim=128".split()
+    argv = [*QUIET, *(f"--model.overrides.{field}" for field in wide), "--training.global_batch_size=12"]
+    argv += ["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"]
+    alone = pool.run(float8_step, [*argv, "--training.local_batch_size=2"], str(tmp_path), world=1)[0]
+    words = f"--parallelism.pipeline_parallel_schedule={schedule} --parallelism.pipeline_parallel_microbatch_size=2"
+    cut = [*argv, PP2, *words.split(), "--training.local_batch_size=12"]
+    for found in pool.run(float8_step, cut, str(tmp_path), world=2):
+        assert all(relative_error(value, alone[name]) < 1e-5 for name, value in found.items()) and found
