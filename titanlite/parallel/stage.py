@@ -26,13 +26,14 @@ class Stage(PipelineStage):
         stages = pipeline.job.stages
         tokens = torch.empty(pipeline.shape, dtype=torch.int64, device="meta")
         hidden, is_last = pipeline.hidden(*pipeline.shape, "meta"), index == len(stages.names) - 1
+        loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
         super().__init__(
             submodule=part,
             stage_index=index,
             num_stages=len(stages.names),
             device=pipeline.context.device,
             input_args=hidden if index else tokens,
-            output_args=torch.empty((), device="meta") if is_last else hidden,
+            output_args=loss if is_last else hidden,
             group=pipeline.group,
         )
         self.pipeline = pipeline
