@@ -16,13 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 import titanlite.train.loss as loss
+import titanlite.train.report as report
 import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
+from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, recompute, tensor
+from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, pipeline, recompute, tensor
 from titanlite.parallel.build import Context
+from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.stage import Stage
 from titanlite.train.step import StepRunner
 from titanlite.verify.table import Row
 
@@ -261,6 +265,95 @@ def _documents_cut() -> Patch:
         return own.repeat(1, batch.rows.size(2) // own.size(1))
 
     return patch.multiple(MicroBatch, documents=property(tiled))
+
+
+@_fault("gradients are divided by the number of micro-batches", Row("pp2"))
+def _microbatch_averaged() -> Patch:
+    def average(schedule: Any, *args: Any) -> None:
+        schedule.scale_grads = True
+
+    return _followed_by(Pipeline, "_schedule", average)
+
+
+@_fault("each stage clips its gradients by its own norm", Row("pp2"))
+def _stage_norm_local() -> Patch:
+    def local(parameters: Any, max_norm: float, p: float, stages: Any, copies: Any) -> torch.Tensor:
+        return clip_grad_norm(parameters, max_norm, p, None, copies)
+
+    return patch.multiple(step, clip_grad_norm=local)
+
+
+@_fault("the two stages of a tied weight do not sum its gradients", Row("pp2", variant="tied"))
+def _tie_unsummed() -> Patch:
+    return patch.multiple(Pipeline, sum_tied_gradients=lambda self: None)
+
+
+@_fault("a block's initial values follow its place in the stage", Row("pp2"))
+def _seed_by_stage_number() -> Patch:
+    draw = init.materialize
+
+    def by_place(part: Any, table: Any, *args: Any) -> None:
+        numbers = [int(n) for name, _ in part.named_parameters() for n in name.split(".")[1:2] if n.isdigit()]
+        first, fill = min(numbers, default=0), init.fill
+
+        def place(parameter: Any, name: str, *more: Any) -> None:
+            words = name.split(".")
+            words[1:2] = [str(int(n) - first) if n.isdigit() else n for n in words[1:2]]
+            fill(parameter, ".".join(words), *more)
+
+        with patch.multiple(init, fill=place):
+            draw(part, table, *args)
+
+    return patch.multiple(parallelize, materialize=by_place)
+
+
+@_fault("gradients are taken before the last backward pass has added to them", Row("pp2"))
+def _last_microbatch_lost() -> Patch:
+    backward = Stage.backward_one_chunk
+
+    def without_the_last(stage: Stage, *args: Any, last_backward: bool = False, **more: Any) -> None:
+        before = [(p, None if p.grad is None else p.grad.clone()) for p in stage.submod.parameters()]
+        backward(stage, *args, last_backward=last_backward, **more)
+        for parameter, gradient in before if last_backward else ():
+            parameter.grad = gradient
+
+    return patch.multiple(Stage, backward_one_chunk=without_the_last)
+
+
+@_fault("later stages count positions in their part of the sequence", Row("pp2 x cp2"))
+def _positions_guessed() -> Patch:
+    own = MicroBatch.split
+
+    def without(self: MicroBatch, size: int) -> Any:
+        first = dist.get_rank() < dist.get_world_size() // 2
+        return own(self, size) if first else [_Guessed(part.rows, part.places) for part in own(self, size)]
+
+    return patch.multiple(MicroBatch, split=without)
+
+
+class _Guessed(MicroBatch):
+    positions = property(lambda self: torch.arange(self.tokens.size(1))[None])  # type: ignore[assignment]
+
+
+@_fault("two stages have each other's blocks", Row("pp2"))
+def _blocks_swapped() -> Patch:
+    def swapped(model: Any, spec: Any, stages: Any) -> Any:
+        numbers = {f"{spec.blocks}.{n}": f"{spec.blocks}.{(n + 2) % 4}" for n in range(4)}
+        return cut(model, spec, [[numbers.get(name, name) for name in names] for names in stages])
+
+    cut = pipeline.split
+    return patch.multiple(pipeline, split=swapped)
+
+
+@_fault("the last stage's loss is not shared with the other stages", Row("pp2"))
+def _loss_on_one_rank() -> Patch:
+    shared = report.loss_over_ranks
+
+    def local(loss: torch.Tensor, valid_tokens: torch.Tensor, group: Any) -> Any:
+        total, worst = shared(loss, valid_tokens, group)
+        return (total, worst) if loss.item() else (0.0, 0.0)
+
+    return patch.multiple(report, loss_over_ranks=local)
 
 
 @_fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))
