@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
@@ -62,6 +63,10 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             # FSDP's hooks do not run here, and the next W would add to these gradients in bfloat16.
             torch_private.accumulate_gradients(self.submod)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 begins with sends to all neighbors. In the middle of a V that is this rank, and gloo can't.
+        return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != dist.get_rank()]
 
     @contextmanager
     def _acting(self, kind: str, number: int, name: str) -> Iterator[None]:
