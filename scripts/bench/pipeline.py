@@ -1,0 +1,170 @@
+"""Measure what the estimates of pipeline parallel leave out: naps instead of stages, and pp2 beside dp2.
+
+    .venv/bin/python scripts/bench/pipeline.py naps --nap 0.04
+    .venv/bin/python scripts/bench/pipeline.py train --rounds 5
+
+`naps`: four processes whose stages only sleep (a forward pass one nap, each half of a backward pass one too), so that
+two cores are enough; how long torch's schedules take beside the time that the list of actions predicts. `train`: the
+median step of `titanlite train` on two processes, in turns. Overlap of computing and sending on GPUs needs several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from titanlite.config.pipeline_order import COST, bubble, parse
+from titanlite.config.stages import SINGLE, V_SHAPED, Stages, stages_of_ranks
+from titanlite.parallel.pipeline import orders
+
+RANKS, STEPS = 4, 3
+SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
+
+
+class Nap(torch.autograd.Function):
+    """The input itself; its gradient takes a nap."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        time.sleep(ctx.seconds)
+        return gradient.contiguous(), None
+
+
+class Sleeper(nn.Module):
+    """A stage without work: the gradients of its input and of its weight take a nap each."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return Nap.apply(x, self.seconds) + Nap.apply(self.weight, self.seconds)
+
+
+def stages_of(schedule: str, micro_batches: int) -> Stages:
+    number = RANKS * (1 if schedule in SINGLE else 2)
+    names = tuple((f"layers.{i}",) for i in range(number))
+    return Stages(names, stages_of_ranks(schedule, RANKS, number), schedule, micro_batches, 1)
+
+
+def run_naps(rank: int, folder: str, micro_batches: int, nap: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    for schedule in SCHEDULES:
+        plan = stages_of(schedule, micro_batches)
+        seconds = nap / (len(plan.names) // RANKS)
+        like = torch.zeros(1, 8, requires_grad=True)
+        parts = [
+            PipelineStage(
+                submodule=Sleeper(seconds),
+                stage_index=index,
+                num_stages=len(plan.names),
+                device=torch.device("cpu"),
+                input_args=like,
+                output_args=like,
+            )
+            for index in plan.ranks[rank]
+        ]
+        run = get_schedule_class(schedule)(
+            parts[0] if schedule in SINGLE else parts,
+            n_microbatches=micro_batches,
+            loss_fn=lambda output, target: output.sum(),
+            scale_grads=False,
+        )
+        data, times = torch.zeros(micro_batches, 8), []
+        for _ in range(1 + STEPS):
+            dist.barrier()
+            start = time.perf_counter()
+            inputs = (data,) if any(part.is_first for part in parts) else ()
+            run.step(*inputs, target=data)
+            dist.barrier()
+            times.append(time.perf_counter() - start)
+        if rank == 0:
+            order = orders(plan)
+            waits, work = bubble(order, COST), 3 * nap * micro_batches
+            busy = sum(COST[action.kind] for cell in order[0] for action in parse(cell)) * seconds
+            assert abs(busy - work) < 1e-6 * work
+            expected, measured = work / (1 - waits), statistics.median(times[1:])
+            print(
+                f"{schedule:<22} bubble {waits:6.1%}  predicted {expected:6.3f} s  measured {measured:6.3f} s "
+                f"({measured / expected - 1:+.1%}), bubble by measurement {1 - work / measured:6.1%}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def train(rounds: int, steps: int) -> None:
+    """Print the median step of pp2 and dp2, and their ratio, for one global batch of 16 sequences."""
+    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=16"]
+    variants = {
+        "dp2": ["--training.local_batch_size=8"],
+        "pp2, 16 micro-batches of 1": pipeline,
+        "pp2, 4 micro-batches of 4": [*pipeline, "--parallelism.pipeline_parallel_microbatch_size=4"],
+    }
+    off = ("validation.no_enable", "generate.no_at_end", "checkpoint.no_enable", "metrics.no_enable_tensorboard")
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "train",
+        "--config",
+        "debug.toml",
+        "--job.no_plan",
+        "--job.device=cpu",
+    ]
+    command += [f"--training.steps={steps}", *(f"--{key}" for key in off)]
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, options in variants.items():
+            with tempfile.TemporaryDirectory() as folder:
+                line = [*command, *options, f"--job.dump_folder={folder}"]
+                subprocess.run(line, env={**os.environ, "NGPU": "2"}, check=True, capture_output=True)
+                lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+                logged = [json.loads(text)["step_seconds"] for text in lines]
+                seconds[name].append(statistics.median(logged[len(logged) // 4 :]))
+    base = statistics.median(seconds["dp2"])
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        spread = f"{min(values) * 1000:.0f} to {max(values) * 1000:.0f}"
+        print(f"{name:<28} {middle * 1000:6.0f} ms a step ({spread}), {middle / base:.2f} x dp2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("naps", "train"))
+    parser.add_argument("--nap", type=float, default=0.04, help="seconds of a rank's forward pass of one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+    if arguments.what == "train":
+        train(arguments.rounds, arguments.steps)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run_naps, (folder, arguments.micro_batches, arguments.nap), nprocs=RANKS)
+    print(f"load after: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
