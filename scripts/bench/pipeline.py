@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,12 @@ class Nap(torch.autograd.Function):
     """The input itself; its gradient takes a nap."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         time.sleep(ctx.seconds)
         return gradient.contiguous(), None
 
