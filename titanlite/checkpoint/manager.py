@@ -170,6 +170,8 @@ class Checkpoints:
         self._log.info(f"resumed step {resume.position.step} from {resume.folder}")
         modules = (module for part in state.parts for module in part.modules())
         has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        if state.stages:
+            has_dropout = any(gather_objects(has_dropout, state.stages))
         for line in resume.changes(self._job, has_dropout):
             self._log.info(line)
 

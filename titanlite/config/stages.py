@@ -35,6 +35,11 @@ class Stages:
     csv: tuple[tuple[str, ...], ...] = ()
     """The order that a CSV gives; empty without one."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether gradients of inputs and of weights are computed apart."""
+        return self.schedule in SPLIT_BACKWARD or any("I" in cell for row in self.csv for cell in row)
+
 
 def fits(schedule: str, ranks: int, stages: int) -> bool:
     """Return whether a schedule runs this many stages on these ranks."""

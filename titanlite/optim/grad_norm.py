@@ -31,8 +31,10 @@ def clip_grad_norm(
         if not any(parameter is copy for copy in copies):
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms = [_norm(tensors, p) for tensors in by_mesh.values()]
-    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), dtype=torch.float64)
-    total = own  # of a stage, which may have no gradients, and then no type for their norm
+    # A stage may have no gradients, and then no type for their norm.
+    device = stages.device_type if stages else None
+    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), device=device)
+    total = own
     if stages and stages.size() > 1:
         total = _over_stages(own.double().to(stages.device_type), p, stages.get_group()).to(own)
     if max_norm != float("inf"):

@@ -97,6 +97,8 @@ class Pipeline:
 
         self.context, self.job, self.loss, self.reseed = context, context.job, loss, reseed
         stages, mesh = self.job.stages, context.mesh.world["pp"]
+        if stages.splits_backward:
+            torch_private.keep_buffers_of_compiled_graphs()
         self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
         whole, table = build_meta_model(self.job.spec, self.job.model)
         embedding = next(name for name, rule in table.items() if rule.tensor == "embedding")

@@ -103,11 +103,19 @@ def accumulate_gradients(part: "nn.Module") -> None:
                         parameter.to_accumulated_grad_if_needed()
 
 
+def keep_buffers_of_compiled_graphs() -> None:
+    """Let a backward pass run in two halves, of which both read what a compiled graph has saved."""
+    # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so for DualPipeV.
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
 def schedule_of_rows(
     stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
 ) -> Any:
     """Return a pipeline schedule that runs these actions, a row for each rank."""
-    # torch 2.14. The public way is a file, which each rank would read again.
+    # torch 2.14. The public way is a file in torch's format.
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)

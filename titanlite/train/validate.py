@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.data.loader import BatchPrefetcher, Loader
+from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.parallel.pipeline import Pipeline
@@ -30,6 +30,10 @@ def validation_loss(
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
     """
+
+    def last_loss(stage: nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        return model_loss(stage, batch, chunks, hidden=hidden)
+
     batches = BatchPrefetcher(loader, device)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     nn.ModuleList(parts).eval()
@@ -42,7 +46,7 @@ def validation_loss(
                 dist.all_reduce(valid_anywhere, group=group)
                 if not valid_anywhere.item():
                     break
-            loss = pipeline.forward(batch, pipeline.loss) if pipeline else model_loss(parts[0], batch, chunks)
+            loss = pipeline.forward(batch, last_loss) if pipeline else model_loss(parts[0], batch, chunks)
             if loss is not None:  # only a pipeline's last stage has one
                 totals += torch.stack([loss.double(), valid])
     nn.ModuleList(parts).train()

@@ -10,7 +10,6 @@ from titanlite.config.schema import KEYS
 from titanlite.config.stages import (
     IN_ROUNDS,
     SINGLE,
-    SPLIT_BACKWARD,
     V_SHAPED,
     Stages,
     ends_weigh,
@@ -197,18 +196,14 @@ def _sums_wait_for_the_end_of_the_step(context: RuleContext) -> Faults:
 
 @RULES.add
 def _halves_of_the_backward_pass_can_run(context: RuleContext) -> Faults:
-    settings, compiler = context.config.parallelism, context.config.compile
-    is_split = any("I" in cell for row in context.order for cell in row)
-    if context.layout.pp == 1 or not (is_split or settings.pipeline_parallel_schedule in SPLIT_BACKWARD):
+    compiler = context.config.compile
+    if not context.stages.splits_backward:
         return
     recompute, instead = context.config.activation_checkpoint, "use Interleaved1F1B or LoopedBFS"
     if compiler.enable and "model" in compiler.components:
         why = "a compiled block would run its whole backward pass for each of the halves"
         yield "compile.components", f'{why}; remove "model", or {instead}'
-    if recompute.mode in (
-        "full",
-        "selective",
-    ):  # torch 2.14: llama3 10 times, not once
+    if recompute.mode in ("full", "selective"):  # torch 2.14: llama3 10 times, not once
         why = "a split backward pass would recompute a block again for each of its parameters"
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
 
