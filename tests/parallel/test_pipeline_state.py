@@ -203,8 +203,9 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
         show=lambda text: tokens.append(text[-1]),
     )
     how = run.mesh.loss, 2, run.own_places(run.job.validation_seq_len), run.runner.pipeline
+    loss = validation_loss(run.parts, run.validation_loader, run.device, *how)
     assert all(part.training for part in run.parts)
-    return validation_loss(run.parts, run.validation_loader, run.device, *how), tokens
+    return loss, tokens
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pipeline stages: which modules each has, and which rank runs it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
@@ -35,10 +36,10 @@ class Stages:
     csv: tuple[tuple[str, ...], ...] = ()
     """The order that a CSV gives; empty without one."""
 
-    @property
-    def splits_backward(self) -> bool:
-        """Return whether gradients of inputs and of weights are computed apart."""
-        return self.schedule in SPLIT_BACKWARD or any("I" in cell for row in self.csv for cell in row)
+
+def splits_backward(schedule: str, order: Iterable[Iterable[str]]) -> bool:
+    """Return whether gradients of inputs and of weights are computed apart, by a schedule or the order of a CSV."""
+    return schedule in SPLIT_BACKWARD or any("I" in cell for row in order for cell in row)
 
 
 def fits(schedule: str, ranks: int, stages: int) -> bool:

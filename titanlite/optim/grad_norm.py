@@ -35,7 +35,7 @@ def clip_grad_norm(
     device = stages.device_type if stages else None
     own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), device=device)
     total = own
-    if stages and stages.size() > 1:
+    if stages:
         total = _over_stages(own.double().to(stages.device_type), p, stages.get_group()).to(own)
     if max_norm != float("inf"):
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

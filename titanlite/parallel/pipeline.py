@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config.stages import SINGLE, Stages
+from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_meta_model
 from titanlite.parallel.dtensor import local_part
@@ -97,7 +97,7 @@ class Pipeline:
 
         self.context, self.job, self.loss, self.reseed = context, context.job, loss, reseed
         stages, mesh = self.job.stages, context.mesh.world["pp"]
-        if stages.splits_backward:
+        if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
         self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
         whole, table = build_meta_model(self.job.spec, self.job.model)

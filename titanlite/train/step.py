@@ -45,6 +45,8 @@ class StepRunner:
         self.replicated = [p for part in self.parts for p in replicated_parameters(part, self.context)]
         is_split = self.context.job.layout.pp > 1
         self.pipeline = Pipeline(self.context, self.parts, self._loss, self._reseed) if is_split else None
+        # Looked up once: the mesh would make a mesh of one dimension, and wait for the device, in every step.
+        self.stages = self.context.mesh.world["pp"] if is_split else None
         self.has_loss = self.pipeline is None or self.pipeline.has_loss
 
     def forward_backward(
@@ -101,7 +103,7 @@ class StepRunner:
         """Clip the gradients to a norm, that of training.max_norm by default; return the norm they had."""
         max_norm = self.config.training.max_norm if max_norm is None else max_norm
         copies = self.pipeline.copies if self.pipeline else []
-        norm = clip_grad_norm(self.parameters, max_norm, p, self.context.mesh.world["pp"], copies)
+        norm = clip_grad_norm(self.parameters, max_norm, p, self.stages, copies)
         return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @record_function("optimizer")

@@ -16,6 +16,7 @@ from titanlite.config.stages import (
     fits,
     number_of_stages,
     split_layers,
+    splits_backward,
     stages_of_ranks,
 )
 from titanlite.layout import divisors
@@ -196,8 +197,8 @@ def _sums_wait_for_the_end_of_the_step(context: RuleContext) -> Faults:
 
 @RULES.add
 def _halves_of_the_backward_pass_can_run(context: RuleContext) -> Faults:
-    compiler = context.config.compile
-    if not context.stages.splits_backward:
+    settings, compiler = context.config.parallelism, context.config.compile
+    if context.layout.pp == 1 or not splits_backward(settings.pipeline_parallel_schedule, context.order):
         return
     recompute, instead = context.config.activation_checkpoint, "use Interleaved1F1B or LoopedBFS"
     if compiler.enable and "model" in compiler.components:
