@@ -14,6 +14,7 @@ from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
 _WIDTHS = {"layout": 16, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "sequence": 8, "variant": 7}
+_WIDTHS["schedule"] = 21
 
 
 class TablePrinter:
