@@ -402,7 +402,7 @@ def test_every_help_answers_without_torch():
         (["--help"], "titanlite train"),
         (["train", "--help"], "--training.seq_len = 2048"),
         (["train", "--help", "warmup"], "[lr_scheduler]"),
-        *(([name, "--help"], "example: ") for name in COMMANDS if name not in ("train", "data", "checkpoint")),
+        *(([name, "--help"], "example") for name in COMMANDS if name not in ("train", "data", "checkpoint")),
         (["data", "prepare", "--help"], "example: "),
         (["checkpoint", "export", "--help"], "example: "),
         (["--version"], "titanlite 0"),

@@ -11,12 +11,12 @@ from titanlite.verify.runner import row_runner
 from titanlite.verify.table import ALL_LAYOUTS, EXTRA, ONLY_FULL, Row
 
 SAMPLES = {  # model: layouts, each with a precision
-    "llama3": {"1": "float32", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
-    | {"cp2 x tp2": "float64", "replicate2 x cp2": "bfloat16"},
+    "llama3": {"1": "pure bf16", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
+    | {"cp2 x tp2": "float64", "replicate2 x cp2": "float32"},
     "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "bfloat16", "dp2 x tp2": "bfloat16"}
     | {"cp2": "float32", "dp2 x cp2": "float64"},
-    "parrot": {"dp2": "bfloat16", "hsdp2x2": "float64"},
-    "scaled": {"tp2": "pure bf16"},  # has replicated parameters by its table, and norms inside of attention
+    "parrot": {"dp2": "float32", "hsdp2x2": "float64"},
+    "scaled": {"dp2 x tp2": "pure bf16"},  # has replicated parameters by its table, and norms inside of attention
 }
 LONG = {("gpt2", "dp4"), ("gpt2", "replicate4"), ("parrot", "hsdp2x2"), ("llama3", "1"), ("gpt2", "dp2")}
 LONG |= {("llama3", "cp2 x tp2"), ("llama3", "replicate2 x cp2"), ("gpt2", "cp2"), ("gpt2", "dp2 x cp2")}
