@@ -53,8 +53,8 @@ CHECKS = {
     "./run_train.sh --help optimizer": Check(r"optimizer\.lr "),
     "titanlite models": Check("llama3(.*\n)+.*405B"),
     "titanlite config --placements --config llama_70b.toml": Check(r"layers\.\*\.attention\.wq\.weight .*over tp"),
-    "titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g": Check("^It fits$"),
-    "titanlite plan": Check("^It fits$", "--config mine.toml --world 2 --gpu h100-80g"),
+    "titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g": Check("^It fits:"),
+    "titanlite plan": Check("^It fits:", "--config mine.toml --world 2 --gpu h100-80g"),
     "titanlite data prepare": Check(
         r"to train on them: (.*\n)+vocabulary 256, tokenizer bytes",
         "my-text --out shards --workers 1 && titanlite data show shards",

@@ -32,8 +32,8 @@ def clip_grad_norm(
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms = [_norm(tensors, p) for tensors in by_mesh.values()]
     # A stage may have no gradients, and then no type for their norm.
-    device = stages.device_type if stages else None
-    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), device=device)
+    zero = torch.zeros((), dtype=torch.float64, device=stages.device_type if stages else None)
+    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else zero
     total = own
     if stages:
         total = _over_stages(own.double().to(stages.device_type), p, stages.get_group()).to(own)

@@ -75,7 +75,7 @@ class Rehearsal:
         with self._device(self._parts), self._fake, waiting_as_on_a_device():
             batches = blank_batches(job)
             run = [*batches[:2], batches[-1]] if middle_once and len(batches) > 3 else batches
-            return _count_step(2, self._runner(job), run, self._guard, self._counting)
+            return _count_step(2, self._runner(job), batches, self._guard, self._counting, run)
 
     def _runner(self, job: Job) -> StepRunner:
         context = replace(self._context, job=_eager(job))
@@ -141,9 +141,10 @@ def _is_even(parameter: torch.Tensor) -> bool:
 
 
 def _count_step(
-    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: NonFiniteGuard, counting: Counting
-) -> Recording:
-    """Take a step as the trainer does, on fake tensors or on real ones, and count it."""
+    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: NonFiniteGuard, counting: Counting,
+    run: Sequence[MicroBatch] = (),
+) -> Recording:  # fmt: skip
+    """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may leave some out."""
     state = runner.optimizer.state.values()
     gc.collect()
     gc.disable()  # as in training; what is alive would depend on when it runs
@@ -162,7 +163,7 @@ def _count_step(
                 counting.mark(kind, tensors)
             labels = [batch.labels for batch in micro_batches]
             valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack(labels)))
-            loss = runner.forward_backward(step, micro_batches, valid_tokens)
+            loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
             counting.mark("gradients", static["gradients"])
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
