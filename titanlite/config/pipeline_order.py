@@ -29,7 +29,7 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> list[Action]:
-    """Return the actions of a cell, one after the other; raise ValueError if it is no action."""
+    """Return the actions in a cell, in their order; raise ValueError if the text is not one that torch writes."""
     overlap = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text.strip())
     cells = (overlap[1] if overlap else text).split(";")
     parts = [re.fullmatch(r"(\d+)([FBIW])(\d+)", cell.strip()) for cell in cells]
@@ -144,7 +144,7 @@ def describe(stages: Stages, order: Order) -> str:
 
 def stage_table(stages: Stages) -> str:
     """Return the pipeline rank and the modules of every stage."""
-    rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
+    rank_of = stages.rank_of
     rows = [(f"{stage}", f"{rank_of[stage]}", _shortened(names)) for stage, names in enumerate(stages.names)]
     return format_table(rows, ("stage", "rank", "modules"))
 

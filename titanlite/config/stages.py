@@ -36,6 +36,11 @@ class Stages:
     csv: tuple[tuple[str, ...], ...] = ()
     """The order that a CSV gives; empty without one."""
 
+    @property
+    def rank_of(self) -> dict[int, int]:
+        """Return the pipeline rank of every stage."""
+        return {stage: rank for rank, members in enumerate(self.ranks) for stage in members}
+
 
 def splits_backward(schedule: str, order: Iterable[Iterable[str]]) -> bool:
     """Return whether gradients of inputs and of weights are computed apart, by a schedule or the order of a CSV."""

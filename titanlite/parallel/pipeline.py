@@ -105,7 +105,7 @@ class Pipeline:
         self.width = whole.get_parameter(embedding).size(1)
         self.shape = stages.size, self.job.config.training.seq_len // self.job.layout.cp
         """Sequences and tokens of a micro-batch."""
-        self.rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
+        self.rank_of = stages.rank_of
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
         self.first_with_loss = int(context.mesh.world.mesh[self.rank_of[len(stages.names) - 1]].min())

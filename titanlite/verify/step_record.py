@@ -100,7 +100,7 @@ class StepRecord:
         Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends send the gradient.
         """
         stages, layout, training = self.job.stages, self.job.layout, self.job.config.training
-        rank_of = {stage: rank for rank, members in enumerate(stages.ranks) for stage in members}
+        rank_of = stages.rank_of
         shape = stages.size, training.seq_len // (layout.cp * layout.tp), pipeline.width
         sends = Counter[Send]()
         for neighbor in (other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)):
