@@ -38,8 +38,8 @@ MAY_USE_PRIVATE_NAMES = {
     "titanlite/verify/pool.py",
 }
 MAX_LINES_OF_A_FILE = 500
-MAX_LINES_OF_THE_CORE = 8_460
-MAX_LINES_OF_TITANLITE = 18_660
+MAX_LINES_OF_THE_CORE = 9_000
+MAX_LINES_OF_TITANLITE = 19_700
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
