@@ -1,6 +1,10 @@
 """Layers that several models share; none knows of parallelism. Models' tables import this file: no torch here."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Balance = Literal["sequence", "bias", "none"]
+"""How a router keeps its experts evenly used, see `moe.Router`."""
 
 
 @dataclass(frozen=True)

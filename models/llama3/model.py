@@ -1,10 +1,10 @@
 """Llama 3 as a plain single-device module."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.common.attention import CausalAttention, Mask
 from titanlite.models.common.decoder import Decoder
+from titanlite.models.common.feed_forward import SwiGLU
 from titanlite.models.common.rope import Rope, rotate
 from titanlite.models.llama3 import LlamaConfig
 
@@ -28,24 +28,13 @@ class Attention(nn.Module):
         return self.wo(values.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, c: LlamaConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(c.dim, c.hidden_dim, bias=False)
-        self.w2 = nn.Linear(c.hidden_dim, c.dim, bias=False)
-        self.w3 = nn.Linear(c.dim, c.hidden_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Block(nn.Module):
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.attention = Attention(c)
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.feed_forward = FeedForward(c)
+        self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         h = h + self.attention(self.attention_norm(h), cos, sin, mask)

@@ -20,7 +20,8 @@ from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
 if TYPE_CHECKING:
     import torch
 
-Role = Literal["embedding", "column", "row", "norm", "head", "replicated"]
+Role = Literal["embedding", "column", "row", "norm", "head", "replicated", "expert"]
+"""What a parameter is; an expert weight is a stack of matrices (experts, rows, columns)."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,18 @@ class Rule:
     init: Init
     tensor: Role
     hf: str = ""
-    """Name in a Hugging Face folder, with the pattern's wildcards in the same order."""
+    """Name in a Hugging Face folder, with the pattern's wildcards in the same order.
+
+    A `#` stands for the number of a slice of dimension 0, if each is a tensor of its own there.
+    """
     via: tuple[WeightTransform, ...] = ()
     """Transforms to its Hugging Face form, in order."""
     part: FusedSlice | None = None
     """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
     tied: str = ""
     """Second name of the same tensor, such as an output layer that shares the embedding's weight."""
+    active: float = 1.0
+    """The part of the weight that a token meets: of experts, those that are chosen for it."""
 
     def __post_init__(self) -> None:
         if self.tensor == "whole":  # the earlier name
@@ -113,6 +119,15 @@ class ModelDims:
     head_dim: int
     vocab_size: int
     max_seq_len: int
+    experts: int = 0
+    """In each block but the first `dense_layers`."""
+    dense_layers: int = 0
+
+
+def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
+    """Return the paths inside of a block of the modules that have expert weights."""
+    patterns = [rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"]
+    return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def _model_exists(context: RuleContext) -> Faults:
         key = "model.overrides" if model.flavor in legal else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
         shape = context.spec.shape(context.model)
-        if empty := [f"{name} {size}" for name, size in asdict(shape).items() if size < 1]:
+        sizes = {name: size for name, size in asdict(shape).items() if name not in ("experts", "dense_layers")}
+        if empty := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
         context.shape = shape
     except UserError as error:

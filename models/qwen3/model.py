@@ -1,0 +1,64 @@
+"""Qwen 3 as a plain single-device module."""
+
+from torch import Tensor, nn
+
+from titanlite.models.common.attention import CausalAttention, Mask
+from titanlite.models.common.decoder import Decoder
+from titanlite.models.common.feed_forward import SwiGLU
+from titanlite.models.common.moe import Experts, MoE, Router
+from titanlite.models.common.rope import Rope, rotate
+from titanlite.models.qwen3 import QwenConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.wq = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        q, k, v = self.q_norm(heads(self.wq(x))), self.k_norm(heads(self.wk(x))), heads(self.wv(x))
+        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        return self.wo(values.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        if c.experts:
+            router = Router(c.dim, c.experts, c.top_k, normalize=c.normalize, balance=c.balance)
+            self.moe = MoE(router, Experts(c.experts, c.dim, c.expert_dim))
+        else:
+            self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
+        return h + feed_forward(self.ffn_norm(h))
+
+
+class Qwen(Decoder):
+    def __init__(self, c: QwenConfig, positions: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = Rope(c.head_dim, positions, c.rope_theta)
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
+        self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
+        if c.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
+        return self.rope(positions, length)

@@ -1,0 +1,137 @@
+"""The mixture of experts, against a loop over tokens in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.models.common.moe import Experts, MoE, Router
+
+DIM, HIDDEN, EXPERTS = 16, 24, 4
+
+
+def build(top_k: int = 2, dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
+    generator = torch.Generator().manual_seed(0)
+    moe = MoE(Router(DIM, EXPERTS, top_k, **options), Experts(EXPERTS, DIM, HIDDEN))
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    for parameter in moe.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return moe
+
+
+def inputs(dtype: torch.dtype = torch.float64, tokens: int = 7) -> Tensor:
+    return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype).requires_grad_()
+
+
+def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the auxiliary loss, token by token."""
+    router: Any = moe.router
+    experts: Any = moe.experts
+    out, loss = torch.zeros_like(x), x.new_zeros(())
+    for b, sequence in enumerate(x):
+        chosen, probabilities = x.new_zeros(EXPERTS), x.new_zeros(EXPERTS)
+        for t, token in enumerate(sequence):
+            logits = router.weight @ token
+            scores = logits.softmax(0) if router.score == "softmax" else logits.sigmoid()
+            best = (scores if router.bias is None else scores + router.bias).topk(router.top_k).indices
+            total = scores[best].sum() if router.normalize else 1
+            for e in best:
+                hidden = F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token)
+                out[b, t] = out[b, t] + scores[e] / total * (experts.w2[e] @ hidden)
+                chosen[e] += 1
+            probabilities = probabilities + scores / scores.sum()
+        shares = chosen / chosen.sum()
+        loss = loss + EXPERTS * (shares * probabilities / len(sequence)).sum()
+    return out, router.coefficient * loss / router.sequences
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("balance", ["sequence", "bias", "none"])
+def test_layer_equals_a_loop_over_tokens(score, normalize, balance):
+    """Outputs, the auxiliary loss, and gradients of their sum."""
+    moe, x = build(score=score, normalize=normalize, balance=balance), inputs()
+    router: Any = moe.router
+    router.sequences, router.coefficient = 6, 0.5
+    if balance == "bias":
+        router.bias.copy_(torch.tensor([0.5, 0.0, -0.5, 0.1]))
+    expected, loss = one_by_one(moe, x)
+    found = moe(x)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(2), dtype=found.dtype)
+    objective = (expected * direction).sum() + (loss if balance == "sequence" else 0)
+    leaves = [x, *moe.parameters()]
+    gradients = torch.autograd.grad(objective, leaves)
+    (found * direction).sum().backward()
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert leaf.grad is not None and torch.allclose(leaf.grad, gradient, rtol=0, atol=1e-13)
+    assert abs(router.auxiliary.item() - (loss.item() if balance == "sequence" else 0)) < 1e-15
+    assert router.counts.sum() == 2 * 7 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_equal_those_of_float64(dtype):
+    """With experts that have no token, whose gradients are zeros."""
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    narrow = build(dtype=dtype).experts
+    wide = build().experts
+    counts = torch.tensor([5, 0, 9, 0])
+    results = []
+    for experts in (narrow, wide):
+        x = inputs().detach().flatten(0, 1).to(next(experts.parameters()).dtype).requires_grad_()
+        experts(x, counts).pow(2).sum().backward()
+        results.append([x.grad, *(p.grad for p in experts.parameters())])
+    for found, expected in zip(*results, strict=True):
+        assert (found.double() - expected).norm() <= tolerance * expected.norm()
+        assert found.dim() == 2 or not found[[1, 3]].any()
+
+
+def test_experts_without_any_token_have_zero_gradients():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        experts = build(dtype=dtype).experts
+        out = experts(torch.zeros(0, DIM, dtype=dtype, requires_grad=True), torch.zeros(EXPERTS, dtype=torch.int64))
+        out.backward(torch.zeros_like(out))
+        assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
+
+
+def test_only_first_forward_passes_of_training_are_counted():
+    moe = build()
+    router: Any = moe.router
+    with torch.no_grad():
+        moe(inputs())
+    moe.eval()(inputs())
+    router.runs_again = lambda: True
+    moe.train()(inputs())
+    assert not router.counts.any() and not router.auxiliary
+    router.runs_again = lambda: False
+    moe(inputs())
+    assert router.counts.sum() == 28 and router.auxiliary > 0
+
+
+def test_parts_of_a_sequence_add_up():
+    """Where ranks share sequences, they sum counts; losses and gradients of their parts are then the whole's."""
+    whole, halves = build(), build()
+    x = inputs(tokens=8)
+    router: Any = whole.router
+    part: Any = halves.router
+    whole(x).pow(2).sum().backward()
+    counts = [halves.router(half)[2] for half in x.detach().chunk(2, dim=1)]
+    part.reset_buffers()
+    part.sum_over_sequence = lambda _: counts[0] + counts[1]
+    for half in x.chunk(2, dim=1):
+        halves(half).pow(2).sum().backward()
+    assert torch.equal(part.counts, router.counts)
+    assert abs(part.auxiliary - router.auxiliary) < 1e-15
+    assert torch.allclose(part.weight.grad, router.weight.grad, rtol=0, atol=1e-13)
+
+
+def test_forced_balance_chooses_every_expert_equally():
+    moe = build()
+    router: Any = moe.router
+    router.forced = True
+    moe(inputs(tokens=6))
+    assert router.counts.tolist() == [6] * EXPERTS
