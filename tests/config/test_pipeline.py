@@ -102,6 +102,7 @@ def test_a_csv_gives_the_order_and_the_number_of_stages(of_csv):
         (ORDER.replace("1F1", "0F1"), "stage 0 is in rows 1 and 2"),
         (ORDER.replace("1W1", "1B1"), "has F, I, B for micro-batch 1 of stage 1; needed are F and B, or F, I and W"),
         (ORDER.replace("1F0,1B0", "1B0,1F0"), "the actions wait for each other: none of 0B0, 1B0 can start"),
+        (ORDER.replace("1I1,1W1", "1W1,1I1"), "the actions wait for each other: none of 0B1, 1W1 can start"),
         (ORDER.replace("1", "2"), "has 2 stages and 2 micro-batches; a step has 2 micro-batches, and both are"),
         ("0F0,0B0\n1F0,1B0", "has 2 stages and 1 micro-batches; a step has 2 micro-batches"),
         ("0F0,0F1,0B0,0B1\n\n", "row 2 has no action"),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, full, job, micro_batches, relative_error, trainer
 from tests.lanes import sample
 from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
-from titanlite.config.pipeline_order import parse
+from titanlite.config.pipeline_order import most_kept, parse
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFinite
@@ -258,6 +260,44 @@ def test_hidden_states_cross_each_boundary_between_ranks_once_each_way(pool, tmp
         assert shapes == [shape] * (12 * boundaries * (2 if words else 1))
 
 
+def received_and_held(argv: list[str], folder: str) -> tuple[int, int, int]:
+    """Return how many tensors this rank receives in a step, how many it holds at once, and how many after it."""
+    run = trainer(argv, folder)
+    own, received, most = own_micro_batches(run), list[StorageWeakRef](), 0
+    receive, begin = {name: getattr(Stage, name) for name in ("get_fwd_recv_ops", "get_bwd_recv_ops")}, Pipeline.begin
+
+    def held() -> int:
+        return sum(not storage.expired() for storage in received)
+
+    def recording(name: str) -> Callable[..., Any]:
+        def record(self: Stage, number: int) -> Any:
+            operations = receive[name](self, number)
+            received.extend(StorageWeakRef(operation.tensor.untyped_storage()) for operation in operations)
+            return operations
+
+        return record
+
+    def counting(self: Pipeline, *action: Any) -> None:
+        nonlocal most
+        most = max(most, held())
+        begin(self, *action)
+
+    with ExitStack() as patches:
+        for name in receive:
+            patches.enter_context(patch.object(Stage, name, recording(name)))
+        patches.enter_context(patch.object(Pipeline, "begin", counting))
+        forward_backward(run, own)
+    return len(received), most - most_kept(orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]), held()
+
+
+@pytest.mark.parametrize("schedule", sample(SCHEDULES, "1F1B"))
+def test_what_a_stage_receives_is_held_no_longer_than_its_activations(pool, tmp_path, schedule):
+    """Schedules of several stages a rank begin to receive up to three ahead of it."""
+    argv = [*FOUR, PP2, f"--parallelism.pipeline_parallel_schedule={schedule}", "--training.local_batch_size=12"]
+    for received, more_than_kept, after in pool.run(received_and_held, argv, str(tmp_path), world=2):
+        assert received >= 12 and more_than_kept <= 3 and after == 0
+
+
 def held_in_bfloat16(argv: list[str], folder: str) -> tuple[int, int]:
     """Return how often W began, and how many gradients were in bfloat16 then."""
     run = trainer(argv, folder)
@@ -300,6 +340,23 @@ def not_finite_on_one_rank(argv: list[str], folder: str, odd: int) -> tuple[str,
 def test_what_is_not_finite_on_one_stage_ends_all_at_one_step(pool, tmp_path, odd):
     for message, step in pool.run(not_finite_on_one_rank, [*FOUR, PP2], str(tmp_path), odd, world=4):
         assert message.startswith(f"at step 2 the loss of rank {odd} was not finite") and step == 4
+
+
+def with_an_order_of_its_own(argv: list[str], folder: str) -> str:
+    """Return why a run is refused whose CSV, on this rank's machine, has another order than on the other's."""
+    (own := Path(folder, f"{dist.get_rank()}")).mkdir()
+    (own / "order.csv").write_text(
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")[dist.get_rank()]
+    )
+    with pytest.MonkeyPatch.context() as patches, pytest.raises(UserError) as error:
+        patches.chdir(own)
+        trainer([*argv, "--parallelism.pipeline_parallel_schedule_csv=order.csv"], folder)
+    return str(error.value)
+
+
+def test_ranks_that_read_different_orders_are_refused(pool, tmp_path):
+    for message in pool.run(with_an_order_of_its_own, [*FOUR, PP2], str(tmp_path), world=2):
+        assert message.startswith("the order of the pipeline differs between ranks: rank 0 has Stages(names=")
 
 
 def test_stages_have_the_model_between_them_and_a_parameter_in_none_is_named():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
-from tests.checkpoint.saved import SAVING, digests, joined, run_until
+from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
 from tests.checkpoint.test_huggingface import exported
 from tests.checkpoint.test_load import refused
 from tests.jobs import FLOAT64, TINY, job, trainer
@@ -31,6 +31,7 @@ from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
 from titanlite.parallel import context
 from titanlite.train.generate import generate
+from titanlite.train.trainer import Trainer
 from titanlite.train.validate import validation_loss
 
 PP2, TP2 = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -66,6 +67,31 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, 
     assert states[0] == states[1]
     holders = [rank["state"].keys() >= {f"model.{TIE}", f"optimizer.{TIE}.exp_avg"} for rank in cut]
     assert all(holders) if model == "gpt2" else not all(holders)
+
+
+class DropoutInBlocks(Trainer):
+    def _build_model(self) -> None:
+        super()._build_model()
+        for part in self.parts:
+            part.dropout = torch.nn.Identity()
+
+
+def log_of_a_resume(argv: list[str], folder: str) -> list[str]:
+    log, lines = keeping_log()
+    trainer(argv, folder, log, DropoutInBlocks)
+    return lines
+
+
+@pytest.mark.long
+def test_a_change_of_dropout_masks_in_later_stages_is_in_the_log_of_all_ranks(pool, tmp_path):
+    """The first stage has no block."""
+    stages = "[['tok_embeddings','pos_embeddings'],['layers.0','layers.1','norm','output']]"
+    argv = [*GPT2, *SAVES, DROPOUT, PP2, f"--parallelism.module_fqns_per_model_part={stages}"]
+    argv.append("--training.local_batch_size=4")
+    pool.run(run_until, [*argv, "--training.steps=1"], str(tmp_path), world=2)
+    changed = [*argv, "--training.steps=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
+    for lines in pool.run(log_of_a_resume, changed, str(tmp_path), world=2):
+        assert any(line.startswith("dropout masks will differ") for line in lines)
 
 
 @pytest.mark.long

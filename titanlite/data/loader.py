@@ -39,9 +39,8 @@ class MicroBatch:
         return MicroBatch(self.rows.to(device, non_blocking=True), places)
 
     def split(self, size: int) -> "list[MicroBatch]":
-        """Return batches of `size` windows each, with explicit positions, for pipeline stages."""
-        places = torch.arange(self.rows.size(2), device=self.rows.device) if self.places is None else self.places
-        return [MicroBatch(rows, places) for rows in self.rows.split(size)]
+        """Return batches of `size` windows each."""
+        return [MicroBatch(rows, self.places) for rows in self.rows.split(size)]
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -100,9 +100,10 @@ class Pipeline:
         if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
         self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
-        whole, table = build_meta_model(self.job.spec, self.job.model)
-        embedding = next(name for name, rule in table.items() if rule.tensor == "embedding")
-        self.width = whole.get_parameter(embedding).size(1)
+        whole, _ = build_meta_model(self.job.spec, self.job.model)
+        (embeddings,) = split(whole, self.job.spec, [self.job.spec.before])
+        token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        self.width = embeddings(token, token).size(-1)
         self.shape = stages.size, self.job.config.training.seq_len // self.job.layout.cp
         """Sequences and tokens of a micro-batch."""
         self.rank_of = stages.rank_of

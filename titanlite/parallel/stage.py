@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     from titanlite.parallel.pipeline import Pipeline
 
 
+class Received(dict[int, Any]):
+    """Buffers of what a stage receives, by micro-batch: on the meta device but between receiving and use.
+
+    torch would have those of all micro-batches from the first step to the end of the run.
+    """
+
+    def __setitem__(self, number: int, buffers: Any) -> None:
+        _place(buffers, "meta")
+        super().__setitem__(number, buffers)
+
+
+def _place(buffers: Any, device: torch.device | str) -> None:
+    """Replace the buffers of a micro-batch by new ones."""
+    for each in buffers:
+        if (old := getattr(each, "buffer", None)) is not None:  # the tokens of the first stage have none
+            each.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+
+
 class Stage(PipelineStage):
     """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
 
@@ -38,13 +56,25 @@ class Stage(PipelineStage):
             group=pipeline.group,
         )
         self.pipeline = pipeline
+        self.args_recv_info, self.grad_recv_info = Received(), Received()
+        torch_private.send_nothing_to_this_rank(self)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _place(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _place(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = False
     ) -> Any:
         with self._acting("F", fwd_chunk_id, "forward"):
             tokens = (self.pipeline.micro_batches[fwd_chunk_id].tokens,) if self.is_first else ()
-            return super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
+            output = super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
+            _place(self.args_recv_info[fwd_chunk_id], "meta")
+            return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         batch = self.pipeline.micro_batches[self.number]
@@ -57,16 +87,15 @@ class Stage(PipelineStage):
     ) -> None:
         with self._acting("B" if full_backward else "I", bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            _place(self.grad_recv_info[bwd_chunk_id], "meta")
+            if loss is not None:
+                loss.detach_()  # torch keeps the losses of a step, and with their graphs the stage's inputs
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._acting("W", bwd_chunk_id, "backward"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             # FSDP's hooks do not run here, and the next W would add to these gradients in bfloat16.
             torch_private.accumulate_gradients(self.submod)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 begins with sends to all neighbors. In the middle of a V that is this rank, and gloo can't.
-        return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != dist.get_rank()]
 
     @contextmanager
     def _acting(self, kind: str, number: int, name: str) -> Iterator[None]:

@@ -111,6 +111,14 @@ def keep_buffers_of_compiled_graphs() -> None:
     config.donated_buffer = False
 
 
+def send_nothing_to_this_rank(stage: "PipelineStage") -> None:
+    """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which gloo can't do."""
+    # torch 2.11 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V.
+    operations: Any = stage._get_init_p2p_neighbors_ops
+    to_others: Any = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
+    stage._get_init_p2p_neighbors_ops = to_others
+
+
 def schedule_of_rows(
     stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
 ) -> Any:

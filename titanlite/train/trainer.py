@@ -59,7 +59,7 @@ class Trainer:
         if config.debug.deterministic:
             use_deterministic_algorithms()
         self._require_equal("the config", _hash(job.given))
-        self._require_equal("the pipeline's stages", str(job.stages))  # each rank read the CSV itself
+        self._require_equal("the order of the pipeline", str(job.stages))  # each rank read the CSV itself
         self._require_equal("the kind of device", device.type)
         self._require_equal("the software", f"titanlite {__version__}, torch {torch.__version__}")
         self.mesh = build_mesh(job.layout, device.type)
