@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.torch_version import TorchVersion
 
 from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, full, job, micro_batches, relative_error, trainer
 from tests.lanes import sample
 from tests.parallel.test_exact import MODELS as MODELS_OF_TWO
 from tests.parallel.test_exact import SGD, ragged_batch
 from titanlite.config.pipeline_order import most_kept, parse
+from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFinite
@@ -30,6 +32,8 @@ from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
+IS_OLD = TorchVersion(torch.__version__) < "2.13"
+"""torch 2.11 runs no autograd.Function in a split backward pass, and receives early under Interleaved1F1B."""
 FOUR = [*TINY, "--model.overrides.n_layers=4", "--model.overrides.n_kv_heads=2"]
 MODELS = {
     "llama3": FOUR,
@@ -157,6 +161,8 @@ def test_pp_changes_no_number(pool, alone, tmp_path, model, world, schedule, wor
 
     What each rank did is what the schedule declares, also where torch's own list is another (1F1B).
     """
+    if IS_OLD and "loss_chunks" in words and schedule in SPLIT_BACKWARD:
+        pytest.skip("needs torch 2.13")
     degrees = [PP2] if "pipeline_parallel_degree" not in words else []
     data = 1 if world == 2 or "tensor_" in words or "context_" in words or not degrees else 2
     sizes = [f"--training.local_batch_size={6 // data}", "--training.global_batch_size=12"]
@@ -290,7 +296,9 @@ def received_and_held(argv: list[str], folder: str) -> tuple[int, int, int]:
     return len(received), most - most_kept(orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]), held()
 
 
-@pytest.mark.parametrize("schedule", sample(SCHEDULES, "1F1B"))
+@pytest.mark.parametrize(
+    "schedule", sample([name for name in SCHEDULES if name != "Interleaved1F1B" or not IS_OLD], "1F1B")
+)
 def test_what_a_stage_receives_is_held_no_longer_than_its_activations(pool, tmp_path, schedule):
     """Schedules of several stages a rank begin to receive up to three ahead of it."""
     argv = [*FOUR, PP2, f"--parallelism.pipeline_parallel_schedule={schedule}", "--training.local_batch_size=12"]
@@ -391,7 +399,7 @@ def float8_step(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", *["ZBVZeroBubble"] * (not IS_OLD)])
 def test_float8_scales_by_the_same_micro_batches(pool, tmp_path, schedule):
     wide = "dim=64 n_layers=4 n_heads=2 n_kv_heads=2 hidden_dim=128".split()
     argv = [*QUIET, *(f"--model.overrides.{field}" for field in wide), "--training.global_batch_size=12"]

@@ -90,7 +90,8 @@ def round_between_fused_operations() -> None:
 
 def accumulate_gradients(part: "nn.Module") -> None:
     """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for reductions."""
-    # torch 2.14; 2.11 and 2.13 have one group of parameters a module. FSDP2 does so in hooks of the backward pass.
+    # torch 2.11, 2.13 and 2.14; only the last may have several groups of parameters a module. FSDP2 does so in hooks
+    # of the backward pass.
     from torch.distributed.fsdp import FSDPModule
 
     for module in part.modules():
@@ -113,7 +114,7 @@ def keep_buffers_of_compiled_graphs() -> None:
 
 def send_nothing_to_this_rank(stage: "PipelineStage") -> None:
     """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which gloo can't do."""
-    # torch 2.11 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V.
+    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V.
     operations: Any = stage._get_init_p2p_neighbors_ops
     to_others: Any = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
     stage._get_init_p2p_neighbors_ops = to_others
@@ -123,7 +124,7 @@ def schedule_of_rows(
     stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
 ) -> Any:
     """Return a pipeline schedule that runs these actions, a row for each rank."""
-    # torch 2.14. The public way is a file in torch's format.
+    # torch 2.11, 2.13 and 2.14. The public way is a file in torch's format.
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)
