@@ -1,4 +1,4 @@
-"""The core of causal attention, in one module that context parallel or another kernel can replace, and its mask."""
+"""Causal attention: its layer, its core, which context parallel or another kernel can replace, and its mask."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -9,11 +9,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from titanlite.models.common.rope import rotate
+
 Mask = Tensor | BlockMask
 """Which tokens see which: what is added to the scores (batch, 1, tokens, tokens), or FlexAttention's blocks."""
 FLEX_DEVICES = ("cuda",)  # a CPU has no backward pass of FlexAttention
 FLASH_HEADS = range(8, 257, 8)  # sizes of a head that flash attention takes
 _compiled = cache(torch.compile)  # late, since it takes seconds to import
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary positions, in which some heads of queries share one of keys and values.
+
+    With `norm_eps` each head's queries and keys are normalized.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(heads * head_dim, dim, bias=False)
+        has_norms = norm_eps is not None
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps) if has_norms else None for _ in range(2))
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        """Return what the tokens of (batch, tokens, dim) take from those before them."""
+
+        def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        return self.wo(values.transpose(1, 2).flatten(-2))
 
 
 class CausalAttention(nn.Module):

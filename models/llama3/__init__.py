@@ -1,11 +1,12 @@
-"""Llama 3: flavors, and the table that says what the framework needs to know about each parameter."""
+"""Llama 3: flavors, its table, and its config.json at Hugging Face."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models.common import RopeScaling
-from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
+from titanlite.models.common.table import HF_KEYS, decoder_rules, feed_forward_rules
+from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rule, register_model
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,9 @@ def parameters(c: LlamaConfig) -> int:
 
 
 def rules(c: LlamaConfig) -> tuple[Rule, ...]:
-    """Return the table. Layers that write into the residual stream start smaller the deeper they are."""
-    into, out_of = normal(0.02), normal(0.02, by_depth=True)
-    q_heads, kv_heads = (Rotary(c.n_heads),), (Rotary(c.n_kv_heads),)
-    block, hf = "layers.*.", "model.layers.*."
-    table = (
-        Rule("tok_embeddings.weight", normal(1.0), "embedding", "model.embed_tokens.weight"),
-        Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
-        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", q_heads),
-        Rule(block + "attention.wk.weight", into, "column", hf + "self_attn.k_proj.weight", kv_heads),
-        Rule(block + "attention.wv.weight", into, "column", hf + "self_attn.v_proj.weight"),
-        Rule(block + "attention.wo.weight", out_of, "row", hf + "self_attn.o_proj.weight"),
-        Rule(block + "ffn_norm.weight", ones, "norm", hf + "post_attention_layernorm.weight"),
-        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.gate_proj.weight"),
-        Rule(block + "feed_forward.w2.weight", out_of, "row", hf + "mlp.down_proj.weight"),
-        Rule(block + "feed_forward.w3.weight", into, "column", hf + "mlp.up_proj.weight"),
-        Rule("norm.weight", ones, "norm", "model.norm.weight"),
-    )
-    if c.tied:  # the embedding is the output layer as well
-        return (replace(table[0], init=normal(0.02), tied="output.weight"), *table[1:])
-    return (*table, Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight"))
+    return (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *feed_forward_rules())
 
 
-HF_KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
-HF_KEYS |= {"n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size", "vocab_size": "vocab_size"}
-HF_KEYS |= {"max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
-HF_KEYS |= {"tied": "tie_word_embeddings"}
 HF_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 HF_ROPE["original_positions"] = "original_max_position_embeddings"
 

@@ -2,37 +2,18 @@
 
 from torch import Tensor, nn
 
-from titanlite.models.common.attention import CausalAttention, Mask
+from titanlite.models.common.attention import Mask, RotaryAttention
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.feed_forward import SwiGLU
-from titanlite.models.common.rope import Rope, rotate
+from titanlite.models.common.rope import Rope
 from titanlite.models.llama3 import LlamaConfig
-
-
-class Attention(nn.Module):
-    def __init__(self, c: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim = c.head_dim
-        self.wq = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.wk = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.wv = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
-        self.core = CausalAttention()
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
-            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
-        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
-        return self.wo(values.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.attention = Attention(c)
+        self.attention = RotaryAttention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim)
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 

@@ -1,9 +1,12 @@
-"""Qwen 3, dense and with experts: flavors, and the table of what the framework needs to know of each parameter."""
+"""Qwen 3, dense and with experts: flavors, its table, and its config.json at Hugging Face."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titanlite.models.common import Balance
-from titanlite.registry import ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
+from titanlite.models.common.table import GATED, HF_KEYS, decoder_rules, feed_forward_rules
+from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
 
 
 @dataclass(frozen=True)
@@ -61,46 +64,71 @@ def shape(c: QwenConfig) -> ModelDims:
     return ModelDims(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len, c.experts)
 
 
-def parameters(c: QwenConfig, used: int | None = None) -> int:
-    """Return the number of parameters, with all experts or with `used` ones."""
+def parameters(c: QwenConfig) -> int:
     attention = 2 * c.dim * (c.n_heads + c.n_kv_heads) * c.head_dim + 2 * c.head_dim
-    experts = c.experts * c.dim + 3 * c.dim * c.expert_dim * (c.experts if used is None else used)
-    block = attention + (experts if c.experts else 3 * c.dim * c.hidden_dim) + 2 * c.dim
-    return (2 - c.tied) * c.vocab_size * c.dim + c.n_layers * block + c.dim
+    feed_forward = c.experts * c.dim * (1 + 3 * c.expert_dim) if c.experts else 3 * c.dim * c.hidden_dim
+    return (2 - c.tied) * c.vocab_size * c.dim + c.n_layers * (attention + feed_forward + 2 * c.dim) + c.dim
+
+
+def active_parameters(c: QwenConfig) -> int:
+    others = max(c.experts - c.top_k, 0)
+    return parameters(c) - c.n_layers * 3 * others * c.dim * c.expert_dim
 
 
 def rules(c: QwenConfig) -> tuple[Rule, ...]:
-    """Return the table. Layers that write into the residual stream start smaller the deeper they are."""
-    into, out_of = normal(0.02), normal(0.02, by_depth=True)
-    block, hf = "layers.*.", "model.layers.*."
-    q_heads, kv_heads, one = (Rotary(c.n_heads),), (Rotary(c.n_kv_heads),), (Rotary(1),)
-    table = (
-        Rule("tok_embeddings.weight", into if c.tied else normal(1.0), "embedding", "model.embed_tokens.weight"),
-        Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
-        Rule(block + "attention.wq.weight", into, "column", hf + "self_attn.q_proj.weight", q_heads),
-        Rule(block + "attention.wk.weight", into, "column", hf + "self_attn.k_proj.weight", kv_heads),
-        Rule(block + "attention.wv.weight", into, "column", hf + "self_attn.v_proj.weight"),
-        Rule(block + "attention.wo.weight", out_of, "row", hf + "self_attn.o_proj.weight"),
-        Rule(block + "attention.q_norm.weight", ones, "replicated", hf + "self_attn.q_norm.weight", one),
-        Rule(block + "attention.k_norm.weight", ones, "replicated", hf + "self_attn.k_norm.weight", one),
-        Rule(block + "ffn_norm.weight", ones, "norm", hf + "post_attention_layernorm.weight"),
-        Rule("norm.weight", ones, "norm", "model.norm.weight"),
+    ours, theirs = "layers.*.", "model.layers.*."
+    norms = tuple(
+        Rule(f"{ours}attention.{name}.weight", ones, "replicated", f"{theirs}self_attn.{name}.weight", (Rotary(1),))
+        for name in ("q_norm", "k_norm")
     )
-    names = {"w1": (into, "gate_proj"), "w2": (out_of, "down_proj"), "w3": (into, "up_proj")}
-    if c.experts:
-        moe = block + "moe.", hf + "mlp."
-        table += (Rule(moe[0] + "router.weight", into, "replicated", moe[1] + "gate.weight"),)
-        for w, (init, name) in names.items():
-            stacked = f"{moe[1]}experts.#.{name}.weight"
-            table += (Rule(f"{moe[0]}experts.{w}", init, "expert", stacked, active=c.top_k / c.experts),)
-    else:
-        for w, (init, name) in names.items():
-            role = "row" if w == "w2" else "column"
-            table += (Rule(f"{block}feed_forward.{w}.weight", init, role, f"{hf}mlp.{name}.weight"),)
-    if c.tied:  # the embedding is the output layer as well
-        return (replace(table[0], tied="output.weight"), *table[1:])
-    return (*table, Rule("output.weight", normal(c.dim**-0.5), "head", "lm_head.weight"))
+    common = (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *norms)
+    if not c.experts:
+        return (*common, *feed_forward_rules())
+    ours, theirs, active = ours + "moe.", theirs + "mlp.", c.top_k / c.experts
+    router = Rule(ours + "router.weight", normal(0.02), "replicated", theirs + "gate.weight")
+    experts = (
+        Rule(f"{ours}experts.{w}", init, "expert", f"{theirs}experts.#.{hf}.weight", active=active)
+        for w, init, _, hf in GATED
+    )
+    return (*common, router, *experts)
 
 
+_MOE_KEYS = {"expert_dim": "moe_intermediate_size", "experts": "num_experts", "top_k": "num_experts_per_tok"}
+_MOE_KEYS |= {"normalize": "norm_topk_prob"}
+_KEYS = {**HF_KEYS, "head_dim": "head_dim", **_MOE_KEYS}
+
+
+def hf_config(c: QwenConfig) -> dict[str, Any]:
+    """Return the config.json of a Qwen3ForCausalLM or Qwen3MoeForCausalLM, for transformers 4 and 5."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM" if c.experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if c.experts else "qwen3",
+        **{key: getattr(c, name) for name, key in _KEYS.items() if c.experts or name not in _MOE_KEYS},
+        **({"decoder_sparse_step": 1, "mlp_only_layers": []} if c.experts else {}),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+
+
+def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers' Qwen3Config or Qwen3MoeConfig takes for the keys that a config.json lacks."""
+    absent = {"vocab_size": 151936, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    absent |= {"rope_theta": 10000.0, "attention_bias": False, "use_sliding_window": False}
+    absent |= {"tie_word_embeddings": False}
+    if config.get("model_type") != "qwen3_moe":
+        sizes = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "head_dim": 128}
+        return {**absent, **sizes, "num_key_value_heads": 32}
+    head_dim = config.get("hidden_size", 2048) // config.get("num_attention_heads", 32)
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "head_dim": head_dim}
+    experts = {"moe_intermediate_size": 768, "num_experts": config.get("num_local_experts", 128)}
+    experts |= {"num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {**absent, **sizes, "num_key_value_heads": 4, **experts}
+
+
+_UNCHECKED = ("max_position_embeddings", "num_local_experts", "router_aux_loss_coef", "sliding_window")
+_UNCHECKED += ("max_window_layers", "layer_types")  # no effect without use_sliding_window
+HF = HuggingFace(hf_config, _UNCHECKED, defaults=hf_defaults, fields=_KEYS)
 _PATHS = {"build": "titanlite.models.qwen3.model:Qwen", "core": "attention.core"}
-SPEC = register_model(ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, parameters=parameters))
+_COUNTS = {"parameters": parameters, "active_parameters": active_parameters}
+SPEC = register_model(ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, **_COUNTS))

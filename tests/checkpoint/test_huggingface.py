@@ -31,14 +31,14 @@ from titanlite.data.documents import text_files
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import RunFailed, UserError
-from titanlite.models import gpt2, llama3
+from titanlite.models import gpt2, llama3, qwen3
 from titanlite.models.common import RopeScaling
 from titanlite.parallel.build import build_meta_model
 from titanlite.parallel.init import fill, materialize
 from titanlite.registry import normal
 from titanlite.tools.generate import load_model
 
-SPECS = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC}
+SPECS = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC, "qwen3": qwen3.SPEC}
 SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm_eps=1e-5)
 
 
@@ -48,10 +48,14 @@ def narrow(flavor: Any) -> Any:
     if isinstance(flavor, llama3.LlamaConfig):
         scaling = flavor.rope_scaling and dataclasses.replace(flavor.rope_scaling, original_positions=64)
         sizes |= {"hidden_dim": 48, "rope_scaling": scaling}
+    if isinstance(flavor, qwen3.QwenConfig):
+        sizes |= {"hidden_dim": 48, "head_dim": 16}
+        sizes |= {"expert_dim": 24, "experts": 8, "top_k": 3} if flavor.experts else {}
     return dataclasses.replace(flavor, **sizes)
 
 
 CASES = {f"{name} {flavor}": (spec, narrow(c)) for name, spec in SPECS.items() for flavor, c in spec.flavors.items()}
+CASES = {name: case for name, case in CASES.items() if name not in ("qwen3 4B", "qwen3 14B", "qwen3 32B")}
 CASES["llama3 tied"] = llama3.SPEC, dataclasses.replace(SMALL, tied=True)
 
 
@@ -109,18 +113,27 @@ FOREIGN = {
     | {"num_key_value_heads": 2, "rope_scaling": SCALING | {"rope_type": "llama3"}},
     "tied": LLAMA | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.2},
+    "qwen3": LLAMA | {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3 moe": LLAMA
+    | {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8}
+    | {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.1},
 }
+KINDS = {"gpt2": "GPT2Config", "qwen3": "Qwen3Config", "qwen3 moe": "Qwen3MoeConfig"}
 
 
 def made_by_transformers(case: str, folder: Path, **change: Any) -> Any:
     """Save a model with random weights, and return it."""
     import transformers
 
-    kind = "GPT2Config" if case == "gpt2" else "LlamaConfig"
+    kind = getattr(transformers, KINDS.get(case, "LlamaConfig"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(vocab_size=256, initializer_range=0.2, **FOREIGN[case] | change)
+        kind(vocab_size=256, initializer_range=0.2, **FOREIGN[case] | change)
     )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):  # ones do not show how they are turned
+                parameter.normal_(1.0, 0.2)
     model.eval().save_pretrained(folder)
     return model
 
@@ -143,6 +156,19 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     with torch.no_grad():
         ours, logits = model(tokens), theirs(tokens).logits
     assert ours.std() > 0.1 and (ours - logits).abs().max().item() <= 1e-5 * ours.abs().max().item()
+
+
+def test_experts_of_transformers_are_exported_as_they_were_written(tmp_path):
+    """One tensor per expert, bit-equal, whatever transformers stacks in memory."""
+    made_by_transformers("qwen3 moe", tmp_path / "hf")
+    assert cli.main(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    assert cli.main(["checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    before, after = (
+        {k: v for file in (tmp_path / name).glob("*.safetensors") for k, v in load_file(file).items()}
+        for name in ("hf", "back")
+    )
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in before and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.long
@@ -271,10 +297,30 @@ def exported(argv: list[str], folder: str, dtype: str) -> None:
     export_live(target, translation, run.state, getattr(torch, dtype), run.tokenizer, everyone(), file_bytes=3000)
 
 
-@pytest.mark.parametrize("model", ["llama3", "gpt2"])
+def counted_gathers(*arguments: Any) -> list[str]:
+    """Export, and return the names of the parameters that were gathered."""
+    gathered, write_files = [], export_module._write_files
+
+    def counting(staging: Path, files: Any, fetch: Any, *rest: Any) -> None:
+        write_files(staging, files, lambda name, owner: gathered.append(name) or fetch(name, owner), *rest)
+
+    export_module._write_files = counting  # type: ignore[bad-assignment]
+    try:
+        exported(*arguments)
+    finally:
+        export_module._write_files = write_files
+    return gathered
+
+
+def test_a_stack_of_experts_is_gathered_once(pool, tmp_path):
+    for gathered in pool.run(counted_gathers, QWEN, str(tmp_path), "bfloat16", world=2):
+        assert len(gathered) == len(set(gathered)) and "layers.1.moe.experts.w2" in gathered
+
+
+@pytest.mark.parametrize("model", ["llama3", "gpt2", "qwen3"])
 def test_four_ranks_write_the_same_bytes_as_one(pool, tmp_path, model):
-    argv = [*TINY, "--model.overrides.n_kv_heads=2"] if model == "llama3" else [*GPT2]
-    tp = "--parallelism.tensor_parallel_degree=2"
+    argv = ARGV[model]
+    tp = f"--parallelism.tensor_parallel_degree={2 if model != 'qwen3' else 1}"
     pool.run(exported, [*argv, tp], str(tmp_path / "four"), "bfloat16", world=4)
     pool.run(exported, argv, str(tmp_path / "one"), "bfloat16", world=1)
     names = sorted(path.name for path in (tmp_path / "one/out").iterdir())
@@ -286,6 +332,9 @@ def test_four_ranks_write_the_same_bytes_as_one(pool, tmp_path, model):
 
 GPT2 = [*TINY[: -len("dim n_layers n_heads n_kv_heads hidden_dim".split())], "--model.name=gpt2"]
 GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()]
+QWEN = [*TINY, "--model.name=qwen3", "--model.flavor=debugmodel_moe", "--model.overrides.n_kv_heads=2"]
+QWEN += [f"--model.overrides.{field}" for field in "head_dim=8 expert_dim=16 experts=4".split()]
+ARGV = {"llama3": [*TINY, "--model.overrides.n_kv_heads=2"], "gpt2": GPT2, "qwen3": QWEN}
 
 
 def start(argv: list[str], folder: str) -> dict[str, Any]:
@@ -309,12 +358,13 @@ def start(argv: list[str], folder: str) -> dict[str, Any]:
     return {"weights": weights(run), "log": lines, "elements": elements, "step": run.step}
 
 
-@pytest.mark.parametrize("model", ["llama3", "gpt2"])
+@pytest.mark.parametrize("model", ["llama3", "gpt2", "qwen3"])
 def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
-    argv = [*TINY, "--model.overrides.n_kv_heads=2"] if model == "llama3" else GPT2
+    argv = ARGV[model]
     spec, flavor = SPECS[model], job(argv, 1).model
     live = written(spec, flavor, tmp_path / "hf")
-    argv = [*argv, "--parallelism.tensor_parallel_degree=2", "--checkpoint.initial_load_in_hf"]
+    tp = f"--parallelism.tensor_parallel_degree={2 if model != 'qwen3' else 1}"
+    argv = [*argv, tp, "--checkpoint.initial_load_in_hf"]
     argv += [f"--checkpoint.initial_load_path={tmp_path}/hf"]
     total = sum(tensor.numel() for tensor in live.values())
     for found in pool.run(start, argv, str(tmp_path / "run"), world=4):
@@ -405,6 +455,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path, how, says):
 
 SCALED = dataclasses.replace(SMALL, max_seq_len=131072, rope_scaling=RopeScaling())
 GPT2_SMALL = gpt2.GPT2Config(16, 2, 2, vocab_size=99, max_seq_len=8)
+QWEN_SMALL = narrow(qwen3.FLAVORS["30B-A3B"])
 LLAMA_DEFAULTS = dataclasses.replace(SMALL, n_kv_heads=4, rope_theta=10000.0, norm_eps=1e-6)
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GENERATED = "architectures bos_token_id eos_token_id torch_dtype dtype transformers_version".split()
@@ -417,6 +468,12 @@ def faults_of(spec: Any, flavor: Any, changes: dict[str, Any], remove: str = "")
     return config_faults(json.loads(json.dumps(config)), spec.hf, exported)
 
 
+def config_class(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
+
+
 @pytest.mark.parametrize(
     ("spec", "flavor"),
     [
@@ -425,13 +482,13 @@ def faults_of(spec: Any, flavor: Any, changes: dict[str, Any], remove: str = "")
         (llama3.SPEC, dataclasses.replace(SCALED, tied=True)),
         (gpt2.SPEC, gpt2.FLAVORS["124M"]),
         (gpt2.SPEC, dataclasses.replace(GPT2_SMALL, norm_eps=1e-6)),
+        (qwen3.SPEC, qwen3.FLAVORS["0.6B"]),
+        (qwen3.SPEC, dataclasses.replace(qwen3.FLAVORS["30B-A3B"], head_dim=64)),
     ],
 )
 def test_a_key_that_config_json_lacks_counts_as_transformers_default(spec, flavor):
-    from transformers import GPT2Config, LlamaConfig
-
-    oracle = {"llama3": LlamaConfig, "gpt2": GPT2Config}[spec.name]
     exported = spec.hf.config(flavor)
+    oracle = config_class(exported["model_type"])
     unchecked = {*GENERATED, *spec.hf.unchecked_config_keys}
 
     def read(config: dict[str, Any]) -> dict[str, Any]:
@@ -447,11 +504,10 @@ def test_a_key_that_config_json_lacks_counts_as_transformers_default(spec, flavo
         assert not differs or faults[0].startswith(f"config.json: {key} "), faults
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_every_key_of_transformers_is_compared_or_known_to_change_no_value(spec):
-    from transformers import GPT2Config, LlamaConfig
-
-    oracle = {"llama3": LlamaConfig, "gpt2": GPT2Config}[spec.name]
+@pytest.mark.parametrize("name", [*SPECS, "qwen3_moe"])
+def test_every_key_of_transformers_is_compared_or_known_to_change_no_value(name):
+    spec: Any = SPECS[name.removesuffix("_moe")]
+    oracle = config_class(name.replace("llama3", "llama"))
     ours = complete({"model_type": oracle.model_type}, spec.hf)
     theirs = complete(oracle().to_dict(), spec.hf)
     assert ours == {key: theirs[key] for key in ours}
@@ -515,12 +571,21 @@ REFUSED = [
     (GPT2_SMALL, {"n_inner": 32}, "n_inner 32, but the model has 64"),
     (GPT2_SMALL, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, but the model has 1e-05"),
     (GPT2_SMALL, {"rope_theta": 1e4}, "rope_theta 10000.0, which the model does not know"),
+    (QWEN_SMALL, {"use_sliding_window": True}, "use_sliding_window true, but the model has false"),
+    (QWEN_SMALL, {"mlp_only_layers": [0]}, "mlp_only_layers [0], but the model has []"),
+    (QWEN_SMALL, {"norm_topk_prob": None}, "norm_topk_prob false (absent, so transformers' default), but the"),
+    (QWEN_SMALL, {"num_experts": 4}, "num_experts 4, but the model has 8; --model.overrides.experts 4"),
+    (
+        QWEN_SMALL,
+        {"num_experts": None, "num_local_experts": 4},
+        "num_experts 4 (absent, so transformers' default), b",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flavor", "change", "says"), REFUSED)
 def test_a_config_json_that_changes_a_value_is_refused_with_both(flavor, change, says):
-    spec = llama3.SPEC if isinstance(flavor, llama3.LlamaConfig) else gpt2.SPEC
+    spec = next(spec for spec in SPECS.values() if type(flavor) is type(spec.flavors["debugmodel"]))
     (fault,) = faults_of(spec, flavor, change)
     assert fault.startswith(f"config.json: {says}"), fault
 

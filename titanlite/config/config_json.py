@@ -71,7 +71,7 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a flavor that a folder's config.json describes; refuse what the model does not compute."""
     assert spec.hf
     given, path = read_config(folder), folder / "config.json"
-    if given.get("model_type") != _model_type(spec):
+    if given.get("model_type") not in _model_types(spec):
         name = model_of(folder)
         raise UserError(f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}')
     theirs = complete(given, spec.hf)
@@ -95,16 +95,18 @@ def model_of(folder: Path) -> str:
     kind, kinds = read_config(folder).get("model_type"), list[str]()
     for name in model_names():
         with suppress(UserError):  # of another package, which may be broken
-            kinds += [known := _model_type(get_model(name)) or ""]
-            if known == kind:
+            kinds += (known := _model_types(get_model(name)))
+            if kind in known:
                 return name
-    legal = ", ".join(filter(None, kinds))
+    legal = ", ".join(kinds)
     what = f"{folder / 'config.json'}: model_type {json.dumps(kind)}, which no registered model has"
     raise UserError(f"{what}; legal: {legal}")
 
 
-def _model_type(spec: ModelSpec) -> str | None:
-    return spec.hf.config(next(iter(spec.flavors.values()))).get("model_type") if spec.hf else None
+def _model_types(spec: ModelSpec) -> list[str]:
+    """Return what the config.json of a model's flavors may have for model_type, such as with and without experts."""
+    configs = map(spec.hf.config, spec.flavors.values()) if spec.hf else ()
+    return [*dict.fromkeys(config["model_type"] for config in configs if "model_type" in config)]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

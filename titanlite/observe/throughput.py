@@ -20,7 +20,7 @@ def peak_tflops(device: torch.device) -> float | None:
 def flops_per_token(
     parameters: Iterable[tuple[str, torch.Tensor]], table: dict[str, Rule], shape: ModelDims, seq_len: int
 ) -> int:
-    """Return training FLOPs per token: 6 for each parameter that multiplies (4 if frozen), and attention.
+    """Return training FLOPs per token: 6 for each parameter that multiplies it (4 if frozen), and attention.
 
     An embedding is looked up, not multiplied, unless it is the output layer as well.
     """
@@ -28,5 +28,5 @@ def flops_per_token(
     for name, parameter in parameters:
         rule = table[name]
         if parameter.dim() >= 2 and (rule.tensor != "embedding" or rule.tied):
-            flops += (6 if parameter.requires_grad else 4) * parameter.numel()
+            flops += (6 if parameter.requires_grad else 4) * round(parameter.numel() * rule.active)
     return flops

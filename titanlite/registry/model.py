@@ -152,6 +152,8 @@ class ModelSpec:
     """Its Hugging Face form; None if transformers does not have the model."""
     parameters: Callable[[Any], int] | None = None
     """The number of a flavor's parameters, for `titanlite models`, which does not build it."""
+    active_parameters: Callable[[Any], int] | None = None
+    """Of these the number that a token meets, for a model with experts."""
     unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
     """Fields that may differ from those that loaded weights were trained with, since these mean the same with any."""
 

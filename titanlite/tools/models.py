@@ -70,7 +70,9 @@ def _flavors(spec: ModelSpec) -> list[list[str]]:
     rows = [["flavor", "parameters", "fields other than the defaults"]]
     for name, flavor in spec.flavors.items():
         values = ", ".join(f"{field} {value}" for field, value in _set_fields(flavor))
-        rows.append([name, f"{spec.parameters(flavor):,}" if spec.parameters else "", values])
+        count = spec.parameters(flavor) if spec.parameters else 0
+        active = spec.active_parameters(flavor) if spec.active_parameters else count
+        rows.append([name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values])
     return rows
 
 

@@ -17,7 +17,7 @@ from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
-_ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other"}
+_ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other", "expert": "experts"}
 
 
 def describe_start(trainer: Trainer) -> list[str]:
@@ -25,9 +25,11 @@ def describe_start(trainer: Trainer) -> list[str]:
     job, data, config = trainer.job, trainer.data, trainer.job.config
     batch, training, optimizer = job.batch, config.training, config.optimizer
     roles: Counter[str] = Counter()
+    active = 0
     for name, parameter in trainer.model.named_parameters():
-        role = trainer.report.context.table[name].tensor
-        roles[_ROLE_NAMES.get(role, role)] += parameter.numel()
+        rule = trainer.report.context.table[name]
+        roles[_ROLE_NAMES.get(rule.tensor, rule.tensor)] += parameter.numel()
+        active += round(parameter.numel() * rule.active)
     frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
     parameters = [p for part in trainer.parts for p in part.parameters()]
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
@@ -43,6 +45,7 @@ def describe_start(trainer: Trainer) -> list[str]:
     rows = {
         "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "model": f"{config.model.name} {config.model.flavor}, {roles.total():,} parameters"
+        + f", {active:,} active" * (active < roles.total())
         + (f", {frozen:,} frozen: " if frozen else ": ")
         + ", ".join(f"{role} {count:,}" for role, count in roles.items()),
         "device": _describe_device(trainer),

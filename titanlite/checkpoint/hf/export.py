@@ -1,15 +1,17 @@
 """Write weights of a run or of a checkpoint into a folder that other tools read.
 
 Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank, each keeping its
-own file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or a
-single larger tensor, and the one that is being gathered; never the model. Under pipeline parallel the ranks of a
-tensor's stage gather it, and one of them sends it on. The folder is staged and renamed as a checkpoint is, and its
-bytes are the same from any mesh.
+own file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or what
+a single larger parameter becomes, and the one that is being gathered; never the model. Under pipeline parallel the
+ranks of a tensor's stage gather it, and one of them sends it on. The folder is staged and renamed as a checkpoint is,
+and its bytes are the same from any mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -68,10 +70,11 @@ def _write_files(
     for first in range(0, len(named_files), world):
         own_file, own_tensors = "", {}
         for owner, (file, tensors) in enumerate(named_files[first : first + world]):
-            for tensor in tensors:
-                weights = [fetch(name, owner) for name in tensor.parameters]
+            for parameters, made in groupby(tensors, attrgetter("parameters")):
+                weights = [fetch(name, owner) for name in parameters]
                 if owner == rank_in(group):
-                    own_file, own_tensors[tensor.name] = file, tensor.build(weights).cpu()
+                    own_file = file
+                    own_tensors |= {tensor.name: tensor.build(weights).cpu() for tensor in made}
                 del weights
 
         # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the training.

@@ -6,6 +6,8 @@ Nothing in such a folder is code.
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -22,15 +24,20 @@ WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTensor]]:
-    """Return files by name, each of `max_bytes` at most or one tensor; the same for any number of ranks."""
+    """Return files by name, each of `max_bytes` at most or of one parameter; the same for any number of ranks.
+
+    The slices of a parameter stay in one file, so that it is gathered once.
+    """
     files: list[list[HFTensor]] = []
     free = 0
-    for tensor in tensors:
-        if not files or tensor.nbytes > free:
+    for _, made in groupby(tensors, attrgetter("parameters")):
+        run = [*made]
+        size = sum(tensor.nbytes for tensor in run)
+        if not files or size > free:
             files.append([])
             free = max_bytes
-        files[-1].append(tensor)
-        free -= tensor.nbytes
+        files[-1] += run
+        free -= size
     return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, start=1)}
 
 

@@ -43,12 +43,13 @@ class HuggingFaceFolder:
 
     def _differences(self) -> Iterator[str]:
         shapes, hf = self._reader.shapes, self.translation.hf
-        expected = {tensor.name: tensor.shape for tensor in self.translation.hf_tensors(torch.float32)}
+        tensors = self.translation.hf_tensors(torch.float32)
+        expected = {tensor.name: tensor.shape for tensor in tensors}
         # Saved without its head class, as the hub's GPT-2, a model lacks the first component of every name.
         bare = {name: name.partition(".")[2] for name in expected}
         is_bare = not expected.keys() & shapes and set(bare.values()) & shapes.keys()
         self._name_in_folder = bare if is_bare else {name: name for name in expected}
-        needed = {self.translation.table[name].hf_name(name) for name in self.names}
+        needed = {tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)}
         for name, shape in expected.items():
             found = shapes.get(self._name_in_folder[name])
             if found is None and name in needed:

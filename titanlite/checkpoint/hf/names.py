@@ -15,7 +15,7 @@ import torch
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_meta_model
-from titanlite.registry import Box, ModelSpec, WeightTransform
+from titanlite.registry import Box, ModelSpec, Rule, WeightTransform
 from titanlite.runtime import store
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -32,9 +32,12 @@ class HFTensor:
     transforms: tuple[WeightTransform, ...] = ()
     dim: int = 0
     """Along which several parameters are joined."""
+    slice: int | None = None
+    """The slice of dimension 0 of the parameters that it is made of, if it is not made of all."""
 
     def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tensor made of these parameters' weights."""
+        weights = weights if self.slice is None else [weight[self.slice] for weight in weights]
         return _transform(weights, self.transforms, self.dim).to(self.dtype).contiguous()
 
     @property
@@ -76,30 +79,45 @@ class Translation:
             rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
             assert len(names) == (rule.part.of if rule.part else 1), f"the table lacks parts of {hf_name}"
             dim = rule.part.dim if rule.part else 0
-            example = _transform([torch.empty(self.shapes[n], device="meta") for n in parameters], rule.via, dim)
-            tensors.append(HFTensor(hf_name, parameters, tuple(example.shape), dtype, rule.via, dim))
+            whole = [torch.empty(self.shapes[n], device="meta") for n in parameters]
+            numbers = range(len(whole[0])) if "#" in hf_name else [None]
+            example = _transform(whole if numbers == [None] else [weight[0] for weight in whole], rule.via, dim)
+            for i in numbers:
+                name, shape = hf_name.replace("#", str(i)), tuple(example.shape)
+                tensors.append(HFTensor(name, parameters, shape, dtype, rule.via, dim, i))
         return tensors
 
     def read(self, name: str, region: Box | None, read_hf: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
         """Read a region of the parameter `name`, or all of it, with `read_hf(name in the folder, region of it)`."""
         rule, shape = self.table[name], self.shapes[name]
-        region = region or tuple(slice(0, size) for size in shape)
-        inverses = []
-        for transform in rule.via:
-            wanted = region
-            region, produced, inverse = transform.source_region(wanted, shape)
-            pairs = zip(wanted, produced, strict=True)
-            part = tuple(slice(one.start - other.start, one.stop - other.start) for one, other in pairs)
-            inverses.append((inverse, part))
-            shape = tuple(transform.to_hf(torch.empty(shape, device="meta")).shape)
-        if fused := rule.part:
-            offset, one = fused.index * shape[fused.dim], region[fused.dim]
-            shifted = slice(offset + one.start, offset + one.stop)
-            region = (*region[: fused.dim], shifted, *region[fused.dim + 1 :])
-        weight = read_hf(rule.hf_name(name), region)
-        for inverse, part in reversed(inverses):
-            weight = inverse.from_hf(weight)[part]
-        return weight
+        region, hf_name = region or tuple(slice(0, size) for size in shape), rule.hf_name(name)
+        if "#" not in hf_name:
+            return _read(rule, hf_name, shape, region, read_hf)
+        numbers = range(region[0].start, region[0].stop)
+        names = [hf_name.replace("#", str(i)) for i in numbers]
+        return torch.stack([_read(rule, name, shape[1:], region[1:], read_hf) for name in names])
+
+
+def _read(
+    rule: Rule, hf_name: str, shape: tuple[int, ...], region: Box, read_hf: Callable[[str, Box], torch.Tensor]
+) -> torch.Tensor:
+    """Read a region of what a row makes of one tensor of the folder."""
+    inverses = []
+    for transform in rule.via:
+        wanted = region
+        region, produced, inverse = transform.source_region(wanted, shape)
+        pairs = zip(wanted, produced, strict=True)
+        part = tuple(slice(one.start - other.start, one.stop - other.start) for one, other in pairs)
+        inverses.append((inverse, part))
+        shape = tuple(transform.to_hf(torch.empty(shape, device="meta")).shape)
+    if fused := rule.part:
+        offset, one = fused.index * shape[fused.dim], region[fused.dim]
+        shifted = slice(offset + one.start, offset + one.stop)
+        region = (*region[: fused.dim], shifted, *region[fused.dim + 1 :])
+    weight = read_hf(hf_name, region)
+    for inverse, part in reversed(inverses):
+        weight = inverse.from_hf(weight)[part]
+    return weight
 
 
 def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
