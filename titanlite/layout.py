@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
+EXPERT_DIMENSIONS = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks in the same order
 
 
 def divisors(n: int) -> list[int]:
@@ -12,7 +13,7 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh. `ep` is not a dimension of it: experts are a second view of dp_shard x cp."""
+    """Degrees of the mesh. `ep` is not a dimension of it: experts are a second view of dp_shard x cp x tp."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -20,6 +21,8 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    experts: bool = False
+    """The model has experts."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -40,6 +43,20 @@ class Layout:
         return self.dp_shard * self.cp
 
     @property
+    def efsdp(self) -> int:
+        """Return how many ranks have the same experts, and shard their weights."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        return (self.pp, self.dp_replicate, self.efsdp, self.ep)
+
+    @property
+    def experts_apart(self) -> bool:
+        """Return whether experts are sharded over other ranks than what is around them."""
+        return self.experts and self.ep * self.tp > 1
+
+    @property
     def splits(self) -> int:
         """Return how many ranks the model's matrices are split over, by all dimensions together."""
         return self.pp * self.fsdp * self.tp
@@ -57,7 +74,7 @@ class Layout:
 
     def __str__(self) -> str:
         used = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
-        return " x ".join(used) or "one rank"
+        return (" x ".join(used) or "one rank") + f", experts over {self.ep}" * (self.ep > 1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import pytest
 from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import value_of
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
@@ -243,14 +242,6 @@ def test_the_device_that_was_found_is_used_but_not_saved():
     assert found.config.job.device == "cpu" and found.given.job.device == "auto"
     with pytest.raises(ConfigError, match="for copies to a GPU"):
         job_from(parse_command_line(["--training.dataloader.pin_memory"], {}), world=1, training=True, device="cpu")
-
-
-@pytest.mark.parametrize("key", NOT_BUILT)
-def test_techniques_that_are_not_built_are_refused_in_training_only(key):
-    argv = [f"--{key}=2"]
-    assert job(*argv, world=4)
-    text = faults(*argv, world=4, training=True)
-    assert f"  {key} = " in text and "not built yet" in text
 
 
 def test_the_last_of_two_equal_flags_wins():

@@ -10,7 +10,6 @@ import torch
 from tests.jobs import TINY, job
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError
-from titanlite.config.rules.parallel import NOT_BUILT
 from titanlite.config.schema import KEYS, Mixture, value_of
 from titanlite.config.toml import toml_value
 from titanlite.errors import UserError
@@ -135,7 +134,7 @@ profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds 
 
 
 def test_every_key_has_a_run_in_which_it_is_moot_or_never_is():
-    assert KEYS.keys() - NO_EFFECT.keys() - REFUSED.keys() - NOT_BUILT.keys() == set(NEVER_MOOT)
+    assert KEYS.keys() - NO_EFFECT.keys() - REFUSED.keys() == set(NEVER_MOOT)
 
 
 @cache

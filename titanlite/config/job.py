@@ -44,8 +44,8 @@ class Job:
 def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool, device: str = "") -> Job:
     """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
 
-    `world` is the number of ranks; None takes the smallest that fits. With `training`, techniques that are not built
-    yet are refused by name. `device` is what job.device "auto" was found to be.
+    `world` is the number of ranks; None takes the smallest that fits. Without `training`, keys of other commands have
+    an effect. `device` is what job.device "auto" was found to be.
     """
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
@@ -57,8 +57,6 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
         # A field without a valid value has a fault already.
         with suppress(InvalidField):
             faults.extend(context.fault(key, why) for key, why in rule(context))
-    if training:
-        faults += [context.fault(key, why) for key, why in parallel.not_built(loaded.config)]
     if faults:
         raise ConfigError(faults)
     resolved, layout = loaded.config, context.layout

@@ -197,7 +197,7 @@ class Parallelism(Section):
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
     expert_parallel_degree: Positive = 1
-    """Ranks that split the experts."""
+    """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
     """Free gathered parameters after the forward pass: default frees all but the last group's; a number keeps them
     sharded over that many ranks."""
@@ -422,12 +422,14 @@ class Comm(Section):
 
 
 class Debug(Section):
-    """Reproducibility."""
+    """Reproducibility, and measuring."""
 
     seed: Annotated[Natural | None, OrNone] = None
     """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and logs one."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
+    moe_force_load_balance: bool = False
+    """Send tokens to all experts in turn, whatever the router says: for measuring speed."""
 
 
 class JobConfig(Section):

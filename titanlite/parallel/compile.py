@@ -1,4 +1,4 @@
-"""torch.compile of every block, as one graph.
+"""torch.compile of every block, as one graph; of a block with experts, of everything around these.
 
 The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside of the graph.
 """
@@ -9,6 +9,7 @@ from torch import nn
 from titanlite.config import schema
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context
+from titanlite.parallel.expert import expert_modules, units
 from titanlite.runtime.torch_private import set_activation_memory_budget
 
 
@@ -20,9 +21,10 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         return []
     has_budget = recomputing.mode == "memory_budget"
     set_activation_memory_budget(recomputing.memory_budget if has_budget else 1.0)
-    for block in context.blocks(model).values():
-        compiled = torch.compile(block.forward, fullgraph=True, backend=settings.backend)
-        block.forward = compiled  # type: ignore[method-assign]
+    experts = expert_modules(model, context.table).values()
+    for unit in (unit for block in context.blocks(model).values() for unit in units(block, experts)):
+        compiled = torch.compile(unit.forward, fullgraph=True, backend=settings.backend)
+        unit.forward = compiled  # type: ignore[method-assign]
     kept = f", keeping at most {recomputing.memory_budget:g} of the activations" if has_budget else ""
     return [f"Applied torch.compile to every block, backend {settings.backend}{kept}"]
 

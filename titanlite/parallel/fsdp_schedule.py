@@ -6,9 +6,11 @@ pass one ahead. No torch in here, so that `titanlite config --schedule` can prin
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from titanlite.config.job import Job
+from titanlite.registry import expert_paths
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
 
     A tied embedding and output are one group, needed first: two would each hold a shard of the same weight. A loss in
     chunks calls the output more than once a pass; only the root group, gathered first, stays whole that long.
+    Experts that are sharded over other ranks are groups of their own, needed after their block in both passes.
     """
     spec, settings = job.spec, job.config.parallelism
 
@@ -61,6 +64,8 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     blocks = present(f"{spec.blocks}.{number}" for number in range(job.shape.layers))
     size = settings.fsdp_blocks_per_group
     block_groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+    paths = expert_paths(spec.rules(job.model), spec.blocks) if job.layout.experts_apart else ()
+    with_experts = [f"{spec.blocks}.{number}" for number in range(job.shape.dense_layers, job.shape.layers)]
     head_in_root = job.config.training.loss_chunks > 1 and bool(after)
     if tied:
         groups = [(*before, *after), *block_groups]
@@ -68,14 +73,21 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
         groups = [after, before, *block_groups]
     else:
         groups = [before, *block_groups, after]
-    groups = [group for group in groups if group]
-    count = len(groups)
-    last = 0 if tied or head_in_root else count - 1
-    backward_order = (last, *(group for group in reversed(range(count)) if group != last))
+    stacks = [
+        [group, *((name,) for name in present(f"{b}.{path}" for b in group if b in with_experts for path in paths))]
+        for group in groups
+        if group
+    ]
+    groups, numbers = [group for stack in stacks for group in stack], count()
+    numbered = [[next(numbers) for _ in stack] for stack in stacks]
+    last = numbered[0 if tied or head_in_root else -1][0]
+    backward = [number for stack in reversed(numbered) for number in (stack[0], *reversed(stack[1:]))]
+    backward_order = (last, *(number for number in backward if number != last))
     ahead, backward_ahead = settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch
-    forward = tuple(tuple(range(i + 1, min(i + 1 + ahead, count))) for i in range(count))
+    order = range(len(groups))
+    forward = tuple(tuple(order[i + 1 : i + 1 + ahead]) for i in order)
     turn = {group: number for number, group in enumerate(backward_order)}
-    backward = tuple(backward_order[turn[i] + 1 : turn[i] + 1 + backward_ahead] for i in range(count))
+    backward = tuple(backward_order[turn[i] + 1 : turn[i] + 1 + backward_ahead] for i in order)
     prefetches = forward if ahead else None, backward if backward_ahead else None
     return Schedule(tuple(groups), last, head_in_root, backward_order, *prefetches)
 

@@ -6,7 +6,9 @@ threads as torch uses share them. torch's own way, a random state on the mesh, g
 CPU mesh.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 
 import torch
@@ -63,15 +65,32 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     if init.by_depth:
         layer = int(next(component for component in name.split(".") if component.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
+    threads = min(torch.get_num_threads(), _MAX_THREADS)
+    _fill(local, shape, offset, 0, partial(_draw, name, seed, numel=prod(shape), threads=threads), threads, std)
+
+
+def _fill(
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    before: int,
+    draw: Callable[[int, int], torch.Tensor],
+    threads: int,
+    std: float,
+) -> None:
+    """Fill a rank's shard of a tensor, before which there are so many elements in the parameter."""
     per_row = prod(shape[1:])
+    if local.dim() > 2 and local.size(1) < shape[1]:  # a stack of matrices: draw only the rows that it has of each
+        for number, matrix in enumerate(local, offset[0]):
+            _fill(matrix, shape[1:], offset[1:], before + number * per_row, draw, threads, std)
+        return
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     # Some rows at a time, so that a shard cut along columns never costs the memory of all full rows.
-    threads = min(torch.get_num_threads(), _MAX_THREADS)
     chunk_rows = max(1, threads * _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
-        start = (offset[0] + row) * per_row
-        values = _draw(name, seed, start, start + rows * per_row, prod(shape), threads).view(rows, *shape[1:])
+        start = before + (offset[0] + row) * per_row
+        values = draw(start, start + rows * per_row).view(rows, *shape[1:])
         local[row : row + rows] = values[(slice(None), *columns)].mul_(std)
 
 

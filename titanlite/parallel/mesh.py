@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.layout import DIMENSIONS, Layout
+from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Mesh:
     """Ranks that sum the loss and the valid tokens, which only the last stage counts: all but for tp."""
     stage: dist.ProcessGroup
     """Ranks of the same pipeline stages: all but for pp."""
+    experts: DeviceMesh | None = None
+    """Ranks that shard an expert's weights, with the replicas like `fsdp`; None if `fsdp` does so."""
+    ep: DeviceMesh | None = None
+    """Ranks that have different experts; from the same root as `experts`."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
@@ -41,7 +45,16 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     data, loss = world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1), world.mesh.movedim(-1, 0).flatten(1)
     data_group = _group("data", data.tolist())
     loss_group = _group("loss", loss.tolist()) if layout.pp > 1 else data_group
-    return Mesh(world, fsdp, sharding["tp"], data_group, loss_group, _group("stage", world.mesh.flatten(1).tolist()))
+    stage = _group("stage", world.mesh.flatten(1).tolist())
+    return Mesh(world, fsdp, sharding["tp"], data_group, loss_group, stage, *_of_experts(layout, device_type))
+
+
+def _of_experts(layout: Layout, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return `experts` and `ep`, from a view of the same ranks in which those of ep follow each other."""
+    if not layout.experts_apart:
+        return None, None
+    root = init_device_mesh(device_type, layout.expert_degrees, mesh_dim_names=EXPERT_DIMENSIONS)
+    return root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"], root["ep"]
 
 
 def _group(name: str, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup:

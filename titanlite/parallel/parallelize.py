@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from titanlite.parallel import compile, context, convert, fsdp, pipeline, recompute, replicated, tensor
+from titanlite.parallel import compile, context, convert, expert, fsdp, pipeline, recompute, replicated, tensor
 from titanlite.parallel.build import Context
 from titanlite.parallel.init import materialize
 from titanlite.parallel.replica_check import check_replicas
@@ -18,9 +18,11 @@ WHOLE: tuple[Technique, ...] = (
 )
 ORDER: tuple[Technique, ...] = (
     tensor.apply,  # splits parameters: before anything looks at their shapes or wraps a forward method
+    expert.apply,  # beside tensor parallel, which leaves experts alone
     context.apply,  # around attention only: before a block's forward method is recomputed or compiled
     replicated.apply,  # casts what FSDP will not, innermost, where FSDP would cast its own
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
+    expert.exchange,  # around the products that are recomputed by operation: what other ranks sent is kept
     compile.apply,  # before sharding, so that gathering and freeing parameters stay outside of the graph
     partial(recompute.apply, around_graphs=True),  # what torch 2.13 can't compile once it is recomputed
     fsdp.apply,  # last: takes every parameter that is left, and sets the prefetch schedule

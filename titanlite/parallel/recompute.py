@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.parallel.build import Context
+from titanlite.parallel.expert import expert_modules, units
 from titanlite.runtime.torch_private import ATTENTION_OPERATIONS, REDUCE_SCATTER_OPERATION
 
 _EXPENSIVE = (
@@ -38,9 +39,14 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
     options: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state, "early_stop": settings.early_stop}
     if by_operation:
         options["context_fn"] = _keep_expensive
+    experts = {*expert_modules(model, context.table).values()}
     for number, block in context.blocks(model).items():
-        if number % every == 0:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore
+        if number % every:
+            continue
+        # By operation, experts are recomputed within FSDP's hooks: their group is not gathered when their block is.
+        inside = [*units(block, experts), *experts.intersection(block.modules())] if by_operation else [block]
+        for module in inside:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)  # type: ignore
     blocks = "every block" if every == 1 else f"one block in {every}"
     saved = ", keeping attention, communication and every other matrix product" * by_operation
     return [f"Applied activation checkpointing: recompute {blocks}{saved}"]

@@ -43,6 +43,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     roles = check(model, context.table, mesh.size())
     gathering = _gathering(model, context.job.spec.blocks, roles)
     for name, role in roles.items():
+        if role == "expert":
+            continue
         _split_module(model.get_submodule(name), name, role, mesh, splits_logits)
     for path, readers in gathering.items():
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])

@@ -13,7 +13,7 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import format_table
-from titanlite.layout import DIMENSIONS
+from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import describe_placement, local_part
@@ -40,16 +40,15 @@ def _groups(job: Job, per_node: int) -> list[str]:
     lines += [f"  node {node}: {_span(node, per_node, world)}" for node in range(min(nodes, 3))]
     if nodes > 3:
         lines.append(f"  … node {nodes - 1}: {_span(nodes - 1, per_node, world)}")
-    for name, degree in zip(DIMENSIONS, job.layout.degrees, strict=True):
-        if degree == 1:
-            continue
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(world):
-            group = job.layout.coordinates(rank) | {name: 0}
-            members.setdefault(tuple(group.values()), []).append(rank)
-        nodes_crossed = max(len({rank // per_node for rank in ranks}) for ranks in members.values())
-        crossing = "inside a node" if nodes_crossed == 1 else f"across {nodes_crossed} nodes"
-        lines.append(f"{name} {degree}: {crossing}, e.g. ranks {_format_ranks(next(iter(members.values())))}")
+    sides = [(job.layout.degrees, dimension, name) for dimension, name in enumerate(DIMENSIONS)]
+    if job.layout.ep > 1:
+        sides += [(job.layout.expert_degrees, d, name) for d, name in enumerate(EXPERT_DIMENSIONS) if d > 1]
+    for degrees, dimension, name in sides:
+        if degrees[dimension] > 1:
+            groups = torch.arange(world).view(degrees).movedim(dimension, -1).flatten(0, -2).tolist()
+            crossed = max(len({rank // per_node for rank in ranks}) for ranks in groups)
+            crossing = "inside a node" if crossed == 1 else f"across {crossed} nodes"
+            lines.append(f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}")
     return lines
 
 

@@ -104,6 +104,12 @@ def accumulate_gradients(part: "nn.Module") -> None:
                         parameter.to_accumulated_grad_if_needed()
 
 
+def is_recomputing() -> bool:
+    """Return whether this forward pass is part of a backward pass: a repetition, by activation checkpointing."""
+    # torch 2.14; activation checkpointing itself asks so.
+    return torch._C._current_graph_task_id() != -1
+
+
 def keep_buffers_of_compiled_graphs() -> None:
     """Let a backward pass run in two halves, of which both read what a compiled graph has saved."""
     # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so for DualPipeV.

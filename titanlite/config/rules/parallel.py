@@ -25,11 +25,6 @@ DEGREES = {
 }
 """The keys of all degrees but the sharding one, which may be -1."""
 
-NOT_BUILT = {
-    "parallelism.expert_parallel_degree": "expert parallel",
-}
-"""Keys that switch on a technique that is not built yet; its other keys only tune it."""
-
 _FLOAT8 = "quantize.linear.float8."
 _NEED_SHARDING = (
     "parallelism.fsdp_reshard_after_forward",
@@ -61,10 +56,12 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
             reasons["training.mixed_precision_reduce"] = "without data parallel"
     if layout.tp == 1:
         reasons |= dict.fromkeys(_NEED_TENSOR_PARALLEL, "without tensor parallel")
+    if not layout.experts:
+        reasons["debug.moe_force_load_balance"] = "without experts"
     if config.parallelism.context_parallel_rotate_method == "ulysses":
         reasons["parallelism.context_parallel_load_balancer"] = "with ulysses"
     if layout.world == 1:
-        reasons = dict.fromkeys(reasons, "on 1 rank")
+        reasons = {key: why if why == "without experts" else "on 1 rank" for key, why in reasons.items()}
     return {key: reasons[key] for key in KEYS if key in reasons and _is_set(config, key)}
 
 
@@ -74,13 +71,6 @@ def _is_set(config: JobConfig, key: str) -> bool:
     return is_used and value_of(config, key) != KEYS[key].default
 
 
-def not_built(config: JobConfig) -> Faults:
-    """Refuse techniques that are not built yet."""
-    for key, technique in NOT_BUILT.items():
-        if value_of(config, key) != KEYS[key].default:
-            yield key, f"{technique} is not built yet; remove the key"
-
-
 @RULES.add
 def _degrees_fill_the_world(context: RuleContext) -> Faults:
     parallelism = context.config.parallelism
@@ -88,9 +78,13 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     shard, others = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     # Without a world size: the smallest world in which every key has an effect.
     shards = any(_is_set(context.loaded.config, key) for key in _NEED_SHARDING + _NEED_DATA_PARALLEL)
-    world = context.world or others * ((2 if shards else 1) if shard == -1 else shard)
+    ep, experts = parallelism.expert_parallel_degree, False
+    with suppress(InvalidField):  # without a valid model
+        experts = context.shape.experts > 0
+    for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
+    world = context.world or others * (max(2 if shards else 1, for_experts) if shard == -1 else shard)
     if world % others == 0 and shard in (-1, world // others):
-        context.layout = Layout(dp_shard=world // others, ep=parallelism.expert_parallel_degree, **degree)
+        context.layout = Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
         return
     ranks = f"{world} rank" + "s" * (world > 1)
     keys = {key: degree[name] for name, key in DEGREES.items() if degree[name] > 1}
@@ -186,6 +180,19 @@ def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
 
 
 @RULES.add
+def _expert_parallel_divides_experts_and_ranks(context: RuleContext) -> Faults:
+    key, experts = "parallelism.expert_parallel_degree", context.shape.experts
+    ep = context.config.parallelism.expert_parallel_degree
+    if ep > 1 and not experts:
+        yield key, f"{context.spec.name} {context.config.model.flavor} has no experts; legal: 1"
+        return
+    ranks = context.layout.fsdp * context.layout.tp
+    for what in (f"{experts} experts", f"{ranks} ranks of data_parallel_shard x context x tensor parallel"):
+        if int(what.split()[0]) % ep:
+            yield key, _does_not_divide(ep, what, divisors(math.gcd(experts, ranks)))
+
+
+@RULES.add
 def _groups_fit_the_model(context: RuleContext) -> Faults:
     size, layers = context.config.parallelism.fsdp_blocks_per_group, context.shape.layers
     if size > layers:
@@ -198,8 +205,9 @@ def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
     if not isinstance(reshard, int) or layout.fsdp == 1:
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
-    if layout.tp > 1:
-        why = "FSDP2 keeps matrices that tensor parallel splits on all sharding ranks or on one"
+    if layout.tp * layout.ep > 1:
+        what = "matrices that tensor parallel splits" if layout.tp > 1 else "experts that expert parallel splits"
+        why = f"FSDP2 keeps {what} on all sharding ranks or on one"
         yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
     elif reshard not in legal:
         instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
