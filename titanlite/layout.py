@@ -57,6 +57,11 @@ class Layout:
         return self.experts and self.ep * self.tp > 1
 
     @property
+    def most_sharded(self) -> int:
+        """Return over how many ranks those parameters are sharded that are over the most."""
+        return max(self.fsdp, self.efsdp * self.experts_apart)
+
+    @property
     def splits(self) -> int:
         """Return how many ranks the model's matrices are split over, by all dimensions together."""
         return self.pp * self.fsdp * self.tp

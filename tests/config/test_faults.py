@@ -12,6 +12,8 @@ from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
 from titanlite.models.common import RopeScaling
 
+MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
+
 
 def job(*argv: str, world: int | None = None, training: bool = False, files: tuple[str, ...] = ("debug.toml",)):
     return job_from(parse_command_line(["--config", *files, *argv], {}), world=world, training=training)
@@ -70,6 +72,13 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--training.dtype", "float64"], 'use "float64" for all three types'),
         (["--parallelism.data_parallel_shard_degree", "3"], "3 is not the number of ranks, 4; use -1 or 4"),
         (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
+        (["--parallelism.expert_parallel_degree", "2"], "llama3 debugmodel has no experts; legal: 1"),
+        ([*MOE, "--parallelism.expert_parallel_degree", "3"], "3 does not divide 8 experts; legal: 1, 2, 4"),
+        ([*MOE, "--parallelism.expert_parallel_degree", "8"], "8 does not divide 4 ranks of data_parallel_shard"),
+        (
+            [*MOE, "--parallelism.expert_parallel_degree=2", "--parallelism.fsdp_reshard_after_forward=2"],
+            "FSDP2 keeps experts that expert parallel splits on all sharding ranks or on one",
+        ),
         (["--parallelism.fsdp_reshard_after_forward", "3"], "legal: 2"),
         (["--parallelism.fsdp_reshard_after_forward", "sometimes"], '"default", "always", "never" or a whole number'),
         (["--activation_checkpoint.selective_ac_option", "0"], "matching"),

@@ -97,6 +97,7 @@ NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run
     "profiling.save_memory_snapshot_folder": ("memory", "without profiling.enable_memory_snapshot", ""),
     "comm.checkpoint_timeout_seconds": ("7", LOADS, ""),
     "comm.trace_buf_size": ("7", "on a CPU", ""),
+    "debug.moe_force_load_balance": ("true", "without experts", ""),
     "comm.save_traces_folder": ("nccl", "without comm.trace_buf_size", "--comm.trace_buf_size=0 --job.device=auto"),
 }
 MIXTURE = '--training.mixture=[{dataset="python-stdlib",weight=1.0}]'
@@ -125,7 +126,7 @@ optimizer.name optimizer.lr optimizer.weight_decay optimizer.implementation
 lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
 parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree
 parallelism.tensor_parallel_degree parallelism.context_parallel_degree parallelism.pipeline_parallel_degree
-activation_checkpoint.mode quantize.linear.float8.enable
+parallelism.expert_parallel_degree activation_checkpoint.mode quantize.linear.float8.enable
 checkpoint.enable checkpoint.initial_load_path validation.enable generate.at_end
 metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
 profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds debug.seed debug.deterministic

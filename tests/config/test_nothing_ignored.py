@@ -74,7 +74,8 @@ def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
         if not is_read and name not in DEGREES.values():
             unread.append(key)
     # the rules make the layout of the degrees, and the stages
-    assert unread == ["parallelism.data_parallel_shard_degree", *PIPELINE[1:]]
+    degrees = ["parallelism.data_parallel_shard_degree", "parallelism.expert_parallel_degree"]
+    assert unread == [*degrees, *PIPELINE[1:]]
 
 
 def test_a_key_of_the_same_name_in_another_section_does_not_count_as_read():
@@ -214,6 +215,7 @@ ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
+EXPERT = "tests/parallel/test_expert.py::"
 CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
 SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     **dict.fromkeys(PIPELINE, "tests/config/test_pipeline.py::test_each_key_changes_the_stages"),
@@ -229,6 +231,8 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "parallelism.context_parallel_degree": CONTEXT + "test_keys_and_values_are_gathered_once_per_block_and_pass",
     "parallelism.context_parallel_load_balancer": CONTEXT + "test_each_rank_reads_the_places_that_the_config_says",
     "parallelism.context_parallel_rotate_method": CONTEXT + "test_ulysses_exchanges_four_tensors_per_block_and_pass",
+    "parallelism.expert_parallel_degree": EXPERT + "test_each_token_is_sent_to_the_rank_of_its_expert_and_back",
+    "debug.moe_force_load_balance": EXPERT + "test_forced_balance_sends_as_many_tokens_to_all_experts",
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_all_reduces_over_replicas",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_forward_prefetch_follows_the_schedule",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_backward_prefetch_follows_the_schedule",

@@ -43,6 +43,8 @@ def test_custom_import_is_the_old_spelling_of_package():
         ("--checkpoint.create_seed_checkpoint", "the same on every mesh"),
         ("--training.seed=1", "spelled debug.seed here"),
         ("--float8.filter_fqns=output", "spelled [quantize.linear.float8] here"),
+        ("--parallelism.expert_tensor_parallel_degree=2", "tensor parallel never splits experts"),
+        ("--parallelism.expert_parallel_comm_backend=deepep", "by torch's all-to-all"),
         ("--metrics.save_for_all_ranks", "every rank has its log file"),
     ],
 )
@@ -53,7 +55,14 @@ def test_a_key_that_titanlite_lacks_names_what_to_use_instead(argv, says):
 
 
 @pytest.mark.parametrize(
-    "argv", ["--fault_tolerance.enable=false", "--fault_tolerance.group_size=2", "--memory_estimation.enable=false"]
+    "argv",
+    [
+        "--fault_tolerance.enable=false",
+        "--fault_tolerance.group_size=2",
+        "--memory_estimation.enable=false",
+        "--parallelism.expert_tensor_parallel_degree=1",
+        "--parallelism.expert_parallel_comm_backend=standard",
+    ],
 )
 def test_a_key_that_switches_a_feature_off_is_accepted(argv):
     assert resolve(argv)

@@ -17,11 +17,19 @@ from titanlite.planner.fake_world import fake_world
         Layout(cp=2, tp=2),
         Layout(pp=2, dp_shard=2),
         Layout(pp=2, tp=2),
+        Layout(dp_shard=4, ep=2, experts=True),
+        Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2, experts=True),
+        Layout(pp=2, cp=2, tp=2, ep=4, experts=True),
+        Layout(tp=2, experts=True),
+        Layout(dp_shard=2, experts=True),
     ],
     ids=str,
 )
 def test_every_rank_is_in_the_groups_of_its_layout(layout):
-    """Parameters are sharded over dp_shard x cp; the loss is summed over all but tp, also of other stages."""
+    """Parameters are sharded over dp_shard x cp; the loss is summed over all but tp, also of other stages.
+
+    Ranks that follow each other have different experts, and those with the same ones shard them.
+    """
     ranks = range(layout.world)
     for rank in ranks:
         here = layout.coordinates(rank)
@@ -41,3 +49,13 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             assert mesh.tp.mesh.tolist() == ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
             for group, shared in ((mesh.data, ("pp", "tp")), (mesh.loss, ("tp",)), (mesh.stage, ("pp",))):
                 assert sorted(dist.get_process_group_ranks(group)) == ranks_that_share(*shared)
+            if not layout.experts_apart:
+                assert mesh.ep is mesh.experts is None
+                continue
+            assert mesh.ep and mesh.experts
+            replica = ranks_that_share("pp", "dp_replicate")
+            place = replica.index(rank)
+            assert mesh.ep.mesh.tolist() == replica[place // layout.ep * layout.ep :][: layout.ep]
+            shards = mesh.experts.mesh.view(layout.dp_replicate, -1).tolist()
+            assert replica[place % layout.ep :: layout.ep] in shards
+            assert len(replica) * layout.dp_replicate == layout.ep * sum(map(len, shards))

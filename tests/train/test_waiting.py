@@ -3,9 +3,11 @@
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import TINY, job, trainer
@@ -22,6 +24,7 @@ TECHNIQUES = {
     "SGD": "--optimizer.name=SGD",
     "chunks, recomputed": "--training.loss_chunks=4 --activation_checkpoint.mode=selective",
     "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 --training.global_batch_size=8",
+    "experts": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.expert_dim=8",
     "mixed precision": "--training.mixed_precision_param=bfloat16",  # FSDP2 does the casts, even on one GPU
 }
 READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}
@@ -59,6 +62,55 @@ def test_the_host_reads_only_the_flag_of_the_previous_step(pool, tmp_path, techn
     """On a GPU that flag was copied to host memory without waiting."""
     for counts in pool.run(reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2):
         assert counts[2] == counts[3] == {"_local_scalar_dense": 1}, counts
+
+
+class Copies(TorchFunctionMode):
+    """Counts what hands a tensor's values to Python; on a CPU no operation shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (name := func.__name__) in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def copies_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
+    """Count the copies to the host in the forward and backward pass of each step."""
+    run = trainer([*argv, *STEPS], folder)
+    original, counts = run.runner.forward_backward, []
+
+    def counted(*args: Any) -> torch.Tensor:
+        with Copies() as copies:
+            loss = original(*args)
+        counts.append(copies.counts)
+        return loss
+
+    run.runner.forward_backward = counted  # type: ignore[method-assign]
+    run.train()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ("", {}),
+        ("--parallelism.expert_parallel_degree=2", {"tolist": 2}),
+        ("--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective", {"tolist": 2}),
+        pytest.param(
+            "--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=full",
+            {"tolist": 4},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(pool, tmp_path, options, copies):
+    """The sizes of all-to-alls are numbers of the host. Without expert parallel nothing is read."""
+    argv = [*TINY, *TECHNIQUES["experts"].split(), *options.split()]
+    for counts in pool.run(copies_of_steps, argv, str(tmp_path), world=2):
+        assert counts[2] == counts[3] == copies
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")

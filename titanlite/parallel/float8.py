@@ -74,7 +74,7 @@ class Float8:
             gather_float8_as_bytes()  # activations, under tensor parallel
         # A converted layer's output is a view, and torch 2.13 warns of changing one in place, as nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        return _table(layers, context.job)
+        return _table(layers, model, context)
 
     def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
         if self._settings.precompute_float8_dynamic_scale_for_fsdp:
@@ -177,8 +177,9 @@ def _odd_chunk(job: Job) -> int:
     return next((size for size in sizes if size % MULTIPLE), 0)
 
 
-def _table(layers: Sequence[Layer], job: Job) -> list[str]:
+def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[str]:
     """Return lines for the log: a row for each layer, and one for those of all blocks that are alike."""
+    job = context.job
     settings, high = job.config.quantize.linear.float8, job.config.training.mixed_precision_param
     rows: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
@@ -186,6 +187,9 @@ def _table(layers: Sequence[Layer], job: Job) -> list[str]:
         result += ", gathered in float8" * layer.gathered
         result += f", gathered in {high}: {layer.gather_reason}" * bool(layer.gather_reason)
         rows[layer_pattern(layer.name, job.spec.blocks), f"{layer.rows} x {layer.columns}", result] += 1
+    for name in (name for name, rule in context.table.items() if rule.tensor == "expert"):
+        size = " x ".join(map(str, model.get_parameter(name).shape))
+        rows[layer_pattern(name, job.spec.blocks), size, f"{high}: experts multiply in groups"] += 1
     converted = sum(not layer.skip_reason for layer in layers)
     details = [settings.recipe_name] + ["emulated"] * settings.emulate
     details += ["scales precomputed"] * settings.precompute_float8_dynamic_scale_for_fsdp

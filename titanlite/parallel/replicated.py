@@ -24,6 +24,10 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     names = match_parameters(context.table, KEY, patterns)
     if len(names) == len(context.table):
         raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
+    experts = [name for name in names if context.table[name].tensor == "expert"]
+    if experts and context.mesh.experts:  # which have other ranks to sum over
+        why = "experts are always sharded with expert or tensor parallel; name the other parameters"
+        raise UserError(f"{KEY} matches {experts[0]}: {why}")
     dtype = getattr(torch, context.job.config.training.mixed_precision_param)
     to_cast = {id(p) for p in replicated_parameters(model, context) if p.dtype != dtype}
     for module in model.modules():
