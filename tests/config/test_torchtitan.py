@@ -14,13 +14,15 @@ def resolve(*argv: str, training: bool = False):
     return job_from(parse_command_line(list(argv), {}), world=None, training=training)
 
 
-@pytest.mark.parametrize(
-    ("file", "ranks", "parameters"), [("debug", 1, None), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 16, "405B")]
-)
-def test_a_v022_file_resolves(file, ranks, parameters):
+RESOLVES = [("debug", 1, "debugmodel"), ("8b", 1, "8B"), ("70b", 8, "70B"), ("405b", 16, "405B")]
+RESOLVES += [("qwen3_0.6b", 1, "0.6B"), ("qwen3_1.7b", 1, "1.7B"), ("qwen3_32b", 1, "32B")]
+
+
+@pytest.mark.parametrize(("file", "ranks", "flavor"), [*RESOLVES, ("qwen3_moe_debug", 1, "debugmodel_moe")])
+def test_a_v022_file_resolves(file, ranks, flavor):
     job = resolve("--config", str(FILES / f"{file}.toml"))
     assert job.layout.world == ranks
-    assert job.config.model.flavor == (parameters or "debugmodel")
+    assert job.config.model.flavor == flavor and job.spec.name == ("qwen3" if "qwen3" in file else "llama3")
 
 
 def test_the_float8_converter_switches_its_section_on():

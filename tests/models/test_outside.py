@@ -10,19 +10,33 @@ import pytest
 import torch
 
 from tests import jobs
-from tests.jobs import OUTSIDE, PARROT, run_to_end
+from tests.jobs import FLOAT64, OUTSIDE, PARROT, QUIET, relative_error, run_to_end
 from titanlite.cli import main
 from titanlite.config.config_json import model_of
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
+from titanlite.registry import expert_paths, get_model
 
 ROOT = Path(__file__).parents[2]
+MIXED = [*QUIET, "--model.package=mixed", "--model.name=mixed", "--model.flavor=small"]
 
 
 def test_package_registers_its_model_and_trains(pool, tmp_path):
     one, two = (pool.run(run_to_end, PARROT, str(tmp_path / str(n)), world=n) for n in (1, 2))
     assert one[0]["step"] == two[1]["step"] == 3
     assert any("parrot small" in line for line in one[0]["start"])
+
+
+def test_a_package_brings_experts_of_its_own(pool, tmp_path):
+    """Its table alone tells which weights are experts'; a data-parallel run has the numbers of one process."""
+    spec = get_model("mixed", "mixed")
+    assert expert_paths(spec.rules(spec.flavors["small"]), spec.blocks) == ("mixture.experts",)
+    argv = [*MIXED, *FLOAT64, "--training.global_batch_size=4"]
+    one, two = (pool.run(run_to_end, argv, str(tmp_path / str(n)), world=n)[0] for n in (1, 2))
+    assert any("mixed small, " in line and " active: " in line and "experts 1,024" in line for line in one["start"])
+    assert one["weights"].keys() >= {"layers.0.dense.up.weight", "layers.1.mixture.experts.up"}
+    for name, expected in one["weights"].items():
+        assert relative_error(two["weights"][name], expected) < 1e-12, name
 
 
 def test_entry_point_registers_a_model(tmp_path):

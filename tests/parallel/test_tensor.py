@@ -64,6 +64,12 @@ def test_sequence_is_gathered_once_per_module(pool, tmp_path):
         "all_gather_into_tensor": expected["all_gather_into_tensor"] + 1,
         "all_reduce": norms,
     }
+    qwen = [*EVEN, "--model.name=qwen3", "--model.overrides.head_dim=8", TP2, *FLOAT64]
+    norms_of_heads = 2 * layers
+    assert pool.run(collectives, qwen, str(tmp_path), world=2)[0] == {
+        **expected,
+        "all_reduce": expected["all_reduce"] + norms_of_heads,
+    }
 
 
 def test_partial_resharding_is_refused_with_tensor_parallel():

@@ -140,13 +140,15 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
     """Return the modules that gather their input once, with the layers that read it.
 
-    These are the largest inside of blocks that hold column and row layers only, and other column and head layers.
+    These are the largest inside of blocks that hold column and row layers only, beside replicated vectors such as
+    norms of heads, and other column and head layers.
     """
     readers: dict[str, list[str]] = {}
+    vectors = {name for name, role in roles.items() if role == "replicated" and _has_vectors(model, name)}
     for path, _ in model.named_modules():
         if any(path.startswith(f"{larger}.") for larger in readers):
             continue
-        inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.")}
+        inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.") and name not in vectors}
         is_below_block = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
         columns = [name for name, role in inside.items() if role == "column"]
         if is_below_block and columns and {*inside.values()} <= {"column", "row"}:
@@ -154,6 +156,10 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
         elif roles.get(path) in ("column", "head"):
             readers[path] = [path]
     return readers
+
+
+def _has_vectors(model: nn.Module, path: str) -> bool:
+    return all(parameter.dim() == 1 for parameter in model.get_submodule(path).parameters(recurse=False))
 
 
 def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
