@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,10 +27,13 @@ from titanlite.fault.nonfinite import NonFinite
 from titanlite.parallel.build import build_model, named_parameters
 from titanlite.parallel.pipeline import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
+from titanlite.registry import Role
+from titanlite.runtime.cluster import RankInfo
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
+from titanlite.verify.harness import with_role
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 IS_OLD = TorchVersion(torch.__version__) < "2.13"
@@ -375,6 +379,23 @@ def test_stages_have_the_model_between_them_and_a_parameter_in_none_is_named():
     model.scale = torch.nn.Parameter(torch.empty(1, device="meta"))
     with pytest.raises(UserError, match="scale is in none of the modules that a stage can have: tok_emb"):
         split(model, found.spec, found.stages.names)
+
+
+def loss_by_role(argv: list[str], folder: str, role: Role) -> float:
+    """Return this rank's part of the loss if the embedding has a role in the table."""
+    found = with_role(job([*argv, f"--job.dump_folder={folder}"], 2), "tok_embeddings.weight", role)
+    rank_info = RankInfo(dist.get_rank(), 2, dist.get_rank(), "host")
+    run = Trainer(found, rank_info, torch.device("cpu"), logging.Logger("quiet"))
+    return forward_backward(run, own_micro_batches(run)).item()
+
+
+@pytest.mark.long
+def test_stages_need_no_embedding_in_the_table_to_know_what_they_receive(pool, tmp_path):
+    losses = {
+        role: pool.run(loss_by_role, [*FOUR, PP2, *HALF], str(tmp_path), role, world=2)
+        for role in ("embedding", "replicated")
+    }
+    assert losses["embedding"] == losses["replicated"] and losses["embedding"][1]
 
 
 def lines_at_start(argv: list[str], folder: str) -> dict[str, str]:
