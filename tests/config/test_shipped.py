@@ -11,6 +11,7 @@ from titanlite.layout import Layout
 FOLDER = Path(__file__).parents[2] / "train_configs"
 MEANT_FOR = {
     "debug": Layout(dp_shard=2),
+    "debug_moe": Layout(dp_shard=2, experts=True),
     "debug_pp": Layout(pp=2, dp_shard=2),
     "gpt2_124m": Layout(dp_shard=8),
     "llama_1b": Layout(dp_shard=8),
@@ -20,6 +21,10 @@ MEANT_FOR = {
     "llama_70b": Layout(dp_replicate=4, dp_shard=8, tp=8),
     "llama_405b": Layout(dp_shard=64, tp=8),
     "llama_405b_pp": Layout(pp=8, dp_shard=8, tp=8),
+    "qwen3_0.6b": Layout(dp_shard=8),
+    "qwen3_8b": Layout(dp_shard=8),
+    "qwen3_30b_a3b": Layout(dp_shard=64, ep=8, experts=True),
+    "qwen3_235b_a22b": Layout(pp=4, dp_shard=16, tp=4, ep=16, experts=True),
 }
 PARAMETERS = {
     "llama_1b": 1_235_814_400,
@@ -29,6 +34,10 @@ PARAMETERS = {
     "llama_70b": 70_553_706_496,
     "llama_405b": 405_853_388_800,
     "llama_405b_pp": 405_853_388_800,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }
 
 
