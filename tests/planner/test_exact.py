@@ -45,6 +45,7 @@ def test_a_gather_too_many_is_named_with_its_dimension():
         (["--model.converters=['float8']"], "quantize.linear.float8"),
         (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree"),
         (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
+        (["--model.name=qwen3", "--model.flavor=debugmodel_moe"], "experts"),
     ],
 )
 def test_what_is_not_rehearsed_is_refused_by_name(flags, named):

@@ -213,6 +213,7 @@ def check_planned(job: Job) -> None:
         "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "model.converters": bool(config.model.converters),
+        "experts (how many tokens each has depends on the data)": job.shape.experts > 0,
         "parallelism.context_parallel_degree": job.layout.cp > 1,
         "parallelism.pipeline_parallel_degree": job.layout.pp > 1,
     }
