@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Score = Literal["softmax", "sigmoid"]
 Balance = Literal["sequence", "bias", "none"]
 """How a router keeps its experts evenly used, see `moe.Router`."""
 

@@ -1,13 +1,13 @@
 """A mixture of experts: a router chooses some for each token, and no token is dropped. No parallelism in here."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.common import Balance
+from titanlite.models.common import Balance, Score
 
 
 class Router(nn.Module):
@@ -29,9 +29,9 @@ class Router(nn.Module):
         dim: int,
         experts: int,
         top_k: int,
-        score: Literal["softmax", "sigmoid"] = "softmax",
-        normalize: bool = True,
         balance: Balance = "sequence",
+        score: Score = "softmax",
+        normalize: bool = True,
     ) -> None:
         super().__init__()
         self.top_k, self.score, self.normalize, self.balance = top_k, score, normalize, balance
@@ -50,30 +50,29 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and numbers of the chosen experts (batch, tokens, top_k), and counts (batch, experts)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        logits, experts = F.linear(x.to(wide), self.weight.to(wide)), len(self.counts)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         chosen = (scores.detach() + (0 if self.bias is None else self.bias)).topk(self.top_k).indices
         if self.forced:
-            chosen = (torch.arange(chosen.numel(), device=x.device) % scores.size(-1)).view_as(chosen)
-        weights = scores.gather(-1, chosen)
+            chosen = (torch.arange(chosen.numel(), device=x.device) % experts).view_as(chosen)
+        weights, choices = scores.gather(-1, chosen), chosen.flatten(1)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalize else weights
-        choices = chosen.flatten(1)
-        counts = choices.new_zeros(len(x), scores.size(-1)).scatter_add_(1, choices, torch.ones_like(choices))
+        counts = choices.new_zeros(len(x), experts).scatter_add_(1, choices, torch.ones_like(choices))
         if self.training and torch.is_grad_enabled():
-            loss = self._loss(scores, counts) if self.balance == "sequence" else None
+            loss = self._loss(scores, counts) if self.balance == "sequence" else scores.new_zeros(())
+            weights = _WithLoss.apply(weights, loss)
             if not self.runs_again():
                 self.counts += counts.sum(0)
-                self.auxiliary += 0 if loss is None else loss.detach()
-            weights = weights if loss is None else _WithLoss.apply(weights, loss)
+                self.auxiliary += loss.detach()
         return weights, chosen, counts
 
     def _loss(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return the part of this rank's tokens: as it is linear in their probabilities, the ranks' parts add up."""
-        probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        probabilities = (scores / scores.sum(-1, keepdim=True)).sum(1)
         total = self.sum_over_sequence(counts).to(scores.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
-        shares = total / choices * (self.top_k / choices)
-        return self.coefficient / self.sequences * scores.size(-1) * (probabilities.sum(1) * shares).sum()
+        losses = len(self.counts) * self.top_k * (total * probabilities / choices**2).sum(-1)
+        return self.coefficient * losses.sum() / self.sequences
 
 
 class Experts(nn.Module):

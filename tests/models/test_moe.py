@@ -12,9 +12,9 @@ from titanlite.models.common.moe import Experts, MoE, Router
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
 
-def build(top_k: int = 2, dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
+def build(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
     generator = torch.Generator().manual_seed(0)
-    moe = MoE(Router(DIM, EXPERTS, top_k, **options), Experts(EXPERTS, DIM, HIDDEN))
+    moe = MoE(Router(DIM, EXPERTS, 2, **options), Experts(EXPERTS, DIM, HIDDEN))
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(std=0.3, generator=generator)
