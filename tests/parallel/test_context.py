@@ -147,7 +147,9 @@ def test_all_compiled_blocks_share_one_graph(option):
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validation_loss(
-        run.parts, run.validation_loader, run.device, run.mesh.loss, places=run.own_places(run.job.validation_seq_len)
+        *(run.parts, run.validation_loader, run.device, run.mesh.loss),
+        places=run.own_places(run.job.validation_seq_len),
+        pipeline=run.runner.pipeline,
     )
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
     text = generate(
@@ -155,6 +157,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
         multiple=context.sequence_multiple(run.job),
         own_places=run.own_places,
         group=run.mesh.world["cp"].get_group(),
+        pipeline=run.runner.pipeline,
     )
     return loss, text
 

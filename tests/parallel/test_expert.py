@@ -380,7 +380,7 @@ def test_what_cannot_be_sharded_is_refused(world, options, message):
 @pytest.mark.long
 def test_a_run_that_ends_early_resumes_without_expert_parallel(pool, tmp_path):
     """Two steps on ep2 of four ranks, two on ep2 over tensor parallel, the rest on one rank."""
-    argv = [word for word in SAVING if word not in TINY] + MOE + ["--training.global_batch_size=4"]
+    argv = [*MOE, *SAVING[len(TINY) :], "--training.global_batch_size=4"]
     argv += ["--training.steps=6", "--training.local_batch_size=1"]
     pool.run(run_until, argv, str(tmp_path / "one"), world=1)
     begun = []
@@ -414,9 +414,10 @@ def gathers(argv: list[str], folder: str) -> tuple[list[Group], list[Group]]:
     return gathered, declared_gathers(run.job, run.parts[0], "FB")
 
 
-@pytest.mark.parametrize(
-    "words", sample(["", PREFETCHING, "--parallelism.fsdp_blocks_per_group=2", COMPILED, BY_OPERATION], PREFETCHING)
-)
+GATHERING = ["", PREFETCHING, "--parallelism.fsdp_blocks_per_group=2", COMPILED, BY_OPERATION, RECOMPUTED, SECOND]
+
+
+@pytest.mark.parametrize("words", sample([*GATHERING, f"{PREFETCHING} {RECOMPUTED}"], f"{PREFETCHING} {RECOMPUTED}"))
 @pytest.mark.parametrize("options", sample([mesh(ep=2), mesh(tp=2)], mesh(ep=2)), ids=["ep2", "tp2"])
 def test_experts_are_gathered_after_their_block_in_both_passes(pool, tmp_path, words, options):
     for found, declared in pool.run(gathers, [*MOE, *options, *words.split()], str(tmp_path), world=4):

@@ -99,11 +99,6 @@ def copies_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
         ("", {}),
         ("--parallelism.expert_parallel_degree=2", {"tolist": 2}),
         ("--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective", {"tolist": 2}),
-        pytest.param(
-            "--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=full",
-            {"tolist": 4},
-            marks=pytest.mark.long,
-        ),
     ],
 )
 def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(pool, tmp_path, options, copies):

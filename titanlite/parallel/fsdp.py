@@ -20,6 +20,7 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.expert import expert_modules
 from titanlite.parallel.float8 import bytes_all_gather
 from titanlite.parallel.replicated import replicated_parameters
+from titanlite.runtime import torch_private
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
@@ -70,8 +71,19 @@ def apply(model: nn.Module, context: Context) -> list[str]:
                 module.set_force_sum_reduction_for_comms(True)
             if as_bytes:
                 module.set_custom_all_gather(bytes_all_gather())
+    for module in experts if context.mesh.experts else ():
+        module.register_forward_pre_hook(_gather_for_backward, prepend=True)
     fsdp_schedule.set_prefetch([modules[0] for modules in groups], plan)
     return [_note(job)]
+
+
+def _gather_for_backward(module: nn.Module, args: object) -> None:
+    """Gather experts for their backward pass when their block is recomputed, and keep them.
+
+    Else FSDP2 would take it for another forward pass: gather what follows ahead, and free and gather them again.
+    """
+    if torch_private.is_recomputing():
+        torch_private.begin_backward(module)
 
 
 def _dimension_of_experts(

@@ -104,6 +104,13 @@ def accumulate_gradients(part: "nn.Module") -> None:
                         parameter.to_accumulated_grad_if_needed()
 
 
+def begin_backward(module: "nn.Module") -> None:
+    """Let FSDP2 do for a module what it does before its backward pass; it then takes no forward pass for another."""
+    # torch 2.14; 2.11 read only. FSDP2 calls this hook for gradients of the module's outputs.
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    state._pre_backward(torch.empty(0))
+
+
 def is_recomputing() -> bool:
     """Return whether this forward pass is part of a backward pass: a repetition, by activation checkpointing."""
     # torch 2.14; activation checkpointing itself asks so.
