@@ -193,10 +193,11 @@ def test_techniques_beside_experts_change_no_number(pool, alone, tmp_path, name)
     same_as_alone(step_of(pool, argv, tmp_path, world), alone(*model))
 
 
+@pytest.mark.parametrize("words", ["", RECOMPUTED, BY_OPERATION])
 @pytest.mark.parametrize("deferred", ["false", "true", "replicas"])
 @pytest.mark.long
-def test_accumulated_gradients_are_those_of_one_batch(pool, alone, tmp_path, deferred):
-    options = [*mesh(ep=2, replicate=2), f"--parallelism.defer_gradient_sync={deferred}"]
+def test_accumulated_gradients_are_those_of_one_batch(pool, alone, tmp_path, deferred, words):
+    options = [*mesh(ep=2, replicate=2), f"--parallelism.defer_gradient_sync={deferred}", *words.split()]
     argv = [*MOE, *options, f"--training.global_batch_size={SAMPLES}", "--training.local_batch_size=1"]
     same_as_alone(pool.run(one_step, argv, str(tmp_path), world=4)[0], alone())
 

@@ -106,6 +106,7 @@ def _note(job: Job) -> str:
     if layout.dp_replicate > 1:
         name = f"data parallel with {layout.dp_replicate} replicas"
         name += f", each sharded over {layout.fsdp} ranks (HSDP)" * (layout.fsdp > 1)
+    name += f", experts on {layout.efsdp}" * layout.experts_apart
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"
     for direction in ("forward", "backward"):
