@@ -68,6 +68,7 @@ def mesh(**values: int) -> list[str]:
 
 def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> dict[str, Any]:
     """Return the numbers of one optimizer step; gradients and weights of this rank's stages."""
+    torch.compiler.reset()  # or it mixes up graphs of different meshes in one process
     run = trainer([*argv, *FLOAT64, *SGD], folder)
     run.step = 1
     if preferred:
@@ -406,6 +407,7 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
 
 def gathers(argv: list[str], folder: str) -> tuple[list[Group], list[Group]]:
     """Return the groups in the order in which FSDP2 gathers them in a step, and as the job declares it."""
+    torch.compiler.reset()
     run = trainer([*argv, f"--training.local_batch_size={SAMPLES // 4}"], folder)
     mine, gathered = micro_batches(*ragged_batch(), run.rank_slice), list[Group]()
     batches = [batch.to(run.device, run.own_places(TOKENS)) for batch in mine]
