@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.layouts import load_all
 from tests.checkpoint.saved import run_until
-from tests.jobs import FLOAT64, TINY, relative_error, trainer, weights
+from tests.jobs import FLOAT64, TINY, full, relative_error, trainer, weights
 from tests.lanes import sample
 from titanlite.optim import muon, optimizer_bytes
 from titanlite.optim.bf16_state import chunk_by_numel
@@ -25,12 +27,20 @@ KEPT = "--parallelism.fsdp_keep_whole=['layers.0.attention.*','tok_embeddings.*'
 
 
 def test_updates_equal_those_of_torch_s_muon_and_adamw():
+    """A weight of three dimensions is a matrix for each expert."""
     torch.manual_seed(0)
-    shapes = {"wide": (8, 24), "tall": (24, 8), "square": (16, 16), "other": (8, 8), "norm": (8,)}
-    parameters, torch_parameters = (
-        {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2)
-    )
-    matrices, rest = ["wide", "tall", "square"], ["other", "norm"]
+    shapes = {
+        "wide": (8, 24),
+        "tall": (24, 8),
+        "square": (16, 16),
+        "experts": (9, 4, 8),
+        "other": (8, 8),
+        "norm": (8,),
+    }
+    parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    torch_parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    torch_experts = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(9)]
+    matrices, rest = ["wide", "tall", "square", "experts"], ["other", "norm"]
     adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = Muon(
         [
@@ -43,7 +53,7 @@ def test_updates_equal_those_of_torch_s_muon_and_adamw():
     )
     stock = [
         torch.optim.Muon(
-            [torch_parameters[n] for n in matrices],
+            [*(torch_parameters[n] for n in matrices[:-1]), *torch_experts],
             lr=0.02,
             weight_decay=0.1,
             adjust_lr_fn="match_rms_adamw",
@@ -53,12 +63,48 @@ def test_updates_equal_those_of_torch_s_muon_and_adamw():
     ]
     for _ in range(4):
         for name, parameter in parameters.items():
-            parameter.grad = torch.randn(shapes[name])
-            torch_parameters[name].grad = parameter.grad.clone()
+            gradient = torch.randn(shapes[name])
+            parameter.grad, torch_parameters[name].grad = gradient, gradient.clone()
+            if name == "experts":
+                for expert, its_gradient in zip(torch_experts, gradient, strict=True):
+                    expert.grad = its_gradient.clone()
         for one in (optimizer, *stock):
             one.step()
+    torch_parameters["experts"] = torch.nn.Parameter(torch.stack([e.detach() for e in torch_experts]))
     for name, parameter in parameters.items():
         assert relative_error(parameter, torch_parameters[name]) < 1e-6, name
+
+
+def steps_of_experts(dims: list[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take two steps of weights of 5 experts and of a matrix, split 2 x 2 along `dims`; return the experts' ends."""
+    torch.manual_seed(0)
+    full_weights = {"w1": torch.randn(5, 6, 8), "w2": torch.randn(5, 8, 6), "wq": torch.randn(8, 8)}
+    split: dict[str, torch.Tensor] = full_weights
+    if dims is not None:
+        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("efsdp", "ep"), ("dp", "tp"))]
+        places = {"w1": (meshes[0], dims), "w2": (meshes[0], dims), "wq": (meshes[1], [0, 1])}
+        split = {n: distribute_tensor(w, places[n][0], [Shard(d) for d in places[n][1]]) for n, w in split.items()}
+    weights = {name: torch.nn.Parameter(weight.double()) for name, weight in split.items()}
+    groups = [{"params": [*weights.items()], "weight_decay": 0.1, "matrices": True}]
+    optimizer = Muon(groups, torch.float64, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(2):
+        for name, full_weight in full_weights.items():
+            gradient = torch.randn(full_weight.shape, dtype=torch.float64)
+            placed = weights[name]
+            if isinstance(placed, DTensor):
+                gradient = distribute_tensor(gradient, placed.device_mesh, placed.placements)
+            placed.grad = gradient
+        optimizer.step()
+    return full(weights["w1"]), full(weights["w2"])
+
+
+@pytest.mark.parametrize("dims", [[0, 0], [1, 0]], ids=["dim 0 twice", "dim 1 and dim 0"])
+def test_experts_on_a_mesh_of_their_own_equal_one_process(pool, dims):
+    """5 experts on 4 ranks: some ranks hold less, or nothing."""
+    expected = pool.run(steps_of_experts, None, world=1)[0]
+    for result in pool.run(steps_of_experts, dims, world=4):
+        for found, weight in zip(result, expected, strict=True):
+            assert relative_error(found, weight) < 1e-12
 
 
 def count_step(argv: list[str], folder: str) -> dict:
@@ -124,6 +170,8 @@ def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
     assert [*chunk_by_numel(large, max_numel=16)] == [slice(n, n + 1) for n in range(10)]
     assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
     assert [*chunk_by_numel(large, max_numel=96, min_count=4)] == [slice(0, 6), slice(6, 10)]
+    experts = [torch.empty(4, 4, 4)] * 3
+    assert [*chunk_by_numel(experts, max_numel=16, min_count=4)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
 def test_the_owner_s_own_replica_sends():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import PARROT, TINY, job
+from tests.jobs import MOE, PARROT, TINY, job
 from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import Batch, Layout, divisors
@@ -172,3 +172,15 @@ def test_formats():
     assert [format_duration(s) for s in (3, 62, 3723)] == ["0:03", "1:02", "1:02:03"]
     assert [format_bytes(n) for n in (5, 2048, 3 << 30, 5 << 42)] == ["5 B", "2.0 KiB", "3.0 GiB", "20.0 TiB"]
     assert machine_bytes() > 1 << 28
+
+
+def test_norms_of_heads_are_not_decayed():
+    """Their weights are replicated, with one dimension."""
+    tested = job(MOE, 1)
+    model, table = build_model(tested)
+    trained = {item.name: item for item in trained_parameters([model], table, "layers", ["norms"])}
+    assert (
+        table["layers.0.attention.q_norm.weight"].tensor == table["layers.0.moe.router.weight"].tensor == "replicated"
+    )
+    exempt = {name for name, item in trained.items() if not item.decays}
+    assert exempt == {name for name in trained if "norm" in name}

@@ -25,6 +25,7 @@ TECHNIQUES = {
     "chunks, recomputed": "--training.loss_chunks=4 --activation_checkpoint.mode=selective",
     "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 --training.global_batch_size=8",
     "experts": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.expert_dim=8",
+    "experts, bias": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.balance=bias",
     "mixed precision": "--training.mixed_precision_param=bfloat16",  # FSDP2 does the casts, even on one GPU
 }
 READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}

@@ -24,16 +24,17 @@ MAX_NUMEL = 1 << 26
 def chunk_by_numel(
     parameters: Sequence[torch.Tensor], max_numel: int = MAX_NUMEL, min_count: int = 1
 ) -> Iterator[slice]:
-    """Split parameters into runs, equal on all ranks, of at most `max_numel` elements or of `min_count`."""
-    start, run_numel = 0, 0
+    """Split parameters into runs, equal on all ranks, of at most `max_numel` elements or of `min_count` matrices."""
+    start, run_count, run_numel = 0, 0, 0
     for number, parameter in enumerate(parameters):
         numel = parameter.numel()
         if isinstance(parameter, DTensor):
             for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
                 numel = numel if placement.is_replicate() else -(-numel // size)
-        if number - start >= min_count and run_numel + numel > max_numel:
+        if run_count >= min_count and run_numel + numel > max_numel:
             yield slice(start, number)
-            start, run_numel = number, 0
+            start, run_count, run_numel = number, 0, 0
+        run_count += len(parameter) if parameter.dim() == 3 else 1  # of experts each has a matrix
         run_numel += numel
     if parameters:
         yield slice(start, len(parameters))

@@ -34,7 +34,7 @@ class TrainedParam:
     role: Role
     decays: bool
     is_hidden_matrix: bool
-    """A matrix inside a block that maps hidden values to hidden values: not an embedding, head or norm."""
+    """A matrix, or a stack of experts', that maps hidden values to hidden values: not an embedding, head or norm."""
 
 
 def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
@@ -56,10 +56,12 @@ def trained_parameters(
         if parameter.requires_grad:
             role = table[name].tensor
             exempt = any(fnmatchcase(name, pattern) for pattern in no_decay)
-            exempt |= "norms" in no_decay and role == "norm" and name.endswith(".weight")
+            is_norm = role == "norm" or (role == "replicated" and parameter.dim() == 1)
+            exempt |= "norms" in no_decay and is_norm and name.endswith(".weight")
             exempt |= "biases" in no_decay and name.endswith(".bias")
             in_block = name.startswith(f"{blocks}.") and role in ("column", "row", "replicated")
-            trained.append(TrainedParam(name, parameter, role, not exempt, in_block and parameter.dim() == 2))
+            hidden = role == "expert" or (in_block and parameter.dim() == 2)
+            trained.append(TrainedParam(name, parameter, role, not exempt, hidden))
     return trained
 
 

@@ -3,11 +3,12 @@
 The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates. Here one rank
 owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of the result. That is two
 all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for every rank, if there are that many.
+A weight of experts is a stack of matrices, one of each expert.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,8 @@ class Route:
 class Plan:
     """What this rank does for a batch of matrices."""
 
-    owned: tuple[int, ...]
+    held: tuple[int, ...]  # of which this rank has a part
+    owned: Mapping[int, torch.Size]
     gather: Route
     scatter: Route
 
@@ -100,20 +102,24 @@ class Muon(torch.optim.AdamW):
         group = stage or dist.group.WORLD
         self._dtype, self._group = dtype, group
         self._rank, self._ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
-        local_boxes = {name: box_of(matrix) for name, matrix, _ in self._matrices()}
-        all_boxes = gather_objects(local_boxes, group)
-        self._boxes = {name: tuple(boxes[name] for boxes in all_boxes) for name in local_boxes}
+        all_boxes = gather_objects({name: box_of(weight) for name, weight, _ in self._weights()}, group)
+        self._boxes = {  # of each matrix of a weight, on each rank
+            name: [
+                tuple(_box_of_matrix(boxes[name], n) for boxes in all_boxes) for n in range((1, *weight.shape)[-3])
+            ]
+            for name, weight, _ in self._weights()
+        }
         self._plans: dict[tuple[str, ...], Plan] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects a `step` in every parameter's state
 
-    def _matrices(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Yield each matrix with its name and its group; the probe of checkpoint/state.py has no name."""
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Yield each matrix, or stack, with its name and its group; the probe of checkpoint/state.py has no name."""
         for group in self.param_groups:
             if group["matrices"]:
-                for name, matrix in zip(group.get("param_names", [""]), group["params"], strict=True):
-                    yield name, matrix, group
+                for name, weight in zip(group.get("param_names", [""]), group["params"], strict=True):
+                    yield name, weight, group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -124,49 +130,54 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = all_groups
-        matrices = [item for item in self._matrices() if item[1].grad is not None]
-        for run in chunk_by_numel([matrix for _, matrix, _ in matrices], min_count=self._ranks):
-            self._step_together(matrices[run])
+        weights = [item for item in self._weights() if item[1].grad is not None]
+        for run in chunk_by_numel([weight for _, weight, _ in weights], min_count=self._ranks):
+            self._step_together(weights[run])
 
-    def _step_together(self, matrices: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        updates = self._orthogonalize(
-            [name for name, _, _ in matrices],
-            [matrix.shape for _, matrix, _ in matrices],
-            [self._momentum(matrix) for _, matrix, _ in matrices],
-        )
-        for (_, matrix, group), update in zip(matrices, updates, strict=True):
-            local, lr = local_part(matrix), group["lr"]
+    def _step_together(self, weights: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
+        updates = [self._momentum(weight) for _, weight, _ in weights]
+        self._orthogonalize([name for name, _, _ in weights], [weight.shape for _, weight, _ in weights], updates)
+        for (_, weight, group), update in zip(weights, updates, strict=True):
+            local, lr = local_part(weight), group["lr"]
             local.mul_(1 - lr * group["weight_decay"])
             # The root mean square is that of a usual AdamW step, so that one learning rate serves both.
-            local.add_(update, alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
+            local.add_(update, alpha=-lr * 0.2 * max(weight.shape[-2:]) ** 0.5)
 
-    def _momentum(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the matrix's gradient with Nesterov momentum."""
-        state = self.state[matrix]
+    def _momentum(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the weight's gradient with Nesterov momentum, in memory of its own."""
+        state = self.state[weight]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix, requires_grad=False)
-        assert matrix.grad is not None
-        gradient, running = local_part(matrix.grad), local_part(state["momentum_buffer"])
+            state["momentum_buffer"] = torch.zeros_like(weight, requires_grad=False)
+        assert weight.grad is not None
+        gradient, running = local_part(weight.grad), local_part(state["momentum_buffer"])
         running.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(running, MOMENTUM).to(self._dtype)
 
-    def _orthogonalize(
-        self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return this rank's parts of the orthogonalized matrices, given its parts of the matrices."""
+    def _orthogonalize(self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]) -> None:
+        """Replace this rank's parts of weights by those of the orthogonalized matrices."""
+        held = [matrix for part in parts if part.numel() for matrix in (part if part.dim() == 3 else part[None])]
         if self._ranks == 1 or names == [""]:
-            return [orthogonalize(part) for part in parts]
+            for matrix in held:
+                matrix.copy_(orthogonalize(matrix))
+            return
         key = tuple(names)
         if key not in self._plans:
-            self._plans[key] = _plan([self._boxes[name] for name in names], shapes, self._rank)
+            boxes = [boxes for name in names for boxes in self._boxes[name]]
+            sizes = [shape[-2:] for name, shape in zip(names, shapes, strict=True) for _ in self._boxes[name]]
+            self._plans[key] = _plan(boxes, sizes, self._rank)
         plan, like = self._plans[key], parts[0]
-        owned = {number: like.new_empty(shapes[number]) for number in plan.owned}
-        for t, content in _exchange(self._group, plan.gather, lambda t: parts[t.matrix], like):
+        own = dict(zip(plan.held, held, strict=True))
+        owned = {number: like.new_empty(size) for number, size in plan.owned.items()}
+        for t, content in _exchange(self._group, plan.gather, lambda t: own[t.matrix], like):
             owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
         owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
         for t, content in _exchange(self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like):
-            parts[t.matrix] = content.view_as(parts[t.matrix])
-        return parts
+            own[t.matrix].copy_(content.view_as(own[t.matrix]))
+
+
+def _box_of_matrix(box: Box, expert: int) -> Box:
+    """Return what the box of a weight, or of a stack of them, has of a matrix."""
+    return box[-2:] if len(box) == 2 or box[0].start <= expert < box[0].stop else (slice(0, 0), slice(0, 0))
 
 
 def _exchange(
@@ -193,8 +204,9 @@ def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> 
                 replicas.setdefault(region, []).append(Transfer(number, holder, owner, box))
         # Replicas are the outermost dimension of the mesh and far apart: the owner's own replica sends.
         gather += [same[owner * len(same) // ranks] for same in replicas.values()]
-    owned = tuple(number for number, owner in enumerate(owners) if owner == rank)
-    return Plan(owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
+    held = tuple(number for number, box_by_rank in enumerate(boxes) if _numel(box_by_rank[rank]))
+    owned = {number: shapes[number] for number, owner in enumerate(owners) if owner == rank}
+    return Plan(held, owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
