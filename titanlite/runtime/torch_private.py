@@ -106,14 +106,14 @@ def accumulate_gradients(part: "nn.Module") -> None:
 
 def begin_backward(module: "nn.Module") -> None:
     """Let FSDP2 do for a module what it does before its backward pass; it then takes no forward pass for another."""
-    # torch 2.14; 2.11 read only. FSDP2 calls this hook for gradients of the module's outputs.
+    # torch 2.11 and 2.14. FSDP2 calls this hook for gradients of the module's outputs.
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state._pre_backward(torch.empty(0))
 
 
 def is_recomputing() -> bool:
     """Return whether this forward pass is part of a backward pass: a repetition, by activation checkpointing."""
-    # torch 2.14; activation checkpointing itself asks so.
+    # torch 2.11 and 2.14; activation checkpointing itself asks so.
     return torch._C._current_graph_task_id() != -1
 
 
