@@ -45,11 +45,22 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "loss-in-bf16": "loss differs by ",
     "names-wrapped": "layers.0.wrapped.",
 }
+OF_EXPERTS = {  # in qwen3 with experts
+    "expert-sum-over-ep": "gradient of layers.0.moe.experts.w",
+    "router-unsummed": "gradient of layers.0.moe.router.weight",
+    "dispatch-shifted": "gradient of layers.0.moe.",
+    "combine-unsorted": "gradient of layers.0.moe.",
+    "recounted": "choices of experts in layers.",
+    "experts-one-matrix": ".moe.experts.w",
+    "expert-slices-swapped": "initial value of layers.0.moe.experts.w",
+}
 
 
 SAMPLED = ["same-shards", "norms-not-reduced", "prefetch-reversed", "accumulation-forgotten", "order-forgotten"]
-"""One of each kind: initial values, tensor parallel, the order of gathers, accumulation, context parallel."""
+SAMPLED += ["dispatch-shifted"]
+"""One of each kind: initial values, tensor parallel, gathers, accumulation, context and expert parallel."""
 LLAMA = read_model([], {})
+QWEN = read_model(["--model.name=qwen3", "--model.flavor=debugmodel_moe"], {})
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +69,14 @@ def run(pool):
         yield run
 
 
+@pytest.fixture(scope="module")
+def run_with_experts(pool):
+    with row_runner(QWEN, pool) as run:
+        yield run
+
+
 def test_every_fault_has_its_message():
-    assert MISMATCHES.keys() == FAULTS.keys() and len(FAULTS) >= 10
+    assert MISMATCHES.keys() | OF_EXPERTS.keys() == FAULTS.keys() and len(FAULTS) >= 10
 
 
 @pytest.mark.parametrize(
@@ -74,6 +91,20 @@ def test_every_fault_has_its_message():
 def test_a_fault_is_detected_and_named(run, name, row):
     result = run(row, name)
     assert not result.passed and MISMATCHES[name] in result.what, result
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        pytest.param(name, row, marks=() if name in SAMPLED else pytest.mark.long)
+        for name in OF_EXPERTS
+        for row in fault_rows(QWEN, name)
+    ],
+    ids=str,
+)
+def test_a_fault_of_experts_is_detected_and_named(run_with_experts, name, row):
+    result = run_with_experts(row, name)
+    assert not result.passed and OF_EXPERTS[name] in result.what, result
 
 
 def test_the_command_says_what_failed_and_exits_1(capfd):

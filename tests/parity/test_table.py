@@ -1,5 +1,6 @@
 """The table of `titanlite verify` as data: what it covers, and for which models."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -53,6 +54,11 @@ def model_of(*words: str):
 
 
 ALL_CHOICES = choices(list(LAYOUTS), ["plain", "tied", "frozen"])
+EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
+
+
+def without_experts(layouts: Iterable[str]) -> list[str]:
+    return [layout for layout in layouts if ALL_LAYOUTS[layout].ep == 1]
 
 
 def test_every_valid_pair_occurs_in_about_forty_rows_tensor_parallel_first():
@@ -90,14 +96,13 @@ def test_a_further_layout_meets_every_choice_in_few_rows(layout):
 def test_the_default_runs_one_row_of_each_further_layout_and_of_inductor_and_beyond_runs_all():
     rows = table(model_of())
     chosen, further = first_rows(rows), further_rows(rows)
-    assert [row.layout for n, row in chosen.items() if n in further] == [INDUCTOR[0].layout, *BEYOND]
-    assert {row.layout for row in further.values() if row not in INDUCTOR} == {*BEYOND} and rows == {
-        **chosen,
-        **further,
-    }
+    layouts = without_experts(BEYOND)
+    assert [row.layout for n, row in chosen.items() if n in further] == [INDUCTOR[0].layout, *layouts]
+    assert {row.layout for row in further.values() if row not in INDUCTOR} == {*layouts}
+    assert rows == {**chosen, **further}
     assert {*INDUCTOR} <= {*further.values()}
     assert not {row.layout for row in rows.values()} & ONLY_FULL.keys()
-    assert {row.layout for row in full_table(model_of()).values()} == {*ALL_LAYOUTS}
+    assert {row.layout for row in full_table(model_of()).values()} == {*without_experts(ALL_LAYOUTS)}
 
 
 def test_rows_with_stages_are_those_that_the_config_allows(tmp_path):
@@ -124,13 +129,32 @@ def test_only_context_parallel_splits_sequences():
     assert "2 does not divide 2 key and value heads for tensor_parallel_degree 2; legal: 1" in refused
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_only_models_with_experts_meet_layouts_and_rows_of_experts():
+    model, experts = model_of("--model.name=qwen3"), model_of(*EXPERTS)
+    assert [*model.layouts] == without_experts(ALL_LAYOUTS) and [*experts.layouts] == [*ALL_LAYOUTS]
+    assert "debugmodel has no experts; legal: 1" in model.refused_layouts["ep2"]
+    assert [*model.variants] == ["plain", "frozen", "tied"] and [*experts.variants] == [*model.variants, "bias"]
+    rows = first_rows(table(experts)).values()
+    assert [row.extra for row in rows if row.layout == "ep2"] == ["imported", ""]
+    assert not any(row.extra == "imported" for row in table(model).values())
+
+
+def test_a_rounded_router_would_choose_other_experts_so_in_bf16_each_token_meets_all(tmp_path):
+    model = model_of(*EXPERTS)
+    chosen = {
+        p: build_job(model.command_line(Row("1", precision=p), tmp_path), 1).model for p in OVERRIDES["precision"]
+    }
+    assert [flavor.top_k for flavor in chosen.values()] == [2, 2, 8, 8]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "experts"])
 def test_every_row_is_a_valid_config(tmp_path, name):
-    model = model_of("--model.name", name)
-    assert [*model.layouts] == [*ALL_LAYOUTS]
+    model = model_of(*(EXPERTS if name == "experts" else ["--model.name", name]))
+    assert [*model.layouts] == ([*ALL_LAYOUTS] if name == "experts" else without_experts(ALL_LAYOUTS))
     for row in {*table(model).values(), *full_table(model).values()}:
         job = build_job(model.command_line(row, tmp_path), row.mesh.world)
-        assert (job.layout, job.batch.total, job.batch.accumulation) == (row.mesh, SAMPLES, int(row.accumulation))
+        layout = replace(row.mesh, experts=name == "experts")
+        assert (job.layout, job.batch.total, job.batch.accumulation) == (layout, SAMPLES, int(row.accumulation))
         assert getattr(job.model, "dropout", 0.0) == 0.0 and not job.no_effect
     assert {"", *(row.extra for row in EXTRA)} == EXTRAS.keys()
 
@@ -140,7 +164,7 @@ def test_variants_follow_from_the_fields_of_a_model():
     assert [*model_of("--model.flavor=1B").variants] == ["plain", "frozen", "untied"]
     gpt2 = model_of("--model.name=gpt2")
     assert [*gpt2.variants] == ["plain", "frozen"] and gpt2.tied
-    assert {*model_of().variants, "untied"} == {*VARIANTS}
+    assert {*model_of().variants, "untied", "bias"} == {*VARIANTS}
 
 
 def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):

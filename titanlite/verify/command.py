@@ -87,6 +87,8 @@ def further_rows(rows: Rows) -> Rows:
 
 def _further(row: Row) -> str:
     """Return what a row is one of several of that cost more than they add, or an empty string."""
+    if row.extra:
+        return ""
     return row.layout if row.layout in BEYOND else row.compile if row.compile == "inductor" else ""
 
 
@@ -94,7 +96,7 @@ def table(model: ModelUnderTest) -> Rows:
     """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
     variants, documents, allowed = list(model.variants), model.documents, model.layouts
     rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
-    rows += [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed]
+    rows += _of_single_techniques(model)
     for layout in filter(allowed.get, BEYOND):
         rows += beyond(choices([layout], variants, documents, **allowed[layout]))
     return numbered(rows)
@@ -106,7 +108,12 @@ def full_table(model: ModelUnderTest) -> Rows:
     rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     for layout in filter(allowed.get, [*BEYOND, *ONLY_FULL]):
         rows += full(choices([layout], variants, documents, **allowed[layout]))
-    return numbered(rows + [row for row in (*EXTRA, *INDUCTOR) if row.layout in allowed])
+    return numbered(rows + _of_single_techniques(model))
+
+
+def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
+    rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
+    return [row for row in rows if model.has_hf_names or row.extra != "imported"]
 
 
 def numbered(rows: Sequence[Row]) -> Rows:

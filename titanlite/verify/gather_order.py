@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from titanlite.config.job import Job
 from titanlite.parallel.build import shared_names
 from titanlite.parallel.fsdp_schedule import Schedule, schedule
+from titanlite.registry import expert_paths
 
 Group = frozenset[str]
 ROOT = frozenset(("the root",))
@@ -42,8 +43,16 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
             into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
 
 
+def is_sharded(job: Job) -> bool:
+    """Return whether any group is gathered: of experts it may be those alone."""
+    return job.layout.fsdp > 1 or (job.layout.experts_apart and job.layout.efsdp > 1)
+
+
 def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[Group]:
-    """Return the groups in the order in which a part gathers them in these passes, such as "FB"."""
+    """Return the groups in the order in which a part gathers them in these passes, such as "FB".
+
+    Groups of one rank have nothing to gather.
+    """
     plan = _plan(job, part)
     policy = str(job.config.parallelism.fsdp_reshard_after_forward)
     forward_order, order = range(len(plan.groups)), list[int]()
@@ -65,8 +74,10 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
             whole &= not_resharded
         else:  # which frees parameters only at the end of the step
             gather(plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead)
-    groups = _groups(plan)
-    return [groups[group] for group in order]
+    groups, layout, spec = _groups(plan), job.layout, job.spec
+    apart = tuple(f".{path}" for path in expert_paths(spec.rules(job.model), spec.blocks) if layout.experts_apart)
+    ranks = [layout.efsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups]
+    return [groups[group] for group in order if ranks[group] > 1]
 
 
 def declared_reductions(job: Job, part: nn.Module) -> list[Group]:

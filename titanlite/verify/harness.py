@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -60,7 +61,7 @@ def measure(
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
-    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.declared_names())
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.owns)
     if mismatch.error <= measurements.BOUNDS[precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
@@ -103,26 +104,30 @@ class InstrumentedTrainer(Trainer):
     def measure_steps(self) -> Measured:
         """Take the steps of every optimizer, and return what was measured."""
         config = self.job.config
-        self.measured[measurements.INITIAL] = measurements.values(self.own_parameters())
+        self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
             self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name), stage=self.mesh.stage)
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.measured[measurements.after_steps(name)] = measurements.values(self.own_parameters())
+            self.measured[measurements.after_steps(name)] = measurements.values(self.own_tensors())
         return self.measured
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's parts by their names in the model."""
         return {name: p for part in self.parts for name, p in named_parameters(part, self.runner.context.table)}
 
-    def declared_names(self) -> set[str]:
-        """Return the parameters that this rank should have: those of its stages, by the first names of ties."""
-        stages, table = self.job.stages, self.runner.context.table
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return these, and the buffers that a checkpoint has."""
+        return {**self.own_parameters(), **measurements.kept_buffers(*self.parts)}
+
+    def owns(self, name: str) -> bool:
+        """Return whether this rank should have a parameter or module: one of its stages, by either name of a tie."""
+        stages, rule = self.job.stages, self.runner.context.table.get(name)
         if self.job.layout.pp == 1:
-            return {*table}
-        modules = tuple(f"{name}." for stage in stages.ranks[self.record.stage_rank] for name in stages.names[stage])
-        return {n for n, rule in table.items() if n.startswith(modules) or (rule.tied or "").startswith(modules)}
+            return True
+        modules = tuple(f"{path}." for stage in stages.ranks[self.record.stage_rank] for path in stages.names[stage])
+        return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
 
     def next_micro_batches(self) -> list[MicroBatch]:
         return self.micro_batches
@@ -135,6 +140,7 @@ class InstrumentedTrainer(Trainer):
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
             self.measured[measurements.NORM] = {"(p = inf)": self.runner.clip_gradients(math.inf, math.inf)}
+            self.measured |= measurements.routed(*self.parts, add=partial(dist.all_reduce, group=self.mesh.stage))
         return loss
 
 

@@ -4,8 +4,7 @@ Each is put into the trainer on every rank, never into the reference. A fault na
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,76 +27,34 @@ from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.stage import Stage
 from titanlite.train.step import StepRunner
+from titanlite.verify import expert_faults  # noqa: F401 (registers faults)
+from titanlite.verify.fault_patch import FAULTS, Patch, after, fault, followed_by
 from titanlite.verify.table import Row
 
-Patch = AbstractContextManager[Any]
+__all__ = ["FAULTS"]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A mistake: what it is, the rows that show it, and the patch that puts it in."""
-
-    summary: str
-    rows: tuple[Row, ...]
-    put_in: Callable[[], Patch]
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def _fault(summary: str, *rows: Row) -> Callable[[Callable[[], Patch]], None]:
-    """Register the decorated patch under its own name."""
-
-    def register(put_in: Callable[[], Patch]) -> None:
-        FAULTS[put_in.__name__.strip("_").replace("_", "-")] = Fault(summary, rows, put_in)
-
-    return register
-
-
-def _followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Patch:
-    """Let each call of the function `name` be followed by `more(result, *arguments)`."""
-    original = getattr(owner, name)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        more(result, *args)
-        return result
-
-    return patch.object(owner, name, both)
-
-
-def _after(technique: parallelize.Technique, change: Callable[[torch.nn.Module, Context], Any]) -> Patch:
-    """Change a model part after a technique of the fixed order is applied to it."""
-
-    def both(model: torch.nn.Module, context: Context) -> list[str]:
-        notes = technique(model, context)
-        change(model, context)
-        return notes
-
-    return patch.multiple(parallelize, ORDER=[both if each is technique else each for each in parallelize.ORDER])
-
-
-@_fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
+@fault("one block's gradients are not summed over the replicas", Row("hsdp2x2"), Row("replicate4"))
 def _reduction_dropped() -> Patch:
     def drop(model: torch.nn.Module, context: Context) -> None:
         block = next(iter(context.blocks(model).values()))
         assert isinstance(block, FSDPModule)
         block.set_requires_all_reduce(False)
 
-    return _after(fsdp.apply, drop)
+    return after(fsdp.apply, drop)
 
 
-@_fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
+@fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
 def _divided_twice() -> Patch:
     def average(model: torch.nn.Module, context: Context) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(context.job.layout.batch))
 
-    return _after(fsdp.apply, average)
+    return after(fsdp.apply, average)
 
 
-@_fault("every rank draws initial values with another seed", Row("dp2"), Row("replicate4"))
+@fault("every rank draws initial values with another seed", Row("dp2"), Row("replicate4"))
 def _seed_per_rank() -> Patch:
     draw = parallelize.materialize
 
@@ -107,7 +64,7 @@ def _seed_per_rank() -> Patch:
     return patch.multiple(parallelize, materialize=own_seed)
 
 
-@_fault("every shard has the initial values of the first one", Row("dp2"))
+@fault("every shard has the initial values of the first one", Row("dp2"))
 def _same_shards() -> Patch:
     return patch.multiple(init, shard_offset=lambda tensor: (0,) * tensor.dim())
 
@@ -122,27 +79,27 @@ def _sharded_over(dimension: str) -> Patch:
     return patch.multiple(trainer, build_mesh=build_other)
 
 
-@_fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
+@fault("HSDP shards within a replica but does not sum over the replicas", Row("hsdp2x2"))
 def _hsdp_made_fsdp() -> Patch:
     return _sharded_over("dp_shard")
 
 
-@_fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
+@fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
 def _norms_not_reduced() -> Patch:
     return patch.multiple(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate)
 
 
-@_fault("a column row of the model's table says replicated", Row("tp2"))
+@fault("a column row of the model's table says replicated", Row("tp2"))
 def _column_made_whole() -> Patch:
     def spoil(built: Any, *args: Any) -> None:
         _, table = built
         wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
         table.update({n: replace(r, tensor="replicated") for n, r in table.items() if r.pattern == wrong.pattern})
 
-    return _followed_by(trainer, "build_model", spoil)
+    return followed_by(trainer, "build_model", spoil)
 
 
-@_fault("the output layer does not share the embedding's weight", Row("dp2", variant="tied"))
+@fault("the output layer does not share the embedding's weight", Row("dp2", variant="tied"))
 def _tie_broken() -> Patch:
     def untie(built: Any, *args: Any) -> None:
         model, table = built
@@ -152,15 +109,15 @@ def _tie_broken() -> Patch:
             setattr(model.get_submodule(module), attribute, own)
             table[second] = table[first]
 
-    return _followed_by(trainer, "build_model", untie)
+    return followed_by(trainer, "build_model", untie)
 
 
-@_fault("frozen parameters are trained", Row("dp2", variant="frozen"))
+@fault("frozen parameters are trained", Row("dp2", variant="frozen"))
 def _frozen_thawed() -> Patch:
-    return _followed_by(trainer, "build_model", lambda built, *args: built[0].requires_grad_(True))
+    return followed_by(trainer, "build_model", lambda built, *args: built[0].requires_grad_(True))
 
 
-@_fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
+@fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
 def _prefetch_reversed() -> Patch:
     set_order = fsdp_schedule.set_prefetch
 
@@ -170,12 +127,12 @@ def _prefetch_reversed() -> Patch:
     return patch.multiple(fsdp_schedule, set_prefetch=reversed_order)
 
 
-@_fault("gradients are rounded to bfloat16 between micro-batches", Row("dp2", accumulation="3"))
+@fault("gradients are rounded to bfloat16 between micro-batches", Row("dp2", accumulation="3"))
 def _accumulation_in_bf16() -> Patch:
     return _between_micro_batches(lambda gradient: gradient.copy_(gradient.bfloat16()))
 
 
-@_fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
+@fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
 def _accumulation_forgotten() -> Patch:
     return _between_micro_batches(lambda gradient: gradient.zero_())
 
@@ -194,7 +151,7 @@ def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Patch:
     return patch.multiple(StepRunner, forward_backward=one_at_a_time)
 
 
-@_fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
+@fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
 def _clip_by_local_norm() -> Patch:
     def local(parameters: Any, max_norm: float, p: float = 2.0, *stages: Any) -> torch.Tensor:
         shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
@@ -205,43 +162,45 @@ def _clip_by_local_norm() -> Patch:
     return patch.multiple(step, clip_grad_norm=local)
 
 
-@_fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
+@fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
 def _parts_orthogonalized() -> Patch:
-    return patch.multiple(Muon, _orthogonalize=lambda self, names, shapes, parts: [orthogonalize(p) for p in parts])
+    return patch.multiple(
+        Muon, _orthogonalize=lambda self, names, shapes, parts: [p.copy_(orthogonalize(p)) for p in parts]
+    )
 
 
-@_fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
+@fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Patch:
     return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens)
 
 
-@_fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
+@fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
 def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
     return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
-@_fault("attention crosses from one document to the next", Row("tp2", documents="on"))
+@fault("attention crosses from one document to the next", Row("tp2", documents="on"))
 def _documents_mixed() -> Patch:
     return patch.multiple(MicroBatch, documents=None)
 
 
-@_fault("each rank keeps the gradients of its own tokens' attention to other ranks' keys and values", Row("cp2"))
+@fault("each rank keeps the gradients of its own tokens' attention to other ranks' keys and values", Row("cp2"))
 def _keys_not_summed() -> Patch:
     return patch.multiple(context, Partial=Replicate)
 
 
-@_fault("gathered keys and values stay in the order of the ranks", Row("cp2"))
+@fault("gathered keys and values stay in the order of the ranks", Row("cp2"))
 def _order_forgotten() -> Patch:
     return patch.multiple(context, _in_order=lambda chunks, balanced: chunks)
 
 
-@_fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
+@fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
 def _positions_restart() -> Patch:
     return patch.multiple(MicroBatch, positions=property(lambda self: torch.arange(self.tokens.size(1))[None]))
 
 
-@_fault("the tokens of a sequence are counted by each of the ranks that split it", Row("cp2"))
+@fault("the tokens of a sequence are counted by each of the ranks that split it", Row("cp2"))
 def _tokens_counted_whole() -> Patch:
     original = StepRunner.forward_backward
 
@@ -253,12 +212,12 @@ def _tokens_counted_whole() -> Patch:
     return patch.multiple(StepRunner, forward_backward=counted_whole)
 
 
-@_fault("parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp", Row("dp2 x cp2"))
+@fault("parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp", Row("dp2 x cp2"))
 def _context_not_reduced() -> Patch:
     return _sharded_over("dp_shard")
 
 
-@_fault("the documents are cut like the tokens", Row("cp2", documents="on"))
+@fault("the documents are cut like the tokens", Row("cp2", documents="on"))
 def _documents_cut() -> Patch:
     def tiled(batch: MicroBatch) -> torch.Tensor:
         own = batch.rows[:, 2, batch.places]
@@ -267,15 +226,15 @@ def _documents_cut() -> Patch:
     return patch.multiple(MicroBatch, documents=property(tiled))
 
 
-@_fault("gradients are divided by the number of micro-batches", Row("pp2"))
+@fault("gradients are divided by the number of micro-batches", Row("pp2"))
 def _microbatch_averaged() -> Patch:
     def average(schedule: Any, *args: Any) -> None:
         schedule.scale_grads = True
 
-    return _followed_by(Pipeline, "_schedule", average)
+    return followed_by(Pipeline, "_schedule", average)
 
 
-@_fault("each stage clips its gradients by its own norm", Row("pp2"))
+@fault("each stage clips its gradients by its own norm", Row("pp2"))
 def _stage_norm_local() -> Patch:
     def local(parameters: Any, max_norm: float, p: float, stages: Any, copies: Any) -> torch.Tensor:
         return clip_grad_norm(parameters, max_norm, p, None, copies)
@@ -283,12 +242,12 @@ def _stage_norm_local() -> Patch:
     return patch.multiple(step, clip_grad_norm=local)
 
 
-@_fault("the two stages of a tied weight do not sum its gradients", Row("pp2", variant="tied"))
+@fault("the two stages of a tied weight do not sum its gradients", Row("pp2", variant="tied"))
 def _tie_unsummed() -> Patch:
     return patch.multiple(Pipeline, sum_tied_gradients=lambda self: None)
 
 
-@_fault("a block's initial values follow its place in the stage", Row("pp2"))
+@fault("a block's initial values follow its place in the stage", Row("pp2"))
 def _seed_by_stage_number() -> Patch:
     draw = init.materialize
 
@@ -307,7 +266,7 @@ def _seed_by_stage_number() -> Patch:
     return patch.multiple(parallelize, materialize=by_place)
 
 
-@_fault("gradients are taken before the last backward pass has added to them", Row("pp2"))
+@fault("gradients are taken before the last backward pass has added to them", Row("pp2"))
 def _last_microbatch_lost() -> Patch:
     backward = Stage.backward_one_chunk
 
@@ -320,7 +279,7 @@ def _last_microbatch_lost() -> Patch:
     return patch.multiple(Stage, backward_one_chunk=without_the_last)
 
 
-@_fault("later stages count positions in their part of the sequence", Row("pp2 x cp2"))
+@fault("later stages count positions in their part of the sequence", Row("pp2 x cp2"))
 def _positions_guessed() -> Patch:
     own = MicroBatch.split
 
@@ -335,7 +294,7 @@ class _Guessed(MicroBatch):
     positions = property(lambda self: torch.arange(self.tokens.size(1))[None])  # type: ignore[assignment]
 
 
-@_fault("two stages have each other's blocks", Row("pp2"))
+@fault("two stages have each other's blocks", Row("pp2"))
 def _blocks_swapped() -> Patch:
     def swapped(model: Any, spec: Any, stages: Any) -> Any:
         numbers = {f"{spec.blocks}.{n}": f"{spec.blocks}.{(n + 2) % 4}" for n in range(4)}
@@ -345,7 +304,7 @@ def _blocks_swapped() -> Patch:
     return patch.multiple(pipeline, split=swapped)
 
 
-@_fault("the last stage's loss is not shared with the other stages", Row("pp2"))
+@fault("the last stage's loss is not shared with the other stages", Row("pp2"))
 def _loss_on_one_rank() -> Patch:
     shared = report.loss_over_ranks
 
@@ -356,13 +315,13 @@ def _loss_on_one_rank() -> Patch:
     return patch.multiple(report, loss_over_ranks=local)
 
 
-@_fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))
+@fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))
 def _loss_in_bf16() -> Patch:
     not_promoted = SimpleNamespace(**{**vars(torch), "promote_types": lambda logits, float32: logits})
     return patch.multiple(loss, torch=not_promoted)
 
 
-@_fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))
+@fault("a wrapper around the blocks changes their parameters' names", Row("dp2", recompute="full"))
 def _names_wrapped() -> Patch:
     class Wrapper(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
@@ -377,4 +336,4 @@ def _names_wrapped() -> Patch:
         for name, block in list(blocks.named_children()):
             setattr(blocks, name, Wrapper(block))
 
-    return _after(recompute.apply, wrap)
+    return after(recompute.apply, wrap)

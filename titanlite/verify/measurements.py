@@ -6,8 +6,9 @@ bias's gradient under softmax, has an error of the size of what was summed, not 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
+from titanlite.parallel.expert import is_router
 from titanlite.verify.table import SAMPLES
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}
@@ -28,6 +30,7 @@ FLOOR = 1e-3
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
 """Steps of each optimizer, one optimizer after the other; Muon only in float64, where its error says most."""
 INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
+CHOICES, BALANCE = "choices of experts in", "loss of balance in"
 
 Measured = dict[str, dict[str, torch.Tensor]]
 """Full tensors by kind and name."""
@@ -93,8 +96,14 @@ def lengths_of(tokens: int, kind: str) -> list[int]:
     return [third, third + rest // 2, third + rest - rest // 2] if kind == "documents" else [tokens]
 
 
-def values(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: _full_copy(parameter) for name, parameter in parameters.items()}
+def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _full_copy(tensor) for name, tensor in tensors.items()}
+
+
+def kept_buffers(*parts: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint has."""
+    kept = [(part.state_dict().keys(), part) for part in parts]
+    return {name: buffer for names, part in kept for name, buffer in part.named_buffers() if name in names}
 
 
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -105,15 +114,30 @@ def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def compare(actual: Measured, expected: Measured, precision: str, own: Set[str]) -> Mismatch:
+def routers(*parts: nn.Module) -> dict[str, Any]:
+    """Return the modules that choose experts, by name."""
+    return {name: module for part in parts for name, module in part.named_modules() if is_router(module)}
+
+
+def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total: None) -> Measured:
+    """Return what a step's routers counted; `add` adds in place what those of other ranks did."""
+    measured: Measured = {CHOICES: {}, BALANCE: {}}
+    for name, router in routers(*parts).items():
+        measured[CHOICES][name], measured[BALANCE][name] = router.counts.double(), router.auxiliary.clone()
+        add(measured[CHOICES][name])
+        add(measured[BALANCE][name])
+    return measured
+
+
+def compare(actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]) -> Mismatch:
     """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all.
 
-    `own` are the parameters that this rank should have, all but with pipeline parallel.
+    `owns` says of a name whether this rank should have it, as it should all but with pipeline parallel.
     """
     bound = BOUNDS[precision]
     worst = []
     for what, tensors in expected.items():
-        names = tensors.keys() & own if what not in (NORM, LOSS) else tensors.keys()
+        names = set(filter(owns, tensors)) if what not in (NORM, LOSS) else tensors.keys()
         if unmatched := sorted(actual[what].keys() ^ names):
             not_own = "belongs to another stage" if unmatched[0] in tensors else "is not in the plain model"
             return Mismatch(what, f"{unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}")

@@ -23,6 +23,8 @@ ODD_VOCABULARY = 251
 """A prime, as hard to divide as real vocabularies; a flavor that is given by name keeps its own."""
 TOKENS = "tokens.npy"
 """The shard that every job opens; the harness replaces what its steps read."""
+IMPORTED = "hf"
+"""The Hugging Face folder of a row's reference, in the same folder."""
 FIXED = [
     "--training.dataset=tokens",
     f"--training.seq_len={SEQ_LEN}",
@@ -52,10 +54,15 @@ class ModelUnderTest:
     """The further overrides of each variant that it has."""
     kept_whole: str
     """The override that replicates its small parameters."""
+    every_expert: tuple[str, ...]
+    """The override that sends each token to every expert, if there are any: of bfloat16's rounding, a router chooses
+    others, whose gradients are not comparable."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
     documents: tuple[str, ...]
     """The choices of documents: only "off" if no core of attention takes them."""
+    has_hf_names: bool
+    """Whether it can be imported from a Hugging Face folder."""
     layouts: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Those that it allows, each with what it allows there of the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
@@ -64,7 +71,9 @@ class ModelUnderTest:
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
         model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
+        model += self.every_expert * row.is_narrow
         paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
+        paths += [f"--checkpoint.initial_load_path={folder / IMPORTED}"] * (row.extra == "imported")
         return [*model, *row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}", *paths]
 
 
@@ -111,6 +120,10 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if "tied" in fields:
         other = toml_value(not fields["tied"])
         variants["untied" if fields["tied"] else "tied"] = (f"--model.overrides.tied={other}",)
+    experts = spec.shape(spec.configure(model.flavor, model.overrides)).experts
+    if experts and fields.get("balance", "bias") != "bias":
+        variants["bias"] = ("--model.overrides.balance=bias",)
+    every_expert = (f"--model.overrides.top_k={experts}",) if experts and "top_k" in fields else ()
     rules = spec.rules(spec.configure(model.flavor, model.overrides))
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
     kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}"
@@ -118,9 +131,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     layouts, refused = _allowed_layouts(section)
     documents = ("off", "on") if spec.core else ("off",)
     modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
-    return ModelUnderTest(
-        f"{model.name} {model.flavor}", modules, section, variants, kept_whole, tied, documents, layouts, refused
-    )
+    name = f"{model.name} {model.flavor}"
+    table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
+    return ModelUnderTest(name, modules, section, *table, layouts, refused)
 
 
 def _freezing(model: Model, spec: ModelSpec) -> str:

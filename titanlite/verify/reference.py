@@ -1,11 +1,19 @@
 """The reference: the single-device module with torch's own loss and clipping, on the whole batch at once."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from titanlite.checkpoint.hf.export import export
+from titanlite.checkpoint.hf.names import Translation, documents
+from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
@@ -13,7 +21,8 @@ from titanlite.parallel.build import build_model
 from titanlite.parallel.init import materialize
 from titanlite.verify import measurements
 from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measured, with_optimizer
-from titanlite.verify.model_under_test import build_job
+from titanlite.verify.model_under_test import IMPORTED, build_job
+from titanlite.verify.table import SAMPLES
 
 
 def measure_reference(overrides: list[str], path: str, kind: str) -> float:
@@ -21,30 +30,70 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
     job = build_job(overrides, 1)
     config = job.config
     batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len, kind)
-    documents = batch.tokens.split(measurements.lengths_of(config.training.seq_len, kind), dim=1)
+    texts = batch.tokens.split(measurements.lengths_of(config.training.seq_len, kind), dim=1)
     model, table = build_model(job)
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
     parameters = dict(model.named_parameters())
-    measured: Measured = {INITIAL: measurements.values(parameters)}
+    tensors = parameters | measurements.kept_buffers(model)
+    measured: Measured = {INITIAL: measurements.values(tensors)}
+    if kind == "imported":
+        _write_hf(Path(path).parent / IMPORTED, job, parameters)
+    for router in measurements.routers(model).values():
+        router.sequences = SAMPLES
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
         for _ in range(steps):
             step += 1
             optimizer.zero_grad()
-            logits = torch.cat([model(document) for document in documents], dim=1)
+            if len(texts) > 1:
+                _count_whole_sequences(model, texts)
+            logits = torch.cat([model(text) for text in texts], dim=1)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             if step == 1:
                 grads = measurements.gradients(parameters)
                 norms = {f"(p = {p:g})": get_total_norm(grads.values(), p) for p in (2.0, math.inf)}
-                measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}}
+                measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}, **measurements.routed(model)}
                 max_norm = norms["(p = 2)"].item() / 2
             clip_grad_norm_([item.parameter for item in trained], max_norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()
-        measured[measurements.after_steps(name)] = measurements.values(parameters)
+            _balance(model)
+        measured[measurements.after_steps(name)] = measurements.values(tensors)
     torch.save(measured, path)
     return max_norm
+
+
+def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
+    """Tell routers, whose loss is that of a whole sequence, what they choose in all of its documents."""
+    routers, counts = measurements.routers(model).values(), defaultdict[Any, list[torch.Tensor]](list)
+    for router in routers:
+        router.sum_over_sequence = lambda own, router=router: counts[router].append(own) or own
+    for document in documents:
+        model(document)
+    for router in routers:
+        router.sum_over_sequence = lambda own, router=router: torch.stack(counts[router]).sum(0)
+        router.counts.zero_()
+        router.auxiliary.zero_()
+
+
+@torch.no_grad()
+def _balance(model: nn.Module) -> None:
+    """Raise the bias of experts that were chosen less than the mean, and lower that of others."""
+    for router in measurements.routers(model).values():
+        if router.bias is not None:
+            move = (router.counts.double().mean() - router.counts).sign()
+            router.bias += router.rate * (move - move.mean())
+        router.counts.zero_()
+        router.auxiliary.zero_()
+
+
+def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write a Hugging Face folder of these weights, in their own type."""
+    translation = Translation(job.spec, job.model)
+    tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
+    files = documents(translation.config, tensors[0].dtype, None)
+    export(folder, tensors, files, lambda name, _: weights[name].detach())

@@ -129,10 +129,11 @@ class RowRunner:
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
-        key = (row.variant, precision, row.batch)
+        key = (row.variant, precision, row.batch, *self._model.every_expert * row.is_narrow)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
+            overrides += self._model.every_expert * row.is_narrow
             max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

@@ -18,7 +18,14 @@ from titanlite.config.pipeline_order import parse
 from titanlite.config.stages import SINGLE
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline import Pipeline, orders
-from titanlite.verify.gather_order import Group, declared_gathers, declared_reductions, first_difference, recorded
+from titanlite.verify.gather_order import (
+    Group,
+    declared_gathers,
+    declared_reductions,
+    first_difference,
+    is_sharded,
+    recorded,
+)
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
 """The receiver's rank in the group, a shape and a type."""
@@ -49,7 +56,7 @@ class StepRecord:
             self.sent.update((receiver, tuple(tensor.shape), tensor.dtype) for tensor in values)
             return send(group, tensors, receiver, tag)
 
-        sharded = self.job.layout.fsdp > 1
+        sharded = is_sharded(self.job)
         with (
             patch.object(dist.ProcessGroup, "send", send_and_count),
             recorded(self.gathered, self.reduced) if sharded else nullcontext(),
@@ -58,7 +65,7 @@ class StepRecord:
 
     def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
-        sharded, job = self.job.layout.fsdp > 1, self.job
+        sharded, job = is_sharded(self.job), self.job
         if pipeline:
             yield from self._pipeline_differences(parts, pipeline, sharded)
         elif sharded:

@@ -42,6 +42,10 @@ BEYOND = {
     "pp2 x dp2": Layout(pp=2, dp_shard=2),
     "pp2 x tp2": Layout(pp=2, tp=2),
     "pp2 x cp2": Layout(pp=2, cp=2),
+    "ep2": Layout(dp_shard=2, ep=2),
+    "ep2 of dp4": Layout(dp_shard=4, ep=2),
+    "replicate2 x ep2": Layout(dp_replicate=2, dp_shard=2, ep=2),
+    "ep2 of tp2": Layout(tp=2, ep=2),
 }
 """Layouts that meet each choice of every other column, but not each pair of choices."""
 ONLY_FULL = {
@@ -49,9 +53,13 @@ ONLY_FULL = {
     "hsdp2x2 x cp2": Layout(dp_replicate=2, dp_shard=2, cp=2),
     "pp2 x hsdp2x2": Layout(pp=2, dp_replicate=2, dp_shard=2),
     "pp2 x dp2 x tp2": Layout(pp=2, dp_shard=2, tp=2),
+    "ep4 of dp2 x tp2": Layout(dp_shard=2, tp=2, ep=4),
+    "ep4 of dp2 x cp2": Layout(dp_shard=2, cp=2, ep=4),
+    "pp2 x ep2": Layout(pp=2, dp_shard=2, ep=2),
 }
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
-VARIANTS = ("plain", "tied", "untied", "frozen")
+VARIANTS = ("plain", "tied", "untied", "frozen", "bias")
+"""Of a model with experts, "bias" balances these by a bias instead of a loss."""
 CSV = "csv"
 """The schedule that a file gives."""
 
@@ -103,6 +111,7 @@ EXTRAS: dict[str, list[str]] = {
     "kept whole": [],  # what of the model is, is computed
     "offloaded": [_TRAINING + "enable_cpu_offload"],
     "one slice": [],  # no token or label is in the second half of the vocabulary
+    "imported": ["--checkpoint.initial_load_in_hf", "--debug.seed=1"],  # the reference's initial weights
 }
 """What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
 
@@ -130,9 +139,14 @@ class Row:
         return ALL_LAYOUTS[self.layout]
 
     @property
+    def is_narrow(self) -> bool:
+        """Return whether the model computes in bfloat16."""
+        return self.precision in ("bfloat16", "pure bf16")
+
+    @property
     def batch(self) -> str:
-        """Return what changes the batch, and so the reference."""
-        return "documents" * (self.documents == "on") + self.extra * (self.extra == "one slice")
+        """Return what changes the batch or else the reference."""
+        return "documents" * (self.documents == "on") + self.extra * (self.extra in ("one slice", "imported"))
 
     @property
     def order(self) -> str:
@@ -150,6 +164,7 @@ class Row:
             *[f"{_PIPELINE}microbatch_size={MICRO_BATCH}"] * (self.mesh.pp > 1),
             f"{_CONTEXT}degree={self.mesh.cp}",
             f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
+            f"--parallelism.expert_parallel_degree={self.mesh.ep}",
             f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
             *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
             *EXTRAS[self.extra],
@@ -173,14 +188,18 @@ EXTRA = (
     Row("dp2", accumulation="3", extra="kept whole"),
     Row("dp2", extra="offloaded"),
     Row("tp2", "full", extra="one slice"),
+    Row("ep2", extra="imported"),
 )
-"""Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have."""
+"""Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have.
+
+Of imports the row is one of experts, whose slices are tensors of their own in a Hugging Face folder.
+"""
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})
-    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4")
+    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4", "ep2 of dp4", "replicate2 x ep2")
 }
 """Pairs with a row in `full` only: compiling takes seconds a rank, and says no more there than on fewer ranks."""
 
