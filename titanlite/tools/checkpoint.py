@@ -267,6 +267,7 @@ def _hf_folder(
 ) -> tuple[list[HFTensor], dict[str, bytes]]:
     """Return the tensors and documents of the model's Hugging Face folder."""
     from titanlite.checkpoint.hf.names import Translation, documents
+    from titanlite.checkpoint.load import load_tensors
     from titanlite.registry import get_model
 
     if config.model.package and not arguments.package:
@@ -278,9 +279,13 @@ def _hf_folder(
     overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
     flavor = spec.configure(config.model.flavor, overrides)
     translation = Translation(spec, flavor)
+    buffers = {name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors}
+    values = load_tensors(folder, buffers.values(), manifest)
+    translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
     saved = {
         name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
     }
+    saved = {name: shape for name, shape in saved.items() if name not in buffers}
     if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
         raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
     tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)

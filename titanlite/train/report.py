@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.checkpoint.manager import PendingSave
 from titanlite.errors import RunFailed
@@ -18,6 +19,7 @@ from titanlite.observe.metrics import Sink, StepRecord, Values, open_sinks
 from titanlite.observe.run_folder import describe_run
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim.lr_schedule import learning_rate
+from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
 
@@ -50,7 +52,7 @@ class Report:
         return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
 
     def end_step(
-        self, step: int, tokens: int, loss: torch.Tensor, norm: torch.Tensor, valid_tokens: torch.Tensor
+        self, step: int, tokens: int, loss: Tensor, norm: Tensor, valid_tokens: Tensor, balance: Balance
     ) -> None:
         """Take the step's time, and log the step if due: the only place where the host waits for the device.
 
@@ -61,6 +63,7 @@ class Report:
             clock.step_done()
             return
         global_loss, max_loss = loss_over_ranks(loss, valid_tokens, self.context.mesh.loss)
+        of_experts = balance.load()
         clock.step_done()
         memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
@@ -86,7 +89,8 @@ class Report:
         tags = memory_tags(self.device)
         if warning := self.retries.warning(tags):
             self.log.warning(warning)
-        self._write(step, asdict(record), {**record.tags(), **tags})
+        tags |= record.tags() | {f"moe/{name}": value for name, value in of_experts.items()}
+        self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
 
     def log_validation(self, step: int, loss: float) -> None:
@@ -116,7 +120,7 @@ class Report:
             sink.close()
 
 
-def loss_over_ranks(loss: torch.Tensor, valid_tokens: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
+def loss_over_ranks(loss: Tensor, valid_tokens: Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
     """Return the global loss, and the largest mean loss of a rank that had valid tokens."""
     sums = torch.stack([loss, valid_tokens.double()])
     dist.all_reduce(sums, group=group)

@@ -16,6 +16,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import replicated, tensor
+from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
@@ -48,6 +49,7 @@ class StepRunner:
         # Looked up once: the mesh would make a mesh of one dimension, and wait for the device, in every step.
         self.stages = self.context.mesh.world["pp"] if is_split else None
         self.has_loss = self.pipeline is None or self.pipeline.has_loss
+        self.balance = Balance(self.parts, self.context)
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
@@ -104,15 +106,17 @@ class StepRunner:
         max_norm = self.config.training.max_norm if max_norm is None else max_norm
         copies = self.pipeline.copies if self.pipeline else []
         norm = clip_grad_norm(self.parameters, max_norm, p, self.stages, copies)
-        return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
+        self.norm = norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
+        return self.norm
 
     @record_function("optimizer")
     def update(self, step: int) -> None:
-        """Change the weights at the learning rate of this step, and free the gradients."""
+        """Change the weights at the learning rate of this step and the biases of routers, and free the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"], group["training_step"] = learning_rate(self.config, step), step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.balance.end_step(self.norm)
         self.notify_converters()
 
     def notify_converters(self) -> None:

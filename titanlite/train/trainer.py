@@ -196,7 +196,7 @@ class Trainer:
         self.runner.update(self.step)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
-        self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens)
+        self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, self.runner.balance)
 
     @record_function("data")
     def next_micro_batches(self) -> list[MicroBatch]:

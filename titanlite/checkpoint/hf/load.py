@@ -79,11 +79,17 @@ class HuggingFaceFolder:
 def to_checkpoint(
     source: HuggingFaceFolder, root: Path, dtype: torch.dtype, config: str, environment: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process."""
+    """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process.
+
+    The biases of routers, which the folder lacks, are zero.
+    """
     shapes = source.translation.shapes
     tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
+    buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
     def lookup(name: str) -> torch.Tensor:
+        if name in buffers:
+            return torch.zeros_like(buffers[name], device="cpu")
         return source.read(name.removeprefix("model.")).to(dtype).contiguous()
 
     documents = {
@@ -93,5 +99,5 @@ def to_checkpoint(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        commit(root, 0, tensors, lookup, None, lambda _: documents, weights_only=True, group=None)
+        commit(root, 0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True, group=None)
     return step_folder(root, 0)

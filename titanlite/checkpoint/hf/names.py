@@ -5,7 +5,7 @@ that. How files are read is left to `files.py`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model
 from titanlite.registry import Box, ModelSpec, Rule, WeightTransform
 from titanlite.runtime import store
@@ -63,11 +63,20 @@ class Translation:
         self.hf, self.config = spec.hf, spec.hf.config(flavor)
         model, self.table = build_meta_model(spec, flavor)
         persistent = model.state_dict().keys()
-        faults = [f"{name}: the table has no Hugging Face name" for name, rule in self.table.items() if not rule.hf]
-        faults += [f"{name}: a buffer has no name" for name, _ in model.named_buffers() if name in persistent]
-        if faults:
-            raise UserError(f"{spec.name} can't be written for Hugging Face:\n  " + "\n  ".join(faults))
+        if faults := [name for name, rule in self.table.items() if not rule.hf]:
+            raise UserError(f"{spec.name}: the table has no Hugging Face name of{some_of(faults)}")
+        self.buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        """Those that checkpoints have, on the meta device. The folder has no place for them."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def refuse(self, buffers: Collection[str]) -> None:
+        """Raise if there are buffers that the folder would lack."""
+        if buffers:
+            raise UserError(
+                f"can't be written for Hugging Face, which has no such tensors:{some_of(buffers)}\n"
+                'Routers have a bias with balance = "bias". Train with balance = "sequence" or "none" instead, or '
+                "write plain safetensors: titanlite checkpoint export --format safetensors"
+            )
 
     def hf_tensors(self, dtype: torch.dtype) -> list[HFTensor]:
         """Return every tensor of the folder, in the model's order."""

@@ -168,6 +168,9 @@ def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
         yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
         yield "checkpoint.initial_load_model_only", "a Hugging Face folder contains weights only; use true"
+    if settings.last_save_in_hf and getattr(context.model, "balance", "") == "bias":
+        remedy = 'use model.overrides.balance = "sequence" or "none", or export checkpoints as plain safetensors'
+        yield "checkpoint.last_save_in_hf", f'Hugging Face has no biases of routers (balance = "bias"); {remedy}'
 
 
 @RULES.add
