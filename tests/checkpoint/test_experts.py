@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.layouts import save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, run_until
-from tests.jobs import MOE, full, trainer
+from tests.jobs import MOE, TINY, full, trainer
 from tests.lanes import sample
 from titanlite.checkpoint.load import load_tensors
 from titanlite.cli import main
@@ -18,6 +18,7 @@ from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, parse_command_line
 
 BIAS = '--model.overrides.balance="bias"'
+_SAVING = SAVING[len(TINY) :]  # of another model
 MODEL = [*MOE, BIAS, "--model.overrides.experts=6", "--optimizer.name=Muon"]
 EP2, TP2, CP2, PP2 = (f"--parallelism.{d}_parallel_degree=2" for d in ("expert", "tensor", "context", "pipeline"))
 LAYOUTS = {  # with 3 experts on a rank, FSDP on 2 ranks splits dimension 1
@@ -40,7 +41,7 @@ def test_biases_and_momentum_are_loaded_bit_for_bit_on_every_mesh(pool, tmp_path
 
 
 def test_a_resumed_run_has_the_biases_of_one_that_was_not_stopped(pool, tmp_path):
-    argv = [*SAVING, *MODEL, "--checkpoint.enable", "--training.steps=4"]
+    argv = [*MODEL, *_SAVING, "--training.steps=4"]
     whole = pool.run(run_until, argv, str(tmp_path / "whole"), world=1)[0]
     pool.run(run_until, argv, str(tmp_path / "stopped"), 2, world=1)
     resumed = pool.run(run_until, argv, str(tmp_path / "stopped"), world=1)[0]
@@ -54,7 +55,7 @@ def start(argv: list[str], folder: str) -> dict[str, Any]:
 
 def test_biases_stay_out_of_hugging_face_and_start_at_zero(pool, tmp_path, capsys):
     run, plain, hf, imported = (tmp_path / name for name in ("run", "plain", "hf", "imported"))
-    one_step = [*SAVING, *MOE, "--checkpoint.enable", "--training.steps=1"]
+    one_step = [*MOE, *_SAVING, "--training.steps=1"]
     pool.run(run_until, [*one_step, BIAS], str(run), world=2)
     saved = load_tensors(run / "checkpoint/step-1")
     biases = [saved[BIAS_OF.format(layer)] for layer in range(2)]
