@@ -343,6 +343,6 @@ class Checkpoints:
         target, group = export_folder(self.root, step), self.group
         assert group is not None
         translation, dtype = Translation(self._job.spec, self._job.model), getattr(torch, self.settings.export_dtype)
-        translation.refuse(translation.buffers)  # whatever their values: ranks would have to agree on them
+        translation.refuse([*translation.buffers])  # whatever their values: ranks would have to agree on them
         export_live(target, translation, state, dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")

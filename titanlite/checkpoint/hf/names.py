@@ -5,7 +5,7 @@ that. How files are read is left to `files.py`.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Translation:
         """Those that checkpoints have, on the meta device. The folder has no place for them."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def refuse(self, buffers: Collection[str]) -> None:
+    def refuse(self, buffers: Sequence[str]) -> None:
         """Raise if there are buffers that the folder would lack."""
         if buffers:
             raise UserError(
