@@ -50,6 +50,8 @@ OF_EXPERTS = {  # in qwen3 with experts
     "router-unsummed": "gradient of layers.0.moe.router.weight",
     "dispatch-shifted": "gradient of layers.0.moe.",
     "combine-unsorted": "gradient of layers.0.moe.",
+    "counts-per-rank": "moe.router.bias",
+    "counts-per-microbatch": "gradient of layers.0.moe.",
     "recounted": "choices of experts in layers.",
     "experts-one-matrix": ".moe.experts.w",
     "expert-slices-swapped": "initial value of layers.0.moe.experts.w",

@@ -14,7 +14,9 @@ from torch.distributed.tensor import Replicate
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import expert, fsdp, tensor
+from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
+from titanlite.train.step import StepRunner
 from titanlite.verify.fault_patch import Patch, after, fault
 from titanlite.verify.table import Row
 
@@ -60,6 +62,29 @@ def _combine_unsorted() -> Patch:
         return sort(rows, *orders) if next(is_first) else rows.clone()
 
     return patch.multiple(expert._Reorder, apply=only_first)
+
+
+@fault("biases follow the choices of each rank's own tokens", Row("dp2", variant="bias"))
+def _counts_per_rank() -> Patch:
+    def of_own_tokens(self: Balance, norm: Tensor) -> None:
+        with patch.object(dist, "all_reduce", lambda *args, **how: None):
+            end_step(self, norm)
+
+    end_step = Balance.end_step
+    return patch.multiple(Balance, end_step=of_own_tokens)
+
+
+@fault("biases move after every micro-batch", Row("dp2", accumulation="3", variant="bias"))
+def _counts_per_microbatch() -> Patch:
+    def moving(self: StepRunner, number: int, batches: Any, valid_tokens: Tensor) -> Tensor:
+        losses = []
+        for batch in batches:
+            losses.append(forward_backward(self, number, [batch], valid_tokens))
+            self.balance.end_step(valid_tokens)
+        return torch.stack(losses).sum()
+
+    forward_backward = StepRunner.forward_backward
+    return patch.multiple(StepRunner, forward_backward=moving)
 
 
 @fault("a recomputed forward pass counts its choices again", Row("dp2", "full"))
