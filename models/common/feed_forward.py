@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class SwiGLU(nn.Module):
-    """Three matrices: w1 gates what w3 says, and w2 leads back."""
+    """w2(silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
