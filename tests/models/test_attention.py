@@ -148,8 +148,8 @@ def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a
     graphs: list[Counter[str]] = []
     register_backend(recording_backend(graphs), name=f"recorded-{mode}")
     argv = [*TINY, "--compile.enable", f"--compile.backend=recorded-{mode}", f"--activation_checkpoint.mode={mode}"]
-    context = Context(job(argv, 1), None, {}, torch.device("cpu"))  # type: ignore[arg-type]
-    model, dense = (build(SMALL)[0] for _ in range(2))
+    (model, table), (dense, _) = (build(SMALL) for _ in range(2))
+    context = Context(job(argv, 1), None, table, torch.device("cpu"))  # type: ignore[arg-type]
     vars(dense)["attention_dropout"] = DENSE
     recompute.apply(model, context)
     compile.apply(model, context)

@@ -115,8 +115,7 @@ def one_step(run: Trainer, poison: bool = False) -> dict[str, torch.Tensor]:
         full_gradient = run.runner.parameters[0].grad
         assert full_gradient is not None
         local_part(full_gradient).fill_(torch.nan)
-    run.runner.clip_gradients()
-    run.runner.update(run.step)
+    run.runner.update(run.step, run.runner.clip_gradients())
     return {name: router.bias.clone() for name, router in routers(run).items()}
 
 

@@ -82,8 +82,9 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
         "loss": loss_over_ranks(loss, valid, run.mesh.loss)[0],
         "gradients": {name: full(p.grad) for name, p in named.items() if p.grad is not None},
     }
-    found["norm"] = run.runner.clip_gradients(0.5).item()
-    run.runner.update(1)
+    norm = run.runner.clip_gradients(0.5)
+    found["norm"] = norm.item()
+    run.runner.update(1, norm)
     return {**found, "before": before, "after": {name: full(p) for name, p in named.items()}}
 
 

@@ -70,7 +70,7 @@ def one_step(argv: list[str], folder: str, optimizer: Sequence[str] = SGD) -> di
         "norm": run.runner.clip_gradients(0.5).item(),
         "before": before,
     }
-    run.runner.update(1)
+    run.runner.update(1, torch.zeros(()))
     if pipeline := run.runner.pipeline:
         row = orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]
         declared = ["".join(map(str, action)) for cell in row for action in parse(cell)]

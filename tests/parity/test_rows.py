@@ -11,7 +11,7 @@ from titanlite.verify.runner import row_runner
 from titanlite.verify.table import ALL_LAYOUTS, EXTRA, LAYOUTS, ONLY_FULL, Row
 
 SAMPLES = {  # model: layouts, each with a precision
-    "llama3": {"1": "pure bf16", "dp3": "float32", "hsdp2x2": "float64", "tp2": "float64", "cp2": "float64"}
+    "llama3": {"1": "pure bf16", "dp3": "float32", "hsdp2x2": "bfloat16", "tp2": "float64", "cp2": "float64"}
     | {"cp2 x tp2": "float64", "replicate2 x cp2": "float32"},
     "gpt2": {"dp2": "pure bf16", "dp4": "bfloat16", "replicate4": "bfloat16", "dp2 x tp2": "bfloat16"}
     | {"cp2": "float32", "dp2 x cp2": "float64"},

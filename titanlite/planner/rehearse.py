@@ -62,8 +62,10 @@ class Rehearsal:
                 self._guard.all_reduce_tokens(zero.long())
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter)
-                self._guard.record(1, zero, runner.clip_gradients())
-                runner.update(step=1)
+                norm = runner.clip_gradients()
+                self._guard.record(1, zero, norm)
+                runner.update(1, norm)
+                del norm
         if not self.is_even:
             self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
 
@@ -168,8 +170,9 @@ def _count_step(
             counting.mark("gradients", static["gradients"])
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
             static.clear()
-            guard.record(step, loss, runner.clip_gradients())
-            runner.update(step)
+            norm = runner.clip_gradients()
+            guard.record(step, loss, norm)
+            runner.update(step, norm)
             return replace(counting.recording(), static=sizes)
     finally:
         gc.enable()

@@ -106,17 +106,17 @@ class StepRunner:
         max_norm = self.config.training.max_norm if max_norm is None else max_norm
         copies = self.pipeline.copies if self.pipeline else []
         norm = clip_grad_norm(self.parameters, max_norm, p, self.stages, copies)
-        self.norm = norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
-        return self.norm
+        return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @record_function("optimizer")
-    def update(self, step: int) -> None:
-        """Change the weights at the learning rate of this step and the biases of routers, and free the gradients."""
+    def update(self, step: int, norm: torch.Tensor) -> None:
+        """Change the weights at the learning rate of this step, free the gradients, and change the biases of routers
+        unless the gradients' norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"], group["training_step"] = learning_rate(self.config, step), step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.balance.end_step(self.norm)
+        self.balance.end_step(norm)
         self.notify_converters()
 
     def notify_converters(self) -> None:

@@ -193,7 +193,7 @@ class Trainer:
         norm = self.runner.clip_gradients()
         self.nonfinite.record(self.step, loss, norm)
         self.checkpoints.before_update()
-        self.runner.update(self.step)
+        self.runner.update(self.step, norm)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
         self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, self.runner.balance)
