@@ -1,15 +1,29 @@
-"""Errors that a user can cause, which need no traceback, and the formatting that messages share."""
+"""Exit codes, errors that a user can cause, which need no traceback, and the formatting that messages share."""
 
 import difflib
 from collections.abc import Iterable, Sequence
+
+OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
+"""Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step saved or with
+some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
 
 
 class UserError(Exception):
     """A request that can't be carried out; the message names the key, file or tensor, the value, and the remedy."""
 
+    code = REFUSED
+
 
 class RunFailed(UserError):
     """A run that had started cannot continue: its data ended, a save failed, a loss was not finite."""
+
+    code = FAILED
+
+
+class GivenUp(RunFailed):
+    """A budget of [fault] is used up: another start would not help."""
+
+    code = GIVEN_UP
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -52,6 +52,7 @@ def test_a_trace_is_kept_if_the_run_ends_within_it(pool, tmp_path):
     assert trace.parent.name == "step-3" and phases(trace)[1]["optimizer"] == 1
 
 
+@pytest.mark.long
 def test_the_profiler_does_not_change_the_losses(pool, tmp_path):
     profiled = [*TINY, "--profiling.enable_profiling", "--profiling.profile_freq=1", "--profiling.profiler_warmup=0"]
     losses = []

@@ -168,6 +168,7 @@ def test_all_sinks_record_the_same_steps(pool, tmp_path):
     assert config["training"]["steps"] == 5 and config["training"]["seq_len"] == 16
 
 
+@pytest.mark.long
 @needs_wandb
 def test_wandb_takes_its_project_from_the_environment(pool, tmp_path):
     pool.run(run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "my-project", world=2)

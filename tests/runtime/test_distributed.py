@@ -19,7 +19,7 @@ from titanlite.layout import Layout
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.distributed import process_group, set_collective_timeout
+from titanlite.runtime.distributed import WATCH_SECONDS, process_group, set_collective_timeout
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -41,7 +41,7 @@ def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
 def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
     for layout in (Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_shard=2, cp=2)):
         for changed, kept, of_fsdp in pool.run(timeouts, layout, world=4):
-            assert changed == {timedelta(seconds=77)}
+            assert changed == {timedelta(seconds=77 + WATCH_SECONDS)}
             assert kept == timedelta(seconds=1800)
             assert bool(of_fsdp) == (layout.dp_shard == 4)
 
@@ -73,8 +73,8 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[bool
 
 def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(pool, tmp_path):
     for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
-        assert initial == {timedelta(seconds=123)}, "also of the groups that FSDP2 makes"
-        assert of_checkpoints == timedelta(seconds=1800)
+        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, "also of the groups that FSDP2 makes"
+        assert of_checkpoints == timedelta(seconds=1800 + WATCH_SECONDS)
         assert changed == [True], "only when rank 1 had taken the step too"
 
 

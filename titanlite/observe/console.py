@@ -5,11 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-LAUNCHED = "TITANLITE_LAUNCHED"
-"""Environment variable with the process id of the launcher, which writes each rank's output to its log file."""
-RESOLVED_CONFIG, DEVICE = "TITANLITE_CONFIG", "TITANLITE_DEVICE"
-"""Environment variables with the path of the config that the launcher checked for its workers, and the device."""
-
 _ANSI_COLORS = {"step": 31, "loss": 32, "grad_norm": 33, "memory": 36, "tps": 34, "tflops": 35, "mfu": 36}
 _GRAY = 90
 

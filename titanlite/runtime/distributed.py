@@ -15,8 +15,11 @@ from titanlite.config.schema import Comm
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo, store_address
+from titanlite.runtime.rank_files import LAUNCHED, attempt_number
 
 T = TypeVar("T")
+WATCH_SECONDS = 15
+"""For the report of a hang, before collectives end it."""
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
@@ -53,8 +56,8 @@ def process_group(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # gloo connects all ranks of every group
     with suppress(OSError, ValueError):  # macOS has a lower limit beside these
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    timeout = timedelta(seconds=comm.init_timeout_seconds)
-    store = _store(rank, environ, timeout)
+    store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
+    timeout = collective_timeout(comm.init_timeout_seconds)
     dist.init_process_group(
         backend, store=store, rank=rank.rank, world_size=rank.world, timeout=timeout, device_id=gpu
     )
@@ -71,15 +74,37 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent's store outlives an attempt: without a prefix of its own, the next would find stale addresses.
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
-        return dist.PrefixStore(f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return attempt_store(store, attempt_number(environ))
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
+
+
+def attempt_store(store: dist.Store, attempt: str) -> dist.PrefixStore:
+    """Return the part of the store that belongs to an attempt."""
+    return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+def connect_again(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.TCPStore | None:
+    """Return another connection to the ranks' store, which under a launcher is the launchers'; None if there is none.
+
+    A thread needs its own: a wait in one connection blocks all who use it.
+    """
+    address = store_address(environ, rank.world)
+    if LAUNCHED in environ:  # one rank has the launcher's too
+        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, timeout=timeout) if address else None
+
+
+def collective_timeout(seconds: float) -> timedelta:
+    """Return the timeout of collectives where a run may stand still for so many seconds: whoever watches then names
+    the rank that hangs, of which a rank whose collective times out knows nothing."""
+    return timedelta(seconds=seconds + WATCH_SECONDS)
 
 
 def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = None) -> None:
     """Change the timeout of every process group but one, also of those that FSDP2 creates itself."""
     for group in torch_private.process_groups():
         if group is not excluded:
-            group.set_timeout(timedelta(seconds=seconds))
+            group.set_timeout(collective_timeout(seconds))
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

@@ -25,6 +25,10 @@ def list_folder(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
 
 
+def same_file_system(folder: Path, other: Path) -> bool:
+    return folder.stat().st_dev == other.stat().st_dev
+
+
 def crc32(path: Path) -> int:
     """Return the checksum of a file, read in blocks."""
     checksum, block = 0, memoryview(bytearray(1 << 20))

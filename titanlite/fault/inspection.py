@@ -1,0 +1,107 @@
+"""Look at a rank's process from outside, also when it is stopped or one of its threads keeps the GIL."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.fault.stall import STOPPED, Inspection
+
+STACK_SECONDS = 2
+"""How long a process has to write its stack."""
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device (D)", "T": STOPPED, "t": STOPPED, "Z": "gone"}
+HELD = (STOPPED, STATES["D"])
+"""Of a process that does not hear a signal now."""
+
+
+class RankProcess(NamedTuple):
+    """A process in which faulthandler answers SIGUSR2."""
+
+    pid: int
+    stack: Path
+    """The file it answers into."""
+    place: Path
+    """The page in which it keeps its place: runtime/progress.py."""
+
+
+def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
+    """Return what is seen of each rank's process."""
+    found = {rank: (process_state(each.pid), _place(each.place)) for rank, each in processes.items()}
+    for each in processes.values():
+        _ask(each.pid)
+    stopped = [each for rank, each in processes.items() if found[rank][0] == STOPPED]
+    _await(each.stack for each in processes.values() if each not in stopped)
+    for each in stopped:  # it answers first of all when it goes on; the others, which then move too, have answered
+        _send(each.pid, signal.SIGCONT)
+    _await(each.stack for each in stopped)
+    for each in stopped:
+        _send(each.pid, signal.SIGSTOP)
+    stacks = {rank: _read(each.stack) or _spied(each.pid) for rank, each in processes.items()}
+    return {rank: Inspection(state, stacks[rank], place) for rank, (state, place) in found.items()}
+
+
+def process_state(pid: int) -> str:
+    """Return what the process does, as the kernel says."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone" if os.path.exists("/proc/self/stat") else "unknown"
+    return STATES.get(letter, letter)
+
+
+def _place(file: Path) -> tuple[int, str, int, float] | None:
+    """Return step, phase, sequence, and the seconds in the phase: all processes of a host have one such clock."""
+    with suppress(ValueError):
+        step, phase, sequence, since = json.loads(_read(file))
+        return step, phase, sequence, time.monotonic() - since
+    return None
+
+
+def _ask(pid: int) -> None:
+    """Send SIGUSR2 to the main thread: any other that a stopped process goes on with would answer too late."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # glibc 2.30
+        libc.tgkill(pid, pid, signal.SIGUSR2)
+    else:
+        _send(pid, signal.SIGUSR2)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _await(files: Iterable[Path]) -> None:
+    """Wait until there is something in all files, and they grow no more."""
+    waited, sizes = [*files], [0]
+
+    def are_whole() -> bool:
+        before, sizes[:] = sizes[:], [len(_read(file)) for file in waited]
+        return all(sizes) and sizes == before
+
+    wait_until(are_whole, STACK_SECONDS)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _spied(pid: int) -> str:
+    """Return the stack of a process that did not answer, if py-spy is installed and may look."""
+    with suppress(subprocess.SubprocessError, OSError):  # without --nonblocking it would stop the process first
+        command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    return ""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return when the condition holds, or when the time is over."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)

@@ -1,0 +1,236 @@
+"""Judge from the ranks' beats whether a run hangs, and say which rank is to blame.
+
+No store, no process and no torch: whoever watches brings the beats, a clock, and what the ranks' nodes found.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+from titanlite.errors import RunFailed
+
+ENDED = "ended"
+"""Phase of a rank that has nothing left to do."""
+STOPPED = "stopped"
+"""State of a process that a signal or a debugger has stopped."""
+SILENT_BEATS = 4
+"""So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps the GIL."""
+MOST_STACKS, MOST_FRAMES, MOST_GROUPS = 4, 16, 8
+"""In the short report: that of a run of thousands of ranks is short too."""
+_FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
+_FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.+)')
+_PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
+_CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
+"""Files of torch that only call on: what calls them says what a thread does."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Where a rank is."""
+
+    step: int
+    phase: str
+    sequence: int
+    seconds: float
+    """Since the phase began."""
+    limit: float
+    """Seconds that the phase may take."""
+    key: str
+    """The key of the config that says so."""
+    pid: int
+    host: str
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> "Beat":
+        return cls(**json.loads(text))
+
+    def render(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Inspection(NamedTuple):
+    """What is seen of a process from outside; empty where nobody could look."""
+
+    state: str = ""
+    stack: str = ""
+    """Of its threads, as faulthandler or py-spy writes it."""
+    place: tuple[int, str, int, float] | None = None
+    """Step, phase, sequence and seconds in the phase, newer than those of its last beat."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A rank of a run that hangs."""
+
+    rank: int
+    beat: Beat | None
+    age: float
+    """Seconds since its last beat, or since the start."""
+    state: str = ""
+    stack: str = ""
+
+    def inspected(self, found: Inspection) -> "Standing":
+        beat = self.beat
+        if beat and found.place:
+            step, phase, sequence, seconds = found.place
+            beat = replace(beat, step=step, phase=phase, sequence=sequence, seconds=seconds - self.age)
+        return replace(self, beat=beat, state=found.state, stack=found.stack)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return (self.beat.step, self.beat.sequence) if self.beat else (-1, -1)
+
+    @property
+    def where(self) -> str:
+        if not self.beat:
+            return "start, before it connected"
+        return f"{self.beat.phase} of step {self.beat.step}" if self.beat.step else self.beat.phase
+
+
+@dataclass(frozen=True)
+class Hang:
+    """That no rank moved for as long as the slowest phase may take."""
+
+    limit: float
+    key: str
+    interval: float
+    """Seconds between two beats of a rank."""
+    ranks: tuple[Standing, ...]
+
+    def inspected(self, found: Mapping[int, "Inspection"]) -> "Hang":
+        """Return the hang with what was found of each rank that someone could look at."""
+        return replace(self, ranks=tuple(each.inspected(found.get(each.rank, Inspection())) for each in self.ranks))
+
+
+class Stalled(RunFailed):
+    """A run that hung and was ended; the message is the report."""
+
+
+class Judge:
+    """Follows the beats of all ranks by its own clock: theirs may stand as still as they do."""
+
+    def __init__(self, world: int, interval: float, start_limit: tuple[float, str], now: float) -> None:
+        self._interval, self._start_limit = interval, start_limit
+        self._clock, self._last_look = 0.0, now
+        self._texts: list[bytes] = [b""] * world
+        self._beats: list[Beat | None] = [None] * world
+        self._heard, self._moved = [0.0] * world, [0.0] * world
+
+    def look(self, texts: Mapping[int, bytes], now: float) -> Hang | None:
+        """Take the newest beats; return the hang if there is one."""
+        # A watcher that was stopped itself, by Ctrl-Z or with the whole machine, saw nothing in the meantime.
+        self._clock += min(now - self._last_look, 5 * self._interval)
+        self._last_look = now
+        for rank, text in texts.items():
+            if text != self._texts[rank]:
+                before, beat = self._beats[rank], Beat.parse(text)
+                if not before or (before.step, before.sequence) != (beat.step, beat.sequence):
+                    self._moved[rank] = self._clock
+                self._texts[rank], self._beats[rank], self._heard[rank] = text, beat, self._clock
+        left = [rank for rank, beat in enumerate(self._beats) if not beat or beat.phase != ENDED]
+        if not left:
+            return None
+        # A rank that is silent may be in another phase than it told last, where it had more time.
+        told = [
+            r for r in left if not self._beats[r] or self._clock - self._heard[r] <= SILENT_BEATS * self._interval
+        ]
+        beats = (self._beats[rank] for rank in told or left)
+        limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in beats)
+        if self._clock - max(self._moved[rank] for rank in left) < limit:
+            return None
+        ranks = (Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left)
+        return Hang(limit, key, self._interval, tuple(ranks))
+
+
+def culprits(hang: Hang) -> tuple[list[Standing], str]:
+    """Return the ranks that the others wait for, and how one sees it; no rank if nothing tells them apart."""
+    ranks, least = hang.ranks, min(each.place for each in hang.ranks)
+    if stopped := [each for each in ranks if each.state == STOPPED]:
+        return stopped, "stopped"
+    if silent := [each for each in ranks if each.age > SILENT_BEATS * hang.interval]:
+        return silent, "not heard of any more"
+    behind = [each for each in ranks if each.place == least]
+    elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
+    waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)  # a stage, for the one before
+    if len(behind) < len(ranks) and not waits:
+        return behind, "behind the others"
+    if len(ranks) > 1 and len(elsewhere) == len(ranks):
+        return [], ""
+    return elsewhere, "not in a collective, where the others wait"
+
+
+def report(hang: Hang, whole: bool = False) -> str:
+    """Return what hangs and where, the ranks to blame first; `whole` has all threads, and a stack of the others too.
+
+    Ranks that stand alike share a line.
+    """
+    guilty, reason = culprits(hang)
+    blamed = f"{_names(guilty)}: {reason}" if guilty else "nothing tells the ranks apart"
+    lines = [f"the run hangs: no rank moved for {hang.limit:g} s ({hang.key}). {blamed}"]
+    for each in guilty[:MOST_STACKS]:
+        stack = _all_threads(each.stack) if whole else main_frames(each.stack)[:MOST_FRAMES]
+        lines += [
+            _describe(each),
+            *_indented(stack or ["no stack: nobody could ask its process, or it did not answer"]),
+        ]
+    groups: dict[str, list[Standing]] = {}
+    for each in hang.ranks:
+        if each not in guilty[:MOST_STACKS]:
+            inside = f", in {main_frames(each.stack)[0]}" if main_frames(each.stack) else ""
+            groups.setdefault(f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []).append(each)
+    shown = [*groups.items()][: len(groups) if whole else MOST_GROUPS]
+    for line, ranks in shown:
+        lines += [f"{_names(ranks)}: {line}", *_indented(_all_threads(ranks[0].stack) if whole else [])]
+    if len(shown) < len(groups):
+        lines.append(f"and ranks in {len(groups) - len(shown)} more places")
+    return "\n".join(lines)
+
+
+def _describe(each: Standing) -> str:
+    if not each.beat:
+        return f"rank {each.rank}: {each.where}, for {each.age:.0f} s{f', {each.state}' * bool(each.state)}"
+    place = f"{each.where} for {each.beat.seconds + each.age:.0f} s{f', {each.state}' * bool(each.state)}"
+    return f"rank {each.rank} on {each.beat.host}: {place}, last beat {each.age:.0f} s ago, pid {each.beat.pid}"
+
+
+def _names(ranks: Sequence[Standing]) -> str:
+    listed = ", ".join(str(each.rank) for each in ranks[:8])
+    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _threads(stack: str) -> dict[str, list[str]]:
+    """Return the Python frames of each thread that has some, innermost first, by the line that introduces it."""
+    parts = iter(re.split(r"^((?:Current thread|Thread) .*)$", stack, flags=re.MULTILINE)[1:])
+    threads = {
+        head: [*filter(None, map(_frame, frames.splitlines()))] for head, frames in zip(parts, parts, strict=True)
+    }
+    return {head: frames for head, frames in threads.items() if frames}
+
+
+def _frame(line: str) -> str:
+    match = next(filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None)
+    return "{file}:{line} in {name}".format(**match.groupdict()) if match else ""
+
+
+def _all_threads(stack: str) -> list[str]:
+    threads = _threads(stack)
+    return [line for head, frames in threads.items() for line in (head, *_indented(frames))]
+
+
+def main_frames(stack: str) -> list[str]:
+    """Return the frames of the main thread, innermost first: the one that ran, or faulthandler's last."""
+    threads = _threads(stack)
+    main = [head for head in threads if "MainThread" in head] or [*threads][-1:]
+    return threads[main[0]] if main else []
+
+
+def in_collective(stack: str) -> bool:
+    """Return whether the main thread waits in torch's communication."""
+    inner = next((frame for frame in main_frames(stack) if not frame.startswith(_CALLERS)), "")
+    return inner.startswith("torch/distributed/")
