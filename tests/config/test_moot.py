@@ -75,6 +75,7 @@ NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run
     "checkpoint.export_dtype": ("bfloat16", "without checkpoint.enable", ""),
     "checkpoint.enable_first_step_checkpoint": ("true", "without checkpoint.enable", ""),
     "checkpoint.on_failure": ("warn", "without checkpoint.enable", ""),
+    "fault.grace_seconds": ("7", "without checkpoint.enable", ""),
     "checkpoint.verify_on_load": (
         "sizes",
         "without a checkpoint to verify",
@@ -97,7 +98,13 @@ NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run
     "profiling.save_memory_snapshot_folder": ("memory", "without profiling.enable_memory_snapshot", ""),
     "comm.checkpoint_timeout_seconds": ("7", LOADS, ""),
     "comm.trace_buf_size": ("7", "on a CPU", ""),
+    "fault.skip_budget": ("7", "without steps to skip", "--fault.spike_sigma=6.0"),
+    "fault.spike_window": ("7", "without fault.spike_sigma", ""),
+    "fault.on_spike": ("skip", "without fault.spike_sigma", ""),
+    "fault.rollback_budget": ("7", 'without fault.on_spike "rollback"', "--fault.on_nonfinite=skip"),
     "debug.moe_force_load_balance": ("true", "without experts", ""),
+    "fault.max_restarts": ("0", "without checkpoint.enable", ""),
+    "fault.min_nodes": ("1", "without checkpoint.enable", ""),
     "comm.save_traces_folder": ("nccl", "without comm.trace_buf_size", "--comm.trace_buf_size=0 --job.device=auto"),
 }
 MIXTURE = '--training.mixture=[{dataset="python-stdlib",weight=1.0}]'
@@ -113,6 +120,7 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
     "activation_checkpoint.selective_ac_option": ("99", "the model has 2 blocks; at most 2", SELECTIVE),
     "profiling.enable_memory_snapshot": ("true", "records a GPU's allocator", ""),
     "checkpoint.load_step": ("7", "nothing is resumed with checkpoint.enable = false", ""),
+    "fault.stop_after_minutes": ("7.0", "nothing is saved with checkpoint.enable = false", ""),
     "checkpoint.last_save_in_hf": ("true", "nothing is saved with checkpoint.enable = false", ""),
     "checkpoint.initial_load_in_hf": ("true", "needs a folder in checkpoint.initial_load_path", ""),
 }
@@ -129,7 +137,10 @@ parallelism.tensor_parallel_degree parallelism.context_parallel_degree paralleli
 parallelism.expert_parallel_degree activation_checkpoint.mode quantize.linear.float8.enable
 checkpoint.enable checkpoint.initial_load_path validation.enable generate.at_end
 metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
-profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds debug.seed debug.deterministic
+profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds fault.stall_seconds fault.preflight
+fault.rejoin_seconds
+debug.seed debug.deterministic
+fault.on_nonfinite fault.spike_sigma
 """.split()
 """Keys that change every run, or whose pattern that matches nothing is an error."""
 

@@ -215,6 +215,8 @@ ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
+RESTART = "tests/faults/test_restart.py::"
+BAD_STEP = "tests/optim/test_skip.py::"
 EXPERT = "tests/parallel/test_expert.py::"
 CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
 SHOWN_BY = {  # key: the test that shows its effect, or why no test can
@@ -281,6 +283,19 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_on_failure_warn_continues_and_saves_again",
     "checkpoint.last_save_model_only": SAVE + "test_the_last_checkpoint_may_hold_only_weights",
     "checkpoint.async_mode": SAVE + "test_a_checkpoint_records_its_tensors_and_costs",
+    "fault.grace_seconds": "tests/faults/test_stop.py::test_without_data_ranks_end_at_half_of_the_grace",
+    "fault.stop_after_minutes": "tests/faults/test_stop.py::test_the_time_limit_stops_a_run",
+    "fault.stall_seconds": "tests/faults/test_beat.py::test_each_phase_has_its_limit",
+    "fault.preflight": "tests/faults/test_preflight.py::test_the_network_is_timed_unless_switched_off",
+    "fault.max_restarts": RESTART + "test_a_spent_budget_of_restarts_ends_the_run",
+    "fault.on_nonfinite": BAD_STEP + "test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state",
+    "fault.skip_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
+    "fault.spike_sigma": BAD_STEP + "test_a_spike_is_warned_of_and_kept",
+    "fault.spike_window": BAD_STEP + "test_a_spike_is_warned_of_and_kept",
+    "fault.on_spike": BAD_STEP + "test_a_run_that_skips_a_step_equals_one_that_never_made_its_update",
+    "fault.rollback_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
+    "fault.rejoin_seconds": RESTART + "test_without_enough_nodes_the_run_ends_and_names_the_missing",
+    "fault.min_nodes": RESTART + "test_a_lost_node_is_left_behind_where_fewer_are_enough",
     "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations",
 }
 

@@ -5,32 +5,22 @@
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from titanlite.config.stages import Schedule
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-OrNone = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
-OrEmpty = BeforeValidator(lambda value: [] if value == "none" else value)  # TorchTitan's default
-AnyCase = BeforeValidator(
-    lambda value: next((x for x in get_args(Schedule) if x.lower() == str(value).lower()), value)
+from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
+from titanlite.config.section import (
+    Decay,
+    Fraction,
+    Natural,
+    NonNegative,
+    OrNone,
+    Positive,
+    Rate,
+    Section,
 )
-
-
-class Section(BaseModel):
-    """Base of all sections: strict types, no unknown keys, immutable, docstrings as descriptions."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Job(Section):
@@ -183,120 +173,6 @@ class LRScheduler(Section):
     """Fraction of the learning rate at which the decay ends."""
 
 
-class Parallelism(Section):
-    """Degrees of the mesh (outermost first: pp, dp_replicate, dp_shard, cp, tp) and how each technique runs."""
-
-    data_parallel_replicate_degree: Positive = 1
-    """Replicas of the sharded model (HSDP)."""
-    data_parallel_shard_degree: Literal[-1] | Positive = -1
-    """Ranks over which FSDP2 shards; -1 means all ranks that the other degrees leave."""
-    tensor_parallel_degree: Positive = 1
-    """Ranks that split each matrix."""
-    context_parallel_degree: Positive = 1
-    """Ranks that split the sequence."""
-    pipeline_parallel_degree: Positive = 1
-    """Ranks that split the layers."""
-    expert_parallel_degree: Positive = 1
-    """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
-    """Free gathered parameters after the forward pass: default frees all but the last group's; a number keeps them
-    sharded over that many ranks."""
-    fsdp_forward_prefetch: Natural = 0
-    """Groups to all-gather ahead in the forward pass; 0 is FSDP2's own order."""
-    fsdp_backward_prefetch: Natural = 0
-    """Groups to all-gather ahead in the backward pass; 0 is FSDP2's own order (one ahead)."""
-    fsdp_keep_whole: list[str] = []
-    """Patterns of parameters that are replicated instead of sharded, such as small tables: they are not gathered, and
-    their gradients are summed once per step."""
-    fsdp_blocks_per_group: Positive = 1
-    """Blocks that share one all-gather."""
-    disable_loss_parallel: bool = False
-    """Gather the logits before the loss under tensor parallel."""
-    enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallel's communication with its matrix products; needs compile and a GPU."""
-    defer_gradient_sync: bool | Literal["replicas"] = False
-    """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
-    defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
-    pipeline_parallel_schedule: Annotated[Schedule, AnyCase] = "1F1B"
-    """Order in which stages run micro-batches, as torch names them, in any case. GPipe and 1F1B have one stage per
-    rank, ZBVZeroBubble and DualPipeV two, the others two or what layers_per_stage leads to."""
-    pipeline_parallel_schedule_csv: str = ""
-    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's forward pass of
-    micro-batch 0), 2B0, or 2I0 and 2W0."""
-    pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the schedule."""
-    module_fqns_per_model_part: Annotated[list[list[str]], OrEmpty] = []
-    """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]; []
-    splits the layers evenly."""
-    pipeline_parallel_layers_per_stage: Annotated[Positive | None, OrNone] = None
-    """Layers of a stage, which sets the number of stages; none means one or two stages a rank: the schedule says."""
-    pipeline_parallel_first_stage_less_layers: Natural = 1
-    """Layers that the embedding counts for in the split."""
-    pipeline_parallel_last_stage_less_layers: Natural = 1
-    """Layers that the norm and the output layer count for in the split."""
-    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
-    attention costs every rank the same; none gives each one chunk."""
-    context_parallel_rotate_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads,
-    whose numbers the degree must divide then, by all-to-all, and splits the sequence without balancing."""
-
-
-class ActivationCheckpoint(Section):
-    """Which activations are recomputed in the backward pass instead of kept."""
-
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """What is recomputed: nothing, whole blocks, what selective_ac_option says, or what the compiler chooses."""
-    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
-    """For selective: "op" chooses by operation, "2" recomputes every second block, and so on."""
-    memory_budget: Fraction = 0.5
-    """For memory_budget, which needs compile: fraction of the activations to keep."""
-    preserve_rng_state: bool = True
-    """Recompute with the same random numbers."""
-    early_stop: bool = False
-    """Stop recomputing as soon as everything needed exists."""
-
-
-class Compile(Section):
-    """torch.compile."""
-
-    enable: bool = False
-    """Enable torch.compile."""
-    components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What is compiled: every block of the model, the loss."""
-    backend: str = "inductor"
-    """Backend of the compiler."""
-
-
-class Float8(Section):
-    """Float8 matrix products with torchao: docs/float8.md."""
-
-    enable: bool = False
-    """Compute the linear layers in float8."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Granularity of the scales: per tensor, per row, or per row with weight gradients in high precision."""
-    enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in float8; needs recipe tensorwise."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights that are gathered in float8 at once, after the optimizer step."""
-    filter_fqns: list[str] = ["output"]
-    """Linear layers to leave in high precision: those whose name contains one of these; [] converts all."""
-    emulate: bool = False
-    """Compute in high precision with float8's rounding, for devices that cannot multiply float8."""
-
-
-class QuantizeLinear(Section):
-    """Low-precision linear layers."""
-
-    float8: Float8 = Float8()
-
-
-class Quantize(Section):
-    """Low precision."""
-
-    linear: QuantizeLinear = QuantizeLinear()
-
-
 class Checkpoint(Section):
     """Saving and loading."""
 
@@ -410,15 +286,51 @@ class Comm(Section):
     """Timeouts of the communication, and the flight recorder."""
 
     init_timeout_seconds: Positive = 300
-    """Timeout of the start: nodes meeting, and collectives through the first step."""
+    """Timeout of the start: nodes meeting, and each phase through the first step."""
     train_timeout_seconds: Positive = 100
-    """Timeout of a collective after the first step."""
+    """Seconds that any phase of a later step may take before the run counts as hung: its ranks are looked at and
+    ended. Collectives time out 15 seconds later, those of the start and of checkpoints too."""
     checkpoint_timeout_seconds: Positive = 1800
-    """Timeout of a collective while saving or loading a checkpoint."""
+    """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Natural = 20000
     """Entries in NCCL's flight recorder; 0 switches it off."""
     save_traces_folder: str = "comm_traces"
     """Folder for the recorder's dumps inside job.dump_folder."""
+
+
+class Fault(Section):
+    """What a run does about failures, preemption and hangs."""
+
+    grace_seconds: Positive = 60
+    """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
+    stop_after_minutes: NonNegative = 0
+    """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
+    a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
+    max_restarts: Natural = 3
+    """Times that a run with checkpoints goes on by itself, from the newest one, after it lost a rank; the variable
+    MAX_RESTARTS sets another default. What would fail again is not restarted. 0: never."""
+    rejoin_seconds: Positive = 120
+    """Time in which all nodes must be back for a restart, and for which a launcher tries to reach node 0."""
+    min_nodes: Natural = 0
+    """Nodes that are enough for a restart when the others have not come back in time; 0 means all."""
+    stall_seconds: Natural = 0
+    """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
+    that. The start, the first step, loading and saving keep their timeouts in [comm]."""
+    preflight: bool = True
+    """Time the groups of the mesh before the model is built, and name the ranks and links that are slow. Whether the
+    ranks have the same config and software is always checked."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What becomes of a step whose gradient norm is not finite: end the run, or skip the update."""
+    skip_budget: Natural = 10
+    """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
+    spike_sigma: NonNegative = 0.0
+    """A gradient norm, or a loss, is a spike if it is above its mean by so many standard deviations; 0 is off."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Good steps of which the mean and the deviation are taken; before there are as many, no step is a spike."""
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    """Warn of it, skip its update (of a loss, known later: warn), or load the newest checkpoint from before it."""
+    rollback_budget: Natural = 2
+    """Rollbacks that a run may make; one more ends it with exit code 77."""
 
 
 class Debug(Section):
@@ -450,6 +362,7 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
+    fault: Fault = Fault()
     debug: Debug = Debug()
 
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import KEYS, JobConfig, Section, value_of
+from titanlite.config.schema import KEYS, JobConfig, value_of
+from titanlite.config.section import Section
 from titanlite.errors import UserError
 
 if sys.version_info >= (3, 11):

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanlite.config.load import Fault, Loaded
-from titanlite.config.schema import Section, value_of
+from titanlite.config.schema import value_of
+from titanlite.config.section import Section
 from titanlite.config.stages import Stages
 from titanlite.layout import Layout
 from titanlite.registry import ModelDims, ModelSpec

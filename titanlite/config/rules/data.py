@@ -81,11 +81,11 @@ def _streams_have_limits(context: RuleContext) -> Faults:
         why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
         yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
-    limit = context.config.comm.train_timeout_seconds
-    if streamed and context.layout.world > 1 and longest_wait >= limit:
-        why = f"a dead stream is given up after {longest_wait:g} s, but other ranks only wait for"
-        remedy = f"comm.train_timeout_seconds = {limit}; raise that or lower this"
-        yield "training.dataloader.stall_timeout_seconds", f"{why} {remedy}"
+    stall, limit = context.config.fault.stall_seconds, context.config.comm.train_timeout_seconds
+    if streamed and longest_wait >= (stall or limit):
+        why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
+        key = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
+        yield "training.dataloader.stall_timeout_seconds", f"{why} {key}; raise that or lower this"
 
 
 @RULES.add

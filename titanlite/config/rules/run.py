@@ -148,9 +148,16 @@ def _cpu_has_what_is_used(context: RuleContext) -> Faults:
 
 @RULES.add
 def _checkpoints_are_enabled(context: RuleContext) -> Faults:
-    settings = context.config.checkpoint
+    settings, fault = context.config.checkpoint, context.config.fault
+    if settings.enable and 0 < 60 * fault.stop_after_minutes <= fault.grace_seconds:
+        grace = f"{fault.grace_seconds / 60:g} minutes of it (fault.grace_seconds)"
+        yield "fault.stop_after_minutes", f"the last {grace} are for saving; it must be more"
     if settings.enable:
         return
+    if fault.spike_sigma and fault.on_spike == "rollback":
+        yield "fault.on_spike", 'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"'
+    if fault.stop_after_minutes:
+        yield "fault.stop_after_minutes", "nothing is saved with checkpoint.enable = false; set it to true"
     if settings.load_step != -1:
         yield "checkpoint.load_step", "nothing is resumed with checkpoint.enable = false; set it to true"
     if settings.last_save_in_hf:

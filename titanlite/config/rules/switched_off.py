@@ -15,11 +15,14 @@ _TUNED_BY = {  # a key that may be off (false, 0 or empty): patterns of the keys
     "quantize.linear.float8.enable": "quantize.linear.float8.*",
     "checkpoint.initial_load_path": "checkpoint.initial_load_model_only",
     "checkpoint.keep_latest_k": "checkpoint.keep_every",  # all are kept
-    "checkpoint.enable": " ".join(f"checkpoint.{name}" for name in _CHECKPOINT.split()),
+    "checkpoint.enable": " ".join(
+        ["fault.m* fault.grace_seconds", *(f"checkpoint.{name}" for name in _CHECKPOINT.split())]
+    ),
     "generate.at_end": "generate.*",
     "metrics.enable_tensorboard": "metrics.save_tb_folder",
     "profiling.enable_profiling": "profiling.save_traces_folder profiling.profiler_*",
     "profiling.enable_memory_snapshot": "profiling.save_memory_snapshot_folder",
+    "fault.spike_sigma": "fault.spike_window fault.on_spike",
     "comm.trace_buf_size": "comm.save_traces_folder",
 }
 
@@ -38,6 +41,7 @@ def _other_reasons(config: JobConfig) -> list[tuple[str, str]]:
     schedule, mode, saving = config.lr_scheduler, config.activation_checkpoint.mode, config.checkpoint
     all_warmup = schedule.warmup_steps >= (schedule.total_steps or training.steps)
     datasets = [training.dataset] * (not training.mixture) + [validation.dataset] * validation.enable
+    fault, on_spike = config.fault, config.fault.on_spike if config.fault.spike_sigma else "warn"
     verifies = saving.enable or (saving.initial_load_path and not saving.initial_load_in_hf)
     is_off = {
         'without activation_checkpoint.mode "selective"': (mode != "selective", "*.selective_ac_option"),
@@ -66,6 +70,8 @@ def _other_reasons(config: JobConfig) -> list[tuple[str, str]]:
             not (config.profiling.enable_profiling or config.profiling.enable_memory_snapshot),
             "*.profile_freq",
         ),
+        "without steps to skip": (not (fault.on_nonfinite == "skip" or on_spike == "skip"), "fault.skip_budget"),
+        'without fault.on_spike "rollback"': (on_spike != "rollback", "fault.rollback_budget"),
         "on a CPU": (config.job.device == "cpu", "comm.trace_buf_size comm.save_traces_folder"),
     }
     return [(why, tuned) for why, (off, tuned) in is_off.items() if off]

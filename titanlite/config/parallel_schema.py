@@ -1,0 +1,122 @@
+"""The sections of the parallelize layer: the mesh, recompute, compile, float8."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titanlite.config.section import AnyCase, Fraction, Natural, OrEmpty, OrNone, Positive, Section
+from titanlite.config.stages import Schedule
+
+
+class Parallelism(Section):
+    """Degrees of the mesh (outermost first: pp, dp_replicate, dp_shard, cp, tp) and how each technique runs."""
+
+    data_parallel_replicate_degree: Positive = 1
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard_degree: Literal[-1] | Positive = -1
+    """Ranks over which FSDP2 shards; -1 means all ranks that the other degrees leave."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks that split each matrix."""
+    context_parallel_degree: Positive = 1
+    """Ranks that split the sequence."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks that split the layers."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
+    """Free gathered parameters after the forward pass: default frees all but the last group's; a number keeps them
+    sharded over that many ranks."""
+    fsdp_forward_prefetch: Natural = 0
+    """Groups to all-gather ahead in the forward pass; 0 is FSDP2's own order."""
+    fsdp_backward_prefetch: Natural = 0
+    """Groups to all-gather ahead in the backward pass; 0 is FSDP2's own order (one ahead)."""
+    fsdp_keep_whole: list[str] = []
+    """Patterns of parameters that are replicated instead of sharded, such as small tables: they are not gathered, and
+    their gradients are summed once per step."""
+    fsdp_blocks_per_group: Positive = 1
+    """Blocks that share one all-gather."""
+    disable_loss_parallel: bool = False
+    """Gather the logits before the loss under tensor parallel."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallel's communication with its matrix products; needs compile and a GPU."""
+    defer_gradient_sync: bool | Literal["replicas"] = False
+    """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
+    defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
+    pipeline_parallel_schedule: Annotated[Schedule, AnyCase] = "1F1B"
+    """Order in which stages run micro-batches, as torch names them, in any case. GPipe and 1F1B have one stage per
+    rank, ZBVZeroBubble and DualPipeV two, the others two or what layers_per_stage leads to."""
+    pipeline_parallel_schedule_csv: str = ""
+    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's forward pass of
+    micro-batch 0), 2B0, or 2I0 and 2W0."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the schedule."""
+    module_fqns_per_model_part: Annotated[list[list[str]], OrEmpty] = []
+    """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]; []
+    splits the layers evenly."""
+    pipeline_parallel_layers_per_stage: Annotated[Positive | None, OrNone] = None
+    """Layers of a stage, which sets the number of stages; none means one or two stages a rank: the schedule says."""
+    pipeline_parallel_first_stage_less_layers: Natural = 1
+    """Layers that the embedding counts for in the split."""
+    pipeline_parallel_last_stage_less_layers: Natural = 1
+    """Layers that the norm and the output layer count for in the split."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
+    attention costs every rank the same; none gives each one chunk."""
+    context_parallel_rotate_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads,
+    whose numbers the degree must divide then, by all-to-all, and splits the sequence without balancing."""
+
+
+class ActivationCheckpoint(Section):
+    """Which activations are recomputed in the backward pass instead of kept."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """What is recomputed: nothing, whole blocks, what selective_ac_option says, or what the compiler chooses."""
+    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
+    """For selective: "op" chooses by operation, "2" recomputes every second block, and so on."""
+    memory_budget: Fraction = 0.5
+    """For memory_budget, which needs compile: fraction of the activations to keep."""
+    preserve_rng_state: bool = True
+    """Recompute with the same random numbers."""
+    early_stop: bool = False
+    """Stop recomputing as soon as everything needed exists."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Enable torch.compile."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What is compiled: every block of the model, the loss."""
+    backend: str = "inductor"
+    """Backend of the compiler."""
+
+
+class Float8(Section):
+    """Float8 matrix products with torchao: docs/float8.md."""
+
+    enable: bool = False
+    """Compute the linear layers in float8."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Granularity of the scales: per tensor, per row, or per row with weight gradients in high precision."""
+    enable_fsdp_float8_all_gather: bool = False
+    """All-gather weights in float8; needs recipe tensorwise."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights that are gathered in float8 at once, after the optimizer step."""
+    filter_fqns: list[str] = ["output"]
+    """Linear layers to leave in high precision: those whose name contains one of these; [] converts all."""
+    emulate: bool = False
+    """Compute in high precision with float8's rounding, for devices that cannot multiply float8."""
+
+
+class QuantizeLinear(Section):
+    """Low-precision linear layers."""
+
+    float8: Float8 = Float8()
+
+
+class Quantize(Section):
+    """Low precision."""
+
+    linear: QuantizeLinear = QuantizeLinear()
