@@ -46,6 +46,7 @@ def test_training_on_two_ranks_equals_one_process(pool, tmp_path, package):
         assert all(relative_error(weights_of_rank[name], weight) < 1e-10 for name, weight in expected.items())
 
 
+@pytest.mark.long
 def test_it_resumes_with_state_in_bfloat16(pool, tmp_path, package):
     argv = [*SAVING, *SIGNS, "--optimizer.state_dtype=bfloat16"]
     pool.run(trained, argv, str(tmp_path / "straight"), str(tmp_path), world=1)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.optim.skip import step_unless
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.determinism import derive_seed
@@ -43,6 +44,9 @@ def chunk_by_numel(
 class BF16State(torch.optim.Optimizer):
     """Wrap an optimizer and keep its state in bfloat16 between steps."""
 
+    takes_found_inf = True  # the inner one skips its steps, and rounding changes nothing that is in bfloat16
+    found_inf: torch.Tensor | None = None
+
     def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._inner, self._seed = inner, seed
@@ -63,7 +67,7 @@ class BF16State(torch.optim.Optimizer):
         for parameter, copy in fp32.items():
             for key, value in self.state[parameter].items():
                 self._inner.state[copy][key] = value.to(copy.dtype) if _is_state_tensor(value) else value
-        self._inner.step()
+        step_unless(None if self.found_inf is None else self.found_inf > 0, self._inner)
         for name, (parameter, copy) in zip(names, fp32.items(), strict=True):
             if copy is not parameter:
                 parameter.copy_(copy)
