@@ -23,14 +23,15 @@ OUTSIDE = str(Path(__file__).parent / "outside")
 
 QUIET = (
     "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 --metrics.no_enable_tensorboard "
-    "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --job.device=cpu --job.no_plan"
+    "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --job.device=cpu --job.no_plan "
+    "--fault.no_preflight"
 ).split()
 TINY = [
     *QUIET,
     *(f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2 n_kv_heads=1 hidden_dim=32".split()),
 ]
 MOE = [*QUIET, "--model.name=qwen3", "--model.flavor=debugmodel_moe"]
-_MOE_SIZES = "dim=16 n_layers=2 n_heads=2 n_kv_heads=2 head_dim=8 expert_dim=16 experts=4 top_k=2"
+_MOE_SIZES = "dim=16 n_layers=2 n_heads=2 n_kv_heads=2 head_dim=8 expert_dim=8 experts=4 top_k=2"
 MOE += [f"--model.overrides.{size}" for size in _MOE_SIZES.split()]
 PARROT = [*QUIET, "--model.package=parrot", "--model.name=parrot", "--model.flavor=small"]
 FLOAT64 = [f"--training.{key}=float64" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")]

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,6 +27,7 @@ from tests.jobs import TINY, trainer
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
+from titanlite.runtime import distributed
 from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
@@ -249,7 +251,8 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
 
     original, commit.failpoint = commit.failpoint, failpoint
     try:
-        run.train()
+        with mock.patch.object(distributed, "WATCH_SECONDS", 0):
+            run.train()
     finally:
         commit.failpoint = original
     return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))

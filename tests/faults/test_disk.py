@@ -85,10 +85,19 @@ def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str, repaired_at
     return "", lines
 
 
+@pytest.mark.long
+def test_later_checkpoints_are_archived_where_their_disk_is(pool, tmp_path, small_disk):
+    if not small_disk:
+        pytest.skip("mounting a file system is not allowed here")
+    pool.run(run_until, ARGV, str(tmp_path), world=1)
+    pool.run(run_until, [*ARGV, "--checkpoint.load_step=4"], str(tmp_path), world=1)
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint/previous/*/checkpoint/*"))] == ["step-6", "step-8"]
+
+
 ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "Input/output error"}
 
 
-@pytest.mark.parametrize("how", ERRORS)
+@pytest.mark.parametrize("how", sample(ERRORS, "full"))
 def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
@@ -102,7 +111,7 @@ def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, s
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
 
 
-@pytest.mark.parametrize("how", sample(["full", "limit"], "full"))
+@pytest.mark.parametrize("how", sample(["full", "limit"]))
 def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")

@@ -23,11 +23,13 @@ def environment(**extra: str) -> dict[str, str]:
     return {**variables, "OMP_NUM_THREADS": "1", **extra}
 
 
-def start(argv: list[str], folder: Path, module: str = "titanlite train", **environ: str) -> subprocess.Popen:
+def start(
+    argv: list[str], folder: Path, module: str = "titanlite train", out: Any = subprocess.PIPE, **environ: str
+) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
         env=environment(**environ),
-        stdout=subprocess.PIPE,
+        stdout=out,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.jobs import PARROT, TINY, job
 from tests.launch.run import ROOT, descendants, environment, finish, left_over, records, start, train
@@ -27,9 +27,10 @@ from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch import preflight
-from titanlite.launch.launcher import _of_another_run, _put_back, _report
-from titanlite.observe.console import LAUNCHED
+from titanlite.launch.failure import Exit, Failure, first_failure
+from titanlite.launch.launcher import _of_another_run, _put_back
 from titanlite.runtime import lock
+from titanlite.runtime.rank_files import LAUNCHED, rank_file
 from titanlite.tools import config as config_command
 from titanlite.train.ending import describe_end
 
@@ -108,50 +109,52 @@ def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
     assert "rank 1 on " in tail and "rank-1.log" in tail and tail.count("Traceback") == 1
 
 
-def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path, capsys):
-    """A killed rank is a cause, a rank that the agent terminated is not; the earliest of the others failed first."""
+def ends(private: Path, **ranks: tuple[Exit, dict[str, Any]]) -> dict[int, Exit]:
+    """Leave what workers leave that end: their error files; return how they ended."""
+    for path in private.glob("*.json"):
+        path.unlink()
+    for name, (_, error) in ranks.items():
+        if error:
+            details = {"py_callstack": f"a traceback of {error['time']}", "step": 7, **error}
+            text = json.dumps({"message": {"message": error.get("message", "ValueError: x"), "extraInfo": details}})
+            rank_file(private, int(name[1:]), "json").write_text(text)
+    return {int(name[1:]): exit for name, (exit, _) in ranks.items()}
+
+
+def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path):
+    """A killed rank is a cause, a rank that the launcher ended is not; the earliest of the others failed first."""
     (tmp_path / "logs").mkdir()
     for rank in range(3):
         (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"the log of rank {rank}\n")
-
-    def failure(exitcode: int, raised: float | None = None, seen: int = 5):
-        result = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
-        result.timestamp = seen
-        if raised is not None:
-            details = {"py_callstack": f"a traceback of {raised}", "timestamp": "0", "time": raised}
-            result.message = {"message": "ValueError: x", "extraInfo": details}  # type: ignore[assignment]
-        return result
-
-    stopped = failure(-9, seen=35)  # the agent killed it 30 seconds after it had asked all ranks to end
-    for failures, says in (
-        ({0: failure(-15), 1: failure(1, raised=5.0)}, "rank 1 on"),
-        ({0: failure(1, raised=5.1), 1: failure(1, raised=5.0), 2: failure(-15)}, "rank 1 on"),
-        ({0: failure(1, raised=5.0), 2: failure(-9)}, "rank 2 on"),
-        ({0: failure(-15)}, "rank 0 on"),
-        ({0: stopped, 1: failure(1, raised=5.0), 2: failure(-15, seen=35)}, "rank 1 on"),
+    killed, raised, ended = Exit(-9, 5.2), Exit(1, 5.2), Exit(-15, 5.2, ended=True)
+    stopped = Exit(-9, 5.2, ended=True, stopped=True)
+    for first, exits in (
+        (1, {"r0": (ended, {}), "r1": (raised, {"time": 5.0})}),
+        (1, {"r0": (raised, {"time": 5.1}), "r1": (raised, {"time": 5.0}), "r2": (ended, {})}),
+        (2, {"r0": (raised, {"time": 5.0}), "r2": (killed, {})}),
+        (0, {"r0": (Exit(-15, 5.2), {})}),
+        (1, {"r0": (stopped, {}), "r1": (raised, {"time": 5.0}), "r2": (Exit(-9, 5.2, ended=True), {})}),
     ):
-        assert _report(failures, tmp_path, {0}) == 1
-        err = capsys.readouterr().err
-        assert says in err
-        assert ("rank 0 hung or was stopped: it had to be killed" in err) == (failures.get(0) is stopped)
+        failure = first_failure(ends(tmp_path, **exits), tmp_path, tmp_path, "here")
+        assert failure and failure.rank == first
+        assert Failure.parse(failure.render()) == failure, "other launchers are told the same"
+        text = failure.describe(tmp_path / "rank.log")
+        assert f"rank {first} on here failed first; its log: {tmp_path}/rank.log\n" in text
+        assert ("rank 0 hung or was stopped: it had to be killed" in text) == (exits["r0"][0] is stopped)
+        assert failure.step == (None if first in (0, 2) else 7)
+    assert first_failure(ends(tmp_path, r0=(ended, {}), r1=(Exit(0, 5.2), {})), tmp_path, tmp_path, "here") is None
 
 
-def test_what_a_user_can_correct_is_printed_once_and_exits_with_2(tmp_path, capsys):
-    """Rank 0's terminal has shown its own words; the agent may have ended it before it could exit."""
-
-    def failure(rank: int, exitcode: int, text: str):
-        result = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="none")
-        result.timestamp, details = 5, {"py_callstack": "Traceback", "time": 5.0 + rank, "is_user_error": True}
-        result.message = {"message": text, "extraInfo": details}  # type: ignore[assignment]
-        return result
-
-    both = {0: failure(0, -15, "UserError: x"), 1: failure(1, 2, "UserError: x")}
-    assert _report(both, tmp_path, {0}) == 2 and capsys.readouterr().err == ""
-    ended = {0: failure(0, 1, "RunFailed: the data ended"), 1: failure(1, 1, "RunFailed: the data ended")}
-    assert _report(ended, tmp_path, {0}) == 1 and capsys.readouterr().err == ""
-    assert _report({1: both[1]}, tmp_path, {0}) == 2
-    err = capsys.readouterr().err
-    assert "rank 1 on " in err and err.endswith("\nx\n") and "Traceback" not in err
+def test_what_a_user_can_correct_is_one_message_with_the_ranks_that_said_it(tmp_path):
+    """The launcher may have ended a rank before it could exit with its own code."""
+    says = {"message": "UserError: x", "is_user_error": True}
+    both = ends(tmp_path, r0=(Exit(-15, 6, ended=True), {**says, "time": 5}), r1=(Exit(2, 6), {**says, "time": 6}))
+    failure = first_failure(both, tmp_path, tmp_path, "here")
+    assert failure and (failure.code, failure.text, failure.told_by) == (2, "x", (0, 1))
+    assert failure.describe(tmp_path) == "\ntitanlite: rank 0 on here failed first\nx"
+    says["message"] = "RunFailed: the data ended"
+    failure = first_failure(ends(tmp_path, r1=(Exit(1, 6), {**says, "time": 6})), tmp_path, tmp_path, "here")
+    assert failure and (failure.code, failure.is_user_error, failure.told_by) == (1, True, (1,))
 
 
 def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path):
@@ -271,7 +274,7 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
 
 
 @pytest.mark.long
-def test_the_timeout_of_a_rank_is_shown_and_the_stopped_one_that_it_waited_for_is_named(tmp_path):
+def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_out(tmp_path):
     process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=3")
     of_rank_1 = [
         pid for pid in descendants(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
@@ -279,10 +282,11 @@ def test_the_timeout_of_a_rank_is_shown_and_the_stopped_one_that_it_waited_for_i
     os.kill(of_rank_1[0], signal.SIGSTOP)  # the worker: its parent is the launcher
     code, out = finish(process)
     assert code == 1 and left_over(family) == []
-    assert "rank 0 on " in out and "Timed out waiting 3000ms" in out.splitlines()[-1]
-    assert "\nrank 1 hung or was stopped: it had to be killed\n" in out and "SIGKILL" not in out
+    assert "the run hangs: no rank moved for 3 s (comm.train_timeout_seconds). rank 1: stopped\n" in out
+    assert "Timed out" not in out and "SIGKILL" not in out
 
 
+@pytest.mark.long
 def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_of_a_used_folder(finished, tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 12)
     folder = tmp_path / "used"
@@ -429,6 +433,7 @@ def test_a_closed_pipe_ends_a_command_quietly():
     assert done.stdout.startswith("usage: titanlite train") and done.stderr == ""
 
 
+@pytest.mark.long
 def test_a_closed_console_does_not_end_the_run(tmp_path):
     command = f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} | head -1"
     done = subprocess.run(

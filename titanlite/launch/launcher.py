@@ -6,12 +6,11 @@ When a run fails, the rank that failed first is named, with its traceback last.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
-import socket
 import sys
+import tempfile
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,21 +21,23 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.toml import to_toml, toml_differences
-from titanlite.errors import RunFailed, UserError, nearest
+from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
+from titanlite.launch.stopping import Stopped, Stopping
 from titanlite.launch.terminal import say
-from titanlite.observe.console import DEVICE, LAUNCHED, rank_log
+from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
-from titanlite.runtime.cluster import check_torch, cores, shown_ranks
-from titanlite.train.ending import describe_end
+from titanlite.runtime.cluster import check_torch, cores, read_number, shown_ranks
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, LAUNCHED
+from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from titanlite.launch.attempts import Attempt
+    from titanlite.launch.failure import Exit
 
-OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
 EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
@@ -79,19 +80,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, argv: list[str]) -> int:
     """Train the job of a command line and return its exit code; UserError before any worker is started."""
     environ = dict(os.environ)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
     loaded = load(parse_command_line(argv, environ))
-    check_torch()
-    nodes = find_nodes(environ)
-    device, processes = _device_and_processes(loaded.config.job.device, environ)
-    world = nodes.count * processes
-    try:
-        job = job_from(loaded, world=world, training=True, device=device)
-    except ConfigError as error:
-        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
+    job, nodes, device, processes = find_job(loaded, environ)
     shown = shown_ranks(environ)
-    if max(shown) >= world:
-        raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {world - 1}")
+    if max(shown) >= job.layout.world:
+        raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}")
+    if job.config.fault.min_nodes > nodes.count:
+        raise UserError(f"fault.min_nodes = {job.config.fault.min_nodes}, but the run has {nodes.count} (NNODES)")
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
     if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and are told later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
@@ -102,8 +97,26 @@ def run(arguments: Namespace, argv: list[str]) -> int:
         if others := _of_another_run(job, root):
             say(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
         return OK
-    with _plan(job, nodes, device, processes) as notices:
-        return _run(job, argv, nodes, device, processes, shown, notices)
+    try:
+        stopping = Stopping(job.config)
+        with _plan(job, nodes, device, processes) as notices:
+            return _run(loaded, job, argv, nodes, device, processes, shown, notices, stopping)
+    except Stopped as stopped:
+        say(describe_stop(job.config, stopped.left))
+        return stopped.left.code
+
+
+def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
+    """Return the job of a config here: with its nodes, the kind of device, and the number of this node's workers."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
+    check_torch()
+    nodes = find_nodes(environ)
+    device, processes = _device_and_processes(loaded.config.job.device, environ)
+    try:
+        job = job_from(loaded, world=nodes.count * processes, training=True, device=device)
+    except ConfigError as error:
+        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
+    return job, nodes, device, processes
 
 
 def _of_another_run(job: Job, root: Path) -> list[str]:
@@ -144,6 +157,7 @@ def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
 
 
 def _run(
+    loaded: Loaded,
     job: Job,
     argv: list[str],
     nodes: Nodes,
@@ -151,51 +165,90 @@ def _run(
     processes: int,
     shown: set[int],
     notices: Callable[[], list[str]],
+    stopping: Stopping,
 ) -> int:
-    """Start the workers and wait for them."""
+    """Start the workers, again where a failure allows it, and wait for them; Stopped if they were asked to end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from titanlite.launch.attempts import Attempts
     from titanlite.launch.elastic import run_workers
     from titanlite.launch.rendezvous import NodeRendezvous
     from titanlite.launch.terminal import Terminal
+    from titanlite.launch.watch import Watch
 
     folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
-    first = nodes.rank * processes
-    logs = {rank: rank_log(folder, rank) for rank in range(first, first + processes) if rank in shown}
-    logs = logs or {first: rank_log(folder, first)}
     color = not job.config.metrics.disable_color_printing
-    terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices)
+    worker_environ = {DEVICE: device, **worker_environment(nodes, processes, os.environ)}
+    max_restarts = _max_restarts(loaded, job, os.environ)
+    terminal: Terminal | None = None
     moved: set[Path] | None = None
+
+    def last_step() -> int:
+        return terminal.last_record.get("step", 0) if terminal else 0
+
+    def restarts() -> int:
+        return 0 if stopping.reason else max_restarts
+
+    def work(attempt: Attempt) -> tuple[dict[int, Exit], RunFailed | None]:
+        """Run the workers of this node, with what they print on the terminal."""
+        nonlocal terminal
+        ranks = sorted(shown & {*attempt.ranks}) or attempt.ranks[:1]
+        logs = {rank: rank_log(folder, rank) for rank in ranks}
+        terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices)
+        config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
+        part = attempt.ranks, attempt.world
+        asked = stopping.during(rendezvous, Path(private), last_step)
+        with terminal, Watch(attempt, rendezvous, Path(private)), asked as judge:
+            exits, reason = run_workers(argv, config, rendezvous, *part, folder, Path(private), environ)
+            judge(exits)
+        return exits, reason
+
+    def fits(world: int) -> str:
+        """Return why the job cannot go on with fewer ranks, or nothing."""
+        try:
+            smaller = job_from(loaded, world=world, training=True, device=device)
+            check_machine(smaller, device, processes, first_node=False)
+            return ""
+        except UserError as error:
+            return str(error)
+
     try:
         say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")
-        rendezvous = NodeRendezvous(nodes, processes, job.config.comm.init_timeout_seconds)
+        rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
+        members = rendezvous.call_roll(fits)
         archives = {*folder.glob("previous/*")}
         if nodes.rank == 0 and (message := take_folder(job.given)):
             say(f"titanlite: {message}")
         moved = {*folder.glob("previous/*")} - archives
         rendezvous.wait_for_node_0("the dump folder")
-        worker_environ = {DEVICE: device, **_worker_environment(nodes, processes, os.environ)}
-        with terminal:
-            run_workers(argv, to_toml(job.given), rendezvous, processes, folder, worker_environ)
+        with tempfile.TemporaryDirectory(prefix="titanlite-") as private:
+            attempts = Attempts(work, job.given, rendezvous, Path(private), processes)
+            code = attempts.run(members, fits, restarts, shown)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
-    except ChildFailedError as error:
-        code = _report(error.failures, folder, set(logs))
-        if code == REFUSED and nodes.count == 1 and moved is not None and _put_back(folder, moved) and moved:
-            print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
-        return code
     except (KeyboardInterrupt, SignalException) as error:
         number = getattr(error, "sigval", signal.SIGINT)
-        step = terminal.last_record.get("step", 0)
+        step = last_step()
         files = f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
-        silent = not any(path.stat().st_size for path in (folder / "logs").glob("*"))  # else they may show a hang
+        # What ranks have logged may show a hang.
+        silent = not any(path.stat().st_size for path in (folder / "logs").glob("**/rank-*"))
         if silent and nodes.count == 1 and moved is not None and _put_back(folder, moved):
             files = AS_IT_WAS
         say(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
-    say(describe_end(job.config))
-    return OK
+    if code == REFUSED and nodes.count == 1 and _put_back(folder, moved) and moved:
+        print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
+    if code == OK:
+        say(describe_end(job.config))
+    return code
+
+
+def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
+    """Return how often the run may be restarted: fault.max_restarts, where it is not set MAX_RESTARTS."""
+    given = read_number(environ, "MAX_RESTARTS", job.config.fault.max_restarts)
+    if not job.config.checkpoint.enable:
+        return 0
+    return job.config.fault.max_restarts if "fault.max_restarts" in loaded.entries else given
 
 
 def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
@@ -206,7 +259,7 @@ def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[
     return f"{count} ({reason}){node}"
 
 
-def _worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are added for workers: the launcher's process id, and defaults for unset ones."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // processes)),
@@ -232,44 +285,3 @@ def _put_back(folder: Path, moved: set[Path]) -> bool:
     with suppress(OSError):  # it holds others, or never was
         (folder / "previous").rmdir()
     return True
-
-
-def _report(failures: Mapping[int, ProcessFailure], folder: Path, shown: set[int]) -> int:
-    """Print which rank failed first, with its message or traceback last, and return the exit code.
-
-    What the user can correct is one message, which the terminal has shown if a shown rank found it too.
-    """
-    first_seen = min(failure.timestamp for failure in failures.values())
-    # The elastic agent ends the other ranks by SIGTERM, and 30 seconds later those that are still there by SIGKILL.
-    late = (rank for rank, failure in failures.items() if failure.timestamp - first_seen > 15)
-    unresponsive = [rank for rank in late if failures[rank].exitcode == -signal.SIGKILL]
-
-    def failed_at(rank: int) -> float:
-        """A killed rank writes no error file, and sorts before ranks that may only have lost it as a peer; a rank
-        that the elastic agent ended because of another sorts last."""
-        message = failures[rank].message
-        if isinstance(message, dict):
-            return message["extraInfo"].get("time", 0.0)
-        return math.inf if failures[rank].exitcode == -signal.SIGTERM or rank in unresponsive else 0.0
-
-    rank = min(failures, key=failed_at)
-    message, exitcode, reason, was_shown = failures[rank].message, failures[rank].exitcode, "", False
-    if isinstance(message, dict):
-        details = message["extraInfo"]
-        reason = message["message"].partition(": ")[2]
-        text = reason if details.get("is_user_error") else details["py_callstack"].rstrip()
-        found = {other: failure.message for other, failure in failures.items()}
-        same = {other for other, m in found.items() if isinstance(m, dict) and m["message"] == message["message"]}
-        exitcode = max(failures[other].exitcode for other in same)  # the agent may have ended some meanwhile
-        was_shown = text == reason and bool(same & shown)
-    else:
-        log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
-        text = "\n".join([*log_tail, f"exited without a traceback ({message or f'exit code {exitcode}'})"])
-    failed = f"rank {rank} on {socket.gethostname()} failed first"
-    if text != reason:
-        failed += f"; its log: {rank_log(folder, rank)}"
-    if unresponsive:
-        failed += f"\nrank {', '.join(map(str, unresponsive))} hung or was stopped: it had to be killed"
-    if not was_shown:
-        print(f"\ntitanlite: {failed}\n{text}", file=sys.stderr)
-    return REFUSED if exitcode == REFUSED else FAILED

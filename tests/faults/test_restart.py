@@ -1,0 +1,171 @@
+"""A run that loses a rank, a process or a node goes on by itself, or says why it does not."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.jobs import TINY, run_to_end
+from tests.launch.run import descendants, finish, records, start, train
+from tests.launch.test_nodes import free_port
+from titanlite.checkpoint.manifest import committed
+from titanlite.errors import FAILED, GIVEN_UP
+from titanlite.launch.attempts import judge
+from titanlite.launch.failure import Failure
+
+SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=disabled"]
+SAVING += ["--metrics.log_freq=1", "--training.steps=8", "--debug.seed=5", "--lr_scheduler.warmup_steps=0"]
+INJURED = [*SAVING, "--model.package=injured"]
+
+
+def losses(folder) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(folder) if "loss" in record}
+
+
+def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturbed(pool, tmp_path):
+    pool.run(run_to_end, SAVING, str(tmp_path / "whole"), world=2)
+    code, out = train(INJURED, tmp_path / "killed", NGPU="2", INJURY="kill:backward:1:6")
+    assert code == 0 and losses(tmp_path / "killed") == losses(tmp_path / "whole"), out
+    assert "exited without a traceback (Signal 9 (SIGKILL))\n" in out
+    assert re.search(rf"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; \d steps? lost\n", out), out
+    assert out.index("restart 1 of 3") < out.index("resumed step 4 from")
+    assert re.search(r"titanlite: step 5 is done, \d+ s after the failure\n", out)
+    logs = tmp_path / "killed/logs"
+    assert {path.name for path in logs.iterdir()} == {"attempt-1", "rank-0.log", "rank-1.log"}
+    assert "injured: kill" in (logs / "attempt-1/rank-1.log").read_text()
+
+
+def failure(step: int | None, words: str, **more) -> Failure:
+    return Failure(1, "here", 5.0, step, words, words, **more)
+
+
+def test_what_would_fail_again_is_not_restarted():
+    error, kill = failure(7, "ValueError: x"), failure(7, "exited without a traceback (Signal 9 (SIGKILL))")
+    assert judge(error, [], 3).code is None and judge(kill, [kill, kill], 3).code is None
+    assert judge(error, [failure(8, "ValueError: x"), failure(7, "ValueError: y")], 3).code is None
+    assert judge(error, [kill], 0).code == FAILED, "as without checkpoints"
+    assert judge(failure(7, "UserError: x", is_user_error=True, code=2), [], 3).code == 2
+    again = judge(error, [error, kill], 3)
+    assert again.code == FAILED and again.why == "not restarted: step 7 failed before, with the same words"
+    assert judge(failure(None, "x"), [failure(None, "x")], 3).code is None, "the same step is not known"
+    spent = judge(error, [kill, kill, kill], 3)
+    assert spent.code == GIVEN_UP and "given up: fault.max_restarts = 3" in spent.why
+
+
+@pytest.mark.long
+def test_a_spent_budget_of_restarts_ends_the_run(tmp_path):
+    kills = "kill:backward:1:6, kill:backward:0:5:2"
+    code, out = train(INJURED, tmp_path, NGPU="2", INJURY=kills, MAX_RESTARTS="1")
+    assert code == GIVEN_UP and out.rstrip().endswith("given up: fault.max_restarts = 1"), out
+    assert "restart 1 of 1" in out
+
+
+@pytest.mark.long
+def test_two_quick_failures_in_a_row_are_both_survived(tmp_path):
+    process = start(INJURED, tmp_path, NGPU="2", INJURY="kill:backward:1:6, kill:load:0:0:2")
+    code, out = finish(process, 200)  # torch is loaded three times
+    assert code == 0 and "restart 2 of 3" in out and [*losses(tmp_path)] == [*range(1, 9)], out
+
+
+@pytest.mark.long
+def test_the_same_step_with_the_same_words_is_not_tried_a_third_time(tmp_path):
+    code, out = train(INJURED, tmp_path, NGPU="2", INJURY="raise:forward:1:6, raise:forward:1:6:2")
+    assert code == FAILED and out.rstrip().endswith("not restarted: step 6 failed before, with the same words"), out
+
+
+@pytest.mark.long
+def test_what_a_user_can_correct_is_not_restarted(tmp_path):
+    (tmp_path / "short.txt").write_text("abcdefgh" * 24)
+    data = ["--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt", "--training.no_repeat"]
+    code, out = train([*INJURED, *data], tmp_path / "run", NGPU="2")
+    assert code == FAILED and "the data ended after step 3 of 8" in out and "restart" not in out, out
+
+
+# ---------------------------------------------------------------- several nodes
+
+
+TWO = [*INJURED, "--training.global_batch_size=4"]
+
+
+def two_nodes(folder, argv: list[str], **environ: str):
+    """Start two launchers with a rank each; return them, and the variables that both have."""
+    variables = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NGPU": "1", **environ}
+    return [start([*TWO, *argv], folder, NODE_RANK=str(rank), **variables) for rank in (0, 1)], variables
+
+
+def wait_for(path, process) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
+    nodes, _ = two_nodes(tmp_path, [], INJURY="kill:backward:1:6")
+    results = [finish(node, 200) for node in nodes]
+    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], results
+    for _, out in results:
+        assert "titanlite: rank 1 on " in out and "SIGKILL" in out and "restart 1 of 3, from " in out, out
+
+
+SLOW = ["--training.steps=100000", "--lr_scheduler.total_steps=100000", "--checkpoint.keep_latest_k=2"]
+
+
+@pytest.mark.long
+def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
+    (first, second), _ = two_nodes(tmp_path, [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"])
+    wait_for(tmp_path / "checkpoint/step-10", first)
+    family = descendants(second.pid)
+    for pid in (second.pid, *family):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(tmp_path / "logs/attempt-1", first)
+    newest = committed(tmp_path / "checkpoint")[-1]
+    wait_for(tmp_path / f"checkpoint/step-{newest + 6}", first)
+    first.send_signal(signal.SIGINT)
+    code, out = finish(first)
+    assert code == 130 and "the launcher of NODE_RANK=1 does not answer" in out and "restart 1 of 3" in out, out
+    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
+    finish(second)
+
+
+@pytest.mark.long
+def test_without_enough_nodes_the_run_ends_and_names_the_missing(tmp_path):
+    (first, second), _ = two_nodes(tmp_path, [*SLOW, "--fault.rejoin_seconds=3"])
+    wait_for(tmp_path / "checkpoint/step-4", first)
+    second.kill()
+    code, out = finish(first)
+    assert code == FAILED and "only 1 of 2 nodes connected within 3 s (fault.rejoin_seconds)" in out, out
+    finish(second)
+
+
+@pytest.mark.long
+def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
+    (first, second), variables = two_nodes(tmp_path, SLOW)
+    wait_for(tmp_path / "checkpoint/step-4", first)
+    second.kill()
+    finish(second)
+    again = start([*TWO, *SLOW], tmp_path, NODE_RANK="1", **variables)
+    wait_for(tmp_path / "logs/attempt-1", first)
+    newest = committed(tmp_path / "checkpoint")[-1]
+    wait_for(tmp_path / f"checkpoint/step-{newest + 6}", first)
+    third = start([*TWO, *SLOW], tmp_path, NODE_RANK="1", **variables)
+    code, out = finish(third)
+    assert code == 2 and "two launchers use NODE_RANK=1; every node needs its own" in out, out
+    again.send_signal(signal.SIGINT)
+    results = [finish(node) for node in (first, again)]
+    assert [code for code, _ in results] == [130, 130], results
+    assert "the launcher on " in results[0][1] and "has ended: SIGINT" in results[0][1]
+
+
+@pytest.mark.long
+def test_a_lost_node_0_ends_the_others(tmp_path):
+    (first, second), _ = two_nodes(tmp_path, SLOW)
+    wait_for(tmp_path / "checkpoint/step-4", first)
+    first.kill()
+    code, out = finish(second)
+    assert code == FAILED and "node 0's launcher has ended, which keeps the store of the run" in out, out
+    finish(first)

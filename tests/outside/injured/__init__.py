@@ -1,0 +1,73 @@
+"""Put faults into a rank: INJURY="KIND:PHASE:RANK:STEP[:ATTEMPT], …", for a run with --model.package=injured.
+
+The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
+every one ("*"). Kinds: raise, kill, stop (SIGSTOP), sleep, spin (without giving up the GIL), term and usr1 (which ask
+the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start".
+"""
+
+import ctypes
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+ENDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+
+
+def injuries() -> list[tuple[str, str, int]]:
+    """Return kind, phase and step of this rank's faults in this attempt."""
+    mine = []
+    for text in filter(None, os.environ.get("INJURY", "").split(",")):
+        kind, phase, rank, step, *attempt = text.strip().split(":")
+        if rank == os.environ.get("RANK") and (attempt or ["1"])[0] in (
+            "*",
+            os.environ.get("TITANLITE_ATTEMPT", "1"),
+        ):
+            mine.append((kind, phase, int(step)))
+    return mine
+
+
+def suffer(kind: str) -> None:
+    print(f"injured: {kind}", flush=True)
+    if kind in ENDS:
+        os.kill(os.getpid(), ENDS[kind])
+    elif kind == "raise":
+        raise ValueError("a fault was put in here")
+    elif kind == "sleep":
+        time.sleep(1000)
+    elif kind == "spin":
+        ctypes.PyDLL(None).usleep(1_000_000_000)  # PyDLL holds the GIL while it waits
+
+
+def prepare() -> None:
+    from titanlite.runtime.progress import PROGRESS, Progress
+    from titanlite.train.step import StepRunner
+
+    planned, enter, clip = injuries(), Progress.enter, StepRunner.clip_gradients
+
+    def injured_enter(self: Any, phase: str) -> None:
+        enter(self, phase)
+        for injury in [*planned]:
+            kind, where, step = injury
+            if (where, step) == (phase, self.step) and kind not in ("nan", "spike"):
+                planned.remove(injury)
+                suffer(kind)
+
+    def injured_clip(self: Any, *arguments: Any) -> Any:
+        for injury in [*planned]:
+            if injury[0] in ("nan", "spike") and injury[2] == PROGRESS.step:
+                planned.remove(injury)
+                gradient = next(p.grad for p in self.parameters if p.grad is not None)
+                gradient.mul_(float("nan") if injury[0] == "nan" else 1e4)
+        return clip(self, *arguments)
+
+    mock.patch.object(Progress, "enter", injured_enter).start()
+    mock.patch.object(StepRunner, "clip_gradients", injured_clip).start()
+    for kind, phase, _ in planned:
+        if phase == "start":
+            suffer(kind)
+
+
+if injuries():  # never in the launcher, which imports this too but has no rank
+    prepare()

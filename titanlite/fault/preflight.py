@@ -1,0 +1,211 @@
+"""Before the model is built: are the ranks alike, and what should be known of their hosts?
+
+Facts go to rank 0 in one gather; where they must not differ, all ranks raise the same UserError.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+from xml.etree import ElementTree
+
+import torch
+import torch.distributed as dist
+
+from titanlite import __version__
+from titanlite.config.job import Job
+from titanlite.config.toml import to_toml, toml_differences
+from titanlite.errors import UserError, format_bytes
+from titanlite.runtime.cluster import RankInfo
+
+K = TypeVar("K")
+CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
+"""What is named: clocks of hosts that are so far apart, and less space in the dump folder."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank tells about itself."""
+
+    rank: int
+    host: str
+    config: str
+    """Without the paths that may differ between nodes."""
+    order: str
+    """Of the pipeline: each rank read the CSV itself."""
+    device: str
+    gpu: str
+    software: str
+    python: str
+    revision: str
+    """Of the checkout; empty where unknown, and on all but a host's first rank, as are the driver's complaints."""
+    complaints: list[str]
+    machine: str
+    free_bytes: int
+    folder: str
+    """A token of the dump folder: hosts that share it have the same."""
+    clock: float
+
+    @property
+    def config_hash(self) -> str:
+        return hashlib.sha256(self.config.encode()).hexdigest()[:8]
+
+
+MUST_BE_EQUAL: dict[str, Callable[[Facts], str]] = {
+    "the config": lambda own: own.config,
+    "the order of the pipeline": lambda own: own.order,
+    "the kind of device": lambda own: own.device,
+    "the software": lambda own: own.software,
+    "the code's revision": lambda own: own.revision.partition(" ")[0],  # what was changed may be a log
+}
+
+
+def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = "") -> Facts:
+    """Return the facts of this rank. Call it on all ranks: they read their clocks at the same time."""
+    software, gpu, complaints = f"titanlite {__version__}, torch {torch.__version__}", "", list[str]()
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        complaints = gpu_complaints(_nvidia_smi()) if rank.local_rank == 0 else []
+    folder = Path(job.config.job.dump_folder).absolute()
+    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    system = os.statvfs(folder)
+    if rank.world > 1:
+        dist.barrier()
+    return Facts(
+        rank.rank,
+        rank.host,
+        re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(job.given), flags=re.MULTILINE),
+        str(job.stages),
+        device.type,
+        gpu,
+        software,
+        platform.python_version(),
+        revision or "",
+        complaints,
+        machine,
+        system.f_bavail * system.f_frsize,
+        f"{folder.stat().st_ino} {system.f_blocks} {system.f_files}",
+        time.time(),
+    )
+
+
+def gather_facts(own: Facts, world: int) -> list[Facts]:
+    """Return the facts of all ranks on rank 0, and elsewhere this rank's."""
+    everyone: list[Facts] | None = [own] * world if own.rank == 0 else None
+    if world > 1:
+        dist.gather_object(own, everyone)
+    return everyone or [own]
+
+
+def require_equal(facts: Sequence[Facts], world: int) -> None:
+    """Raise the same UserError on all ranks if they cannot train together; rank 0 has the facts."""
+    verdict = ["\n".join(differences(facts))]
+    if world > 1:
+        dist.broadcast_object_list(verdict)
+    if verdict[0]:
+        raise UserError(verdict[0])
+
+
+def differences(facts: Sequence[Facts]) -> list[str]:
+    """Return what differs although it must not, and which ranks on which hosts have what."""
+    lines = []
+    for what, value_of in MUST_BE_EQUAL.items():
+        groups = by(value_of, facts)
+        groups.pop("", None)
+        (first, *_), *others = groups.values() or [facts]
+        found = [f"rank {first.rank} has {_value(what, first, first)}"]
+        found += [
+            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}" for group in others
+        ]
+        if others:
+            lines.append(f"{what} differs between ranks: {', '.join(found)}")
+    return lines
+
+
+def _value(what: str, own: Facts, first: Facts) -> str:
+    """Return a fact; of a config the keys that differ."""
+    if what != "the config":
+        return MUST_BE_EQUAL[what](own)
+    changed = [f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()]
+    more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
+    return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
+
+
+def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[Facts]]:
+    """Group ranks by what they have."""
+    groups: dict[K, list[Facts]] = {}
+    for own in facts:
+        groups.setdefault(value_of(own), []).append(own)
+    return groups
+
+
+def named(facts: Sequence[Facts]) -> str:
+    """Return such as "ranks 0-3, 6 on a, b"."""
+    runs = [[own.rank for _, own in run] for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])]
+    listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
+    return f"rank{'s' * (len(facts) > 1)} {listed} on {', '.join(dict.fromkeys(own.host for own in facts))}"
+
+
+def agreement(facts: Sequence[Facts]) -> str:
+    """Return what the ranks agree on."""
+    first, hosts = facts[0], len({own.host for own in facts})
+    ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
+    return f"{ranks} agree: config {first.config_hash}, {first.software}, Python {first.python}{revision}"
+
+
+def notable(facts: Sequence[Facts]) -> list[str]:
+    """Return what may differ or be little, but should be known."""
+    hosts, lines = by(lambda own: own.host, facts), []
+    for what, groups in (("GPUs", by(lambda own: own.gpu, facts)), ("Pythons", by(lambda own: own.python, facts))):
+        if len(groups) > 1:
+            having = "; ".join(f"{named(group)}: {value or 'none'}" for value, group in groups.items())
+            lines.append(f"ranks have different {what}: {having}")
+    clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
+    if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
+        late, early = clocks[max(clocks)], clocks[min(clocks)]
+        lines.append(f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be")
+    if len(folders := by(lambda own: own.folder, facts)) > 1:
+        each = "; ".join(named(group) for group in folders.values())
+        lines.append(f"job.dump_folder is not shared: each of these has its own: {each}")
+    for host, group in hosts.items():
+        if (free := min(own.free_bytes for own in group)) < FREE_BYTES:
+            lines.append(f"job.dump_folder has only {format_bytes(free)} free on {host}")
+        lines += [f"{complaint} on {host}" for own in group for complaint in own.complaints]
+    return lines
+
+
+def _nvidia_smi() -> str:
+    try:
+        command = ["nvidia-smi", "-q", "-x"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def gpu_complaints(xml: str) -> list[str]:
+    """Return errors of memory and active slowdowns in what `nvidia-smi -q -x` prints: drivers rename its tags."""
+    try:
+        gpus = [*ElementTree.fromstring(xml).iter("gpu")]
+    except ElementTree.ParseError:
+        return []
+    bad = (
+        r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
+    )
+    lines = []
+    for gpu in gpus:
+        counts = [*gpu.iterfind("ecc_errors/volatile/*"), *gpu.iterfind("ecc_errors/volatile/double_bit/total")]
+        found = [f"{e.tag}={(e.text or '').strip()}" for e in counts if re.search("_uncorrectable|total", e.tag)]
+        found = [f"{count} since its driver started" for count in found if re.search("=[1-9]", count)]
+        states = [re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}") for element in gpu.iter()]
+        found += [state[1] or state[2] for state in states if state]
+        lines += [f"GPU {gpu.get('id', '')} has {', '.join(found)}"] if found else []
+    return lines

@@ -1,0 +1,133 @@
+"""A request to stop: who asked, and the thread that ends this rank when the time to save is over.
+
+A rank is asked by SIGTERM or SIGUSR1, by a launcher through its beat, by another rank through the step, or by the
+clock. The trainer sends the request along with the next step, saves after the one that carried it, and leaves.
+"""
+
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import CUT_SHORT, OK, STOPPED
+from titanlite.runtime.cluster import RankInfo, read_number
+from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.rank_files import (
+    LAUNCHED,
+    REASON,
+    SAME_REQUEST_SECONDS,
+    STARTED,
+    STOP_SIGNALS,
+    Left,
+    own_file,
+    processes,
+    read_left,
+)
+
+
+class Stop(threading.Thread):
+    """The request of this rank; without `listen` nobody but a caller of `ask` makes one."""
+
+    def __init__(self, config: JobConfig, rank: RankInfo, environ: Mapping[str, str]) -> None:
+        super().__init__(name="stop", daemon=True)
+        self.reason = ""
+        """Why to stop; empty without a request."""
+        self._rank, self._grace = rank.rank, config.fault.grace_seconds
+        self._file = own_file(environ, REASON)
+        self._limit, self._limit_name = time_limit(config, environ)
+        self._asked_at = self._signaled_at = math.inf
+        self._pipe = -1
+
+    def ask(self, reason: str) -> None:
+        """Ask this rank to stop; the first reason stays."""
+        if not self.reason:
+            self._asked_at, self.reason = time.monotonic(), reason
+
+    def listen(self) -> None:
+        """Start to hear signals and the clock; in the main thread, which may be inside of a collective or a compiler
+        when a signal comes: Python writes its number into a pipe, and a thread reads that."""
+        self._pipe, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # libraries may not expect that a call is interrupted
+        os.register_at_fork(after_in_child=_hear_nothing)
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._pipe], [], [], 0.5)
+            for number in os.read(self._pipe, 64) if ready else b"":
+                if number in STOP_SIGNALS:
+                    self._hear(signal.Signals(number))
+            now = time.monotonic()
+            if not self.reason and time.time() > self._limit:
+                self.ask(self._limit_name)
+            if now > self._asked_at + self._grace:
+                os._exit(self.leave(f"fault.grace_seconds = {self._grace} ran out"))
+            # Without data no rank can take a step: what is left of the time would save nothing.
+            if PROGRESS.phase == "data" and now > max(self._asked_at, PROGRESS.since) + self._grace / 2:
+                os._exit(self.leave(f"no data for half of fault.grace_seconds = {self._grace}"))
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM and self._lost_a_peer():
+            os._exit(0)  # the launcher ends this rank because of another; that one is the failure
+        if now > self._signaled_at + SAME_REQUEST_SECONDS:
+            os._exit(self.leave(f"{number.name} once more"))
+        self._signaled_at = min(now, self._signaled_at)
+        self.ask(f"{number.name} to rank {self._rank}")
+
+    def _lost_a_peer(self) -> bool:
+        """Whether a worker of this launcher has ended."""
+        with suppress(ProcessLookupError):
+            for process in processes(self._file.parent).values() if self._file else ():
+                os.kill(process, 0)
+            return False
+        return True
+
+    def others_may_have_left(self) -> bool:
+        """Whether others, which were asked to stop, have left this one alone, so that an error is the consequence."""
+        if self._file and read_left(self._file.parent):
+            return True
+        return time.monotonic() > self._asked_at + self._grace / 2  # on other nodes
+
+    def left(self, cause: str = "") -> Left:
+        """Return what a rank that leaves now tells: why, and what is lost."""
+        lost = max(0, PROGRESS.taken - PROGRESS.saved)
+        reason = f"{self.reason}; {cause}" if cause else self.reason
+        return Left(CUT_SHORT if lost else STOPPED, PROGRESS.taken, reason, lost)
+
+    def leave(self, cause: str = "") -> int:
+        """Tell it; return the exit code. Under titanlite's launcher a file tells it, and the code is that of success:
+        the elastic agent would take any other for a failure."""
+        left = self.left(cause)
+        if self._file is None:
+            return left.code
+        left.write(self._file)
+        return OK
+
+
+def _hear_nothing() -> None:
+    """In a forked child, such as a data worker: let signals end it as by default."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def time_limit(config: JobConfig, environ: Mapping[str, str]) -> tuple[float, str]:
+    """Return when to ask for the reason of time, in seconds since 1970, and the name of the limit."""
+    minutes, limits = config.fault.stop_after_minutes, [(math.inf, "")]
+    if minutes:
+        started = float(environ[STARTED]) if LAUNCHED in environ else time.time()
+        limits.append((started + 60 * minutes, f"fault.stop_after_minutes = {minutes:g}"))
+    if end := read_number(environ, "SLURM_JOB_END_TIME", 0):
+        limits.append((end, "the end of the SLURM job"))
+    limit, name = min(limits)
+    return limit - config.fault.grace_seconds, name

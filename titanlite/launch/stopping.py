@@ -1,0 +1,134 @@
+"""A run that is asked to stop: tell the ranks, end those that do not leave in time, and say how the run ended.
+
+With checkpoints SIGTERM and SIGUSR1 ask; without, nothing could be saved, and they end the run at once. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.manifest import latest_complete
+from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.config.schema import JobConfig
+from titanlite.errors import CUT_SHORT, STOPPED
+from titanlite.launch.failure import Exit
+from titanlite.runtime.rank_files import (
+    SAME_REQUEST_SECONDS,
+    STARTED,
+    STOP,
+    STOP_SIGNALS,
+    Left,
+    processes,
+    read_left,
+)
+
+if TYPE_CHECKING:
+    from titanlite.launch.rendezvous import NodeRendezvous
+
+EXTRA_SECONDS = 5
+"""Beyond the grace, before the launcher kills ranks: they may hear of a request later than it does."""
+
+
+class Stopped(BaseException):
+    """The run has ended because it was asked to."""
+
+    def __init__(self, left: Left) -> None:
+        super().__init__(left.reason)
+        self.left, self.code = left, left.code
+
+
+class Stopping:
+    """A request to stop, to this launcher or to one that tells it."""
+
+    def __init__(self, config: JobConfig) -> None:
+        """Hear signals from now on. While there are no workers, they raise Stopped."""
+        self._config, self._private = config, Path()
+        self.reason = ""
+        """Why to stop; empty without a request."""
+        self._asked_at, self._told, self._looked_at = 0.0, False, 0.0
+        self._running = False
+        self._last_step: Callable[[], int] = int
+        os.environ[STARTED] = str(time.time())
+        for number in STOP_SIGNALS if config.checkpoint.enable else ():
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _: Any) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.reason and now > self._asked_at + SAME_REQUEST_SECONDS:
+            self._kill(f"{name} once more")
+        if not self.reason:
+            self.reason, self._asked_at = f"{name} to the launcher", now
+        if not self._running:
+            raise Stopped(self._ended())
+
+    @contextmanager
+    def during(
+        self, rendezvous: NodeRendezvous, private: Path, last_step: Callable[[], int]
+    ) -> Iterator[Callable[[Mapping[int, Exit]], None]]:
+        """Leave a request to the workers that run inside; yield what raises Stopped if one ended them.
+
+        Their files are in `private`; `last_step` is the last step that this launcher has seen.
+        """
+        self._rendezvous, self._private, self._last_step, self._running = rendezvous, private, last_step, True
+        rendezvous.on_poll.append(self._poll)
+        try:
+            yield self._judge
+        except Stopped as stopped:
+            raise Stopped(self._told_by_ranks() or stopped.left) from None
+        finally:
+            self._running = False
+            rendezvous.on_poll.remove(self._poll)
+
+    def _poll(self) -> None:
+        """Exchange requests with the other launchers and the ranks; end ranks whose time is over."""
+        now, grace, store = time.monotonic(), self._config.fault.grace_seconds, self._rendezvous.launchers
+        with suppress(RuntimeError):  # node 0 has ended
+            if self.reason and not self._told:
+                store.set(STOP, self.reason)
+                self._told = True
+            elif not self.reason and now > self._looked_at + 1:
+                self._looked_at = now
+                if store.check([STOP]):
+                    self.reason, self._asked_at, self._told = store.get(STOP).decode(), now, True
+        if any(left.code == CUT_SHORT for left in read_left(self._private)):  # no other rank can save any more
+            raise Stopped(self._ended())
+        if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
+            self._kill(f"fault.grace_seconds = {grace} ran out")
+
+    def _kill(self, cause: str) -> None:
+        self.reason += f"; {cause}"
+        for process in processes(self._private).values() if self._running else ():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        raise Stopped(self._ended())
+
+    def _judge(self, exits: Mapping[int, Exit]) -> None:
+        """Raise Stopped if a request ended these workers of this node, rather than a failure or the target step."""
+        if left := self._told_by_ranks():
+            raise Stopped(left)
+        codes = {exit.code or 0 for exit in exits.values() if not exit.ended} - {0}
+        if self._config.checkpoint.enable and codes and codes <= {-number for number in STOP_SIGNALS}:
+            # Before it could hear signals. One that can is never ended by them.
+            self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
+            raise Stopped(self._ended())
+
+    def _told_by_ranks(self) -> Left | None:
+        """Return how the run ended by what the rank of this node wrote that knows best, None if none did.
+
+        One rank that has saved its last step is enough: no other has taken a later one.
+        """
+        return min(
+            read_left(self._private), key=lambda left: (left.code, "another rank" in left.reason), default=None
+        )
+
+    def _ended(self) -> Left:
+        """Return how a run ends whose ranks could not tell it."""
+        step, saved = self._last_step(), latest_complete(checkpoint_root(self._config)) or 0
+        lost = max(0, step - saved)
+        return Left(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)

@@ -1,0 +1,68 @@
+"""Watch for a hang of the ranks from each launcher: a rank that is stopped, or keeps the GIL, could not do so."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.fault.hang import HangWatch, beat_interval
+from titanlite.fault.inspection import RankProcess
+from titanlite.fault.stall import Stalled
+from titanlite.launch.attempts import Attempt
+from titanlite.launch.rendezvous import NodeRendezvous
+from titanlite.runtime.distributed import attempt_store
+from titanlite.runtime.rank_files import PLACE, STACK, processes, rank_file
+
+
+class Watch:
+    """Inside `with`, a thread watches; if the run hangs, `Stalled` ends this node's workers, with the report."""
+
+    def __init__(self, attempt: Attempt, rendezvous: NodeRendezvous, private: Path) -> None:
+        self._attempt, self._rendezvous, self._private = attempt, rendezvous, private
+        self._report = ""
+        self._ended = threading.Event()
+
+    def __enter__(self) -> None:
+        self._rendezvous.on_poll.append(self._raise_if_hung)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._rendezvous.on_poll.remove(self._raise_if_hung)
+
+    def _run(self) -> None:
+        name, world, ranks = str(self._attempt.number), self._attempt.world, self._attempt.ranks
+        with suppress(dist.DistError, RuntimeError):  # node 0's launcher has ended
+            store = attempt_store(self._rendezvous.connect_again(), name)
+            node, nodes = ranks.start // len(ranks), world // len(ranks)
+            watch = HangWatch(store, self._attempt.config, world, nodes, node, self._processes, name)
+            while not (self._report or self._ended.wait(beat_interval(world))):
+                self._report = watch.look()
+
+    def _processes(self) -> dict[int, RankProcess]:
+        """Return the processes of this node that are ready to be asked."""
+        return {
+            rank: RankProcess(pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PLACE))
+            for rank, pid in processes(self._private).items()
+            if _leads_session(pid)
+        }
+
+    def _raise_if_hung(self) -> None:
+        """Kill the workers first: one that is stopped hears nothing else, and others take SIGTERM for a request to
+        save and stop."""
+        if self._report:
+            for pid, *_ in self._processes().values():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+            raise Stalled(self._report)
+
+
+def _leads_session(pid: int) -> bool:
+    """Return whether this is still a worker, which the elastic agent gives a session of its own."""
+    with suppress(ProcessLookupError, PermissionError):
+        return os.getsid(pid) == pid
+    return False
