@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import RunFailed, UserError, format_table, nearest
+from titanlite.errors import UserError, format_table, nearest
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
@@ -28,6 +28,7 @@ COMMANDS = {
     "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
     "plan": ("titanlite.tools.plan", "memory, communication and speed of a config on any mesh, without a GPU"),
+    "doctor": ("titanlite.tools.doctor", "compare the ranks and time their network, for a bug report"),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
         return code
     except UserError as error:
         print(f"titanlite: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RunFailed) else 2
+        return error.code
     except BrokenPipeError:  # `titanlite … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

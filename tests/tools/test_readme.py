@@ -71,6 +71,7 @@ CHECKS = {
     "titanlite generate": Check(r"titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self, "),
     "titanlite evaluate": Check(r"bits per byte +\d\.\d+", "--steps 2"),  # not all windows
     "titanlite plot outputs": Check(r"outputs +24 .*\nwrote "),
+    "titanlite doctor": Check(r"\nnetwork    all-reduce over dp_shard 2: "),
     "titanlite profile": Check(r"the step +[\d.]+ +100\.0%"),
     "titanlite verify --model llama3": Check("all 1 rows equal one process", "--only 2"),  # not all rows
     "titanlite tour": Check("   proved: its logits are within "),  # the last step

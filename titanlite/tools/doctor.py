@@ -1,0 +1,167 @@
+"""`titanlite doctor`: the preflight of a run by itself, for a bug report; and the verdict on flight recorder dumps.
+
+The module is also what the workers run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.load import load, parse_command_line
+from titanlite.config.toml import to_toml
+from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, format_bytes, format_table
+from titanlite.launch import launcher
+from titanlite.observe.console import rank_log
+from titanlite.runtime.cluster import RankInfo, cores
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, RESOLVED_CONFIG
+
+if TYPE_CHECKING:
+    from titanlite.config.job import Job
+    from titanlite.fault.preflight import Facts
+
+_SHOWN = r"(NCCL|GLOO|TORCH|PYTORCH|SLURM|PET|CUDA|OMP|UCX|FI|MASTER)_\w+|NGPU|NNODES|NODE_RANK|LOG_RANK"
+_SECRET = "TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH"
+_DUMP = "rank_"
+_ABOUT = """Start the workers as `titanlite train` would with the same options and environment, compare what the ranks
+have, time their network, and print it all with what looks wrong, for a bug report. Nothing is trained, nothing is
+written into the dump folder, and variables that may hold a secret are not shown."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.set_defaults(takes_overrides=True)
+    parser.description = _ABOUT
+    parser.epilog = "example: NGPU=2 titanlite doctor --config llama_8b.toml"
+    about = "print torch's verdict on the dumps of NCCL's flight recorder in DIR, such as outputs/comm_traces"
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=about)
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Run the preflight on all ranks and print what rank 0 says of it."""
+    if arguments.traces:
+        if overrides:
+            raise UserError(f"--traces takes no config: remove {' '.join(overrides)}")
+        return _read_traces(arguments.traces)
+    environ = dict(os.environ)
+    job, nodes, device, processes = launcher.find_job(load(parse_command_line(overrides, environ)), environ)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from titanlite.launch.elastic import run_workers
+    from titanlite.launch.failure import first_failure
+    from titanlite.launch.rendezvous import NodeRendezvous, Verdict
+
+    ranks = range(nodes.rank * processes, (nodes.rank + 1) * processes)
+    environ = {DEVICE: device, ATTEMPT: "1", **launcher.worker_environment(nodes, processes, environ)}
+    rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
+    rendezvous.call_roll(lambda _: "")
+    with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
+        folder, work = Path(name), (overrides, to_toml(job.given), rendezvous, ranks, job.layout.world)
+        try:
+            exits, _ = run_workers(*work, folder, folder, environ, __name__)
+        except SignalException as error:
+            return 128 + error.sigval
+        failure = first_failure(exits, folder, folder, socket.gethostname())
+        if 0 in ranks:
+            print(rank_log(folder, 0).read_text(encoding="utf-8", errors="replace"), end="")
+        if failure and not (failure.is_user_error and 0 in ranks and 0 in failure.told_by):
+            print(failure.describe(rank_log(folder, failure.rank)), file=sys.stderr)
+        elif 0 not in ranks:
+            print("titanlite: node 0 prints the result")
+    verdict = rendezvous.settle(failure, over=False, decide=lambda all: Verdict(all[0].code if all else OK))
+    return FAILED if verdict.code is None else verdict.code
+
+
+def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
+    """Be a worker: print on rank 0 what the ranks have, and how fast they reach each other."""
+    import torch
+
+    from titanlite.fault.network import check_network
+    from titanlite.fault.preflight import facts_of, gather_facts, notable, require_equal
+    from titanlite.observe.memory import machine_bytes
+    from titanlite.observe.run_folder import git_revision
+    from titanlite.parallel.mesh import build_mesh
+    from titanlite.runtime.distributed import pick_device, process_group
+
+    device, private = pick_device(job.config.job.device, rank.local_rank), Path(environ[RESOLVED_CONFIG]).parent
+    with process_group(rank, device, job.config.comm, private, dict(environ)):
+        revision = git_revision() if rank.local_rank == 0 else None
+        machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
+        facts = gather_facts(facts_of(job, rank, device, revision, machine), rank.world)
+        if rank.rank == 0:
+            build = [line for line in torch.__config__.show().strip().splitlines() if "Build settings" not in line]
+            build = [f"{sys.executable}, {platform.platform()}", *build]
+            print(f"titanlite doctor, {time.strftime('%F %T %z')}\n\n{facts_table(facts)}\n\nenvironment of rank 0")
+            print("\n".join(f"  {line}" for line in (*shown_variables(environ), "", *build)), end="\n\n")
+        require_equal(facts, rank.world)
+        mesh = build_mesh(job.layout, device.type).world
+        lines = check_network(mesh, device, facts) if rank.world > 1 else [f"warning: {x}" for x in notable(facts)]
+        if rank.rank == 0:
+            wrong = any(line.startswith("warning") for line in lines)
+            print("\n".join([f"mesh       {job.layout}", *lines, *["nothing looks wrong"] * (not wrong)]))
+
+
+def facts_table(facts: Sequence[Facts]) -> str:
+    """Return a line for each host, or more where its ranks have different things."""
+    from titanlite.fault.preflight import by, named
+
+    header = "ranks", "host", "device", "software", "Python", "revision", "config", "machine", "free", "clock"
+    rows = [header]
+    for group in by(
+        lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
+    ).values():
+        first, free = group[0], format_bytes(min(own.free_bytes for own in group))
+        revision, clock = first.revision[:10] + first.revision[40:], min(own.clock for own in group) - facts[0].clock
+        ranks, device = named(group).split()[1:-2], first.gpu or first.device
+        what = device, first.software, first.python, revision, first.config_hash, first.machine
+        rows.append((" ".join(ranks), first.host, *what, free, f"{clock:+.1f} s"))
+    return format_table(rows)
+
+
+def shown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that matter to a run, without those that may be secrets, nor passwords in addresses."""
+    names = [name for name in sorted(environ) if re.fullmatch(_SHOWN, name) and not re.search(_SECRET, name)]
+    return [f"{name}={re.sub('//[^/@]+@', '//…@', environ[name])}" for name in names]
+
+
+def _read_traces(folder: Path) -> int:
+    """Print what torch makes of a folder of dumps."""
+    dumps = [path.name for path in folder.glob(f"{_DUMP}*")] if folder.is_dir() else []
+    if not dumps:
+        expected = f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into comm.save_traces_folder of the dump folder"
+        why = "no such folder" if not folder.is_dir() else "no dumps there"
+        raise UserError(f"--traces {folder}: {why}; expected are {expected} when a collective times out")
+    with redirect_stderr(sys.stdout):  # to which its logger writes
+        from torch.distributed.flight_recorder import fr_trace
+    options = [str(folder), "--prefix", _DUMP]
+    try:
+        try:
+            fr_trace.main(options)
+        except AssertionError as error:
+            if "Missing dump files" not in str(error):
+                raise
+            print(f"titanlite: {first_line(error)}: these never reached the timeout, or could not write")
+            fr_trace.main([*options, "--allow-incomplete-ranks"])
+    except Exception as error:  # of whatever kind: the files are not torch's, or of another version
+        raise RunFailed(f"--traces {folder}: torch cannot read {', '.join(dumps)}: {error!r}") from None
+    return OK
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from titanlite.train import worker
+
+    code = worker.main(sys.argv[1:], examine)
+    sys.stdout.flush()
+    os._exit(code)  # a normal interpreter exit can abort in a communication thread
