@@ -108,15 +108,23 @@ class MoE(nn.Module):
         """Return the layer's output of (batch, tokens, dim)."""
         weights, chosen, counts = self.router(x)
         order = chosen.flatten().argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        tokens = _Gather.apply(x.flatten(0, 1), order // self.router.top_k, place.view(-1, self.router.top_k))
-        outputs = _Gather.apply(self.experts(tokens, counts.sum(0)), place.view_as(chosen), order.unsqueeze(1))
+        place = inverse(order)
+        tokens = GatherRows.apply(x.flatten(0, 1), order // self.router.top_k, place.view(-1, self.router.top_k))
+        outputs = GatherRows.apply(self.experts(tokens, counts.sum(0)), place.view_as(chosen), order)
         mixed = (weights.to(x.dtype).unsqueeze(-2) @ outputs).squeeze(-2)
         return mixed if self.shared is None else mixed + self.shared(x)
 
 
-class _Gather(torch.autograd.Function):
-    """Return rows by their numbers. `uses` (rows, times) says where, so that the backward pass adds in one order."""
+def inverse(order: Tensor) -> Tensor:
+    """Return where each number is in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class GatherRows(torch.autograd.Function):
+    """Return rows by their numbers.
+
+    `uses` says where: one place for each row, or (rows, times), so that the backward pass adds in one order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, uses: Tensor) -> Tensor:
@@ -125,7 +133,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].flatten(0, -2)[ctx.saved_tensors[0]].sum(1), None, None
+        (uses,) = ctx.saved_tensors
+        own = gradients[0].flatten(0, -2)[uses]
+        return own.sum(1) if uses.dim() > 1 else own, None, None
 
 
 class _WithLoss(torch.autograd.Function):

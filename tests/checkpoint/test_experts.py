@@ -40,6 +40,7 @@ def test_biases_and_momentum_are_loaded_bit_for_bit_on_every_mesh(pool, tmp_path
     assert save_and_load_everywhere(pool, tmp_path, LAYOUTS[layouts], MODEL) == []
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_biases_of_one_that_was_not_stopped(pool, tmp_path):
     argv = [*MODEL, *_SAVING, "--training.steps=4"]
     whole = pool.run(run_until, argv, str(tmp_path / "whole"), world=1)[0]
@@ -53,6 +54,7 @@ def start(argv: list[str], folder: str) -> dict[str, Any]:
     return {name: full(tensor) for name, tensor in trainer(argv, folder).state.weights().items()}
 
 
+@pytest.mark.long
 def test_biases_stay_out_of_hugging_face_and_start_at_zero(pool, tmp_path, capsys):
     run, plain, hf, imported = (tmp_path / name for name in ("run", "plain", "hf", "imported"))
     one_step = [*MOE, *_SAVING, "--training.steps=1"]

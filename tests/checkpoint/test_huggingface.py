@@ -309,6 +309,7 @@ def counted_gathers(*arguments: Any) -> list[str]:
     return gathered
 
 
+@pytest.mark.long
 def test_a_stack_of_experts_is_gathered_once(pool, tmp_path):
     for gathered in pool.run(counted_gathers, QWEN, str(tmp_path), "bfloat16", world=2):
         assert len(gathered) == len(set(gathered)) and "layers.1.moe.experts.w2" in gathered

@@ -36,6 +36,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock
+from titanlite.runtime.distributed import WATCH_SECONDS
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
@@ -459,4 +460,4 @@ def timeouts(folder: str) -> tuple[float, float]:
 
 
 def test_saving_has_its_own_timeout(pool, tmp_path):
-    assert pool.run(timeouts, str(tmp_path), world=2) == [(1800, 7)] * 2
+    assert pool.run(timeouts, str(tmp_path), world=2) == [(1800 + WATCH_SECONDS, 7 + WATCH_SECONDS)] * 2

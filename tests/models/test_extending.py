@@ -32,6 +32,7 @@ def package(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_model_of_the_page_passes_rows_of_the_table(package, monkeypatch):
     """Three of the rows; the page's command runs all pairs."""
     monkeypatch.syspath_prepend(package)

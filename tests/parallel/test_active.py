@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,10 +315,11 @@ def validated(folder: str) -> list[int]:
     def count(name: str) -> None:
         original = getattr(run, name)
 
-        def counted() -> None:
+        def counted() -> Any:
             before = compiled_graphs()
-            original()
+            result = original()
             added.append(compiled_graphs() - before)
+            return result
 
         setattr(run, name, counted)
 

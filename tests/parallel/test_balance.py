@@ -12,6 +12,7 @@ from tests.jobs import FLOAT64, MOE, forward_backward, full, relative_error, tra
 from tests.lanes import sample
 from titanlite.data.loader import MicroBatch
 from titanlite.parallel.dtensor import local_part
+from titanlite.parallel.expert import routers
 from titanlite.train.trainer import Trainer
 
 STEPS = [*MOE, *FLOAT64, "--training.global_batch_size=12", "--training.steps=3", "--metrics.log_freq=2"]
@@ -41,24 +42,18 @@ BALANCES = "bias", "sequence"
 SAMPLE = [("bias", "ep2, accumulation, recompute"), ("sequence", "tp2"), ("sequence", "accumulation")]
 
 
-def routers(run: Trainer) -> dict[str, Any]:
-    """Return the routers of this rank by name."""
-    modules = (item for part in run.parts for item in part.named_modules())
-    return {name: module for name, module in modules if name.endswith(".router")}
-
-
 def steps(argv: list[str], folder: str) -> dict[str, Any]:
     """Train; return the counts of each step over the ranks of this stage, what was recorded, and all weights."""
     run = trainer(argv, folder)
     end_step, write, counted, records = run.runner.balance.end_step, run.report._write, list[Any](), list[Any]()
 
-    def end_and_keep(norm: torch.Tensor) -> None:
-        counts = {name: router.counts.clone() for name, router in routers(run).items()}
+    def end_and_keep(skipped: torch.Tensor) -> None:
+        counts = {name: router.counts.clone() for name, router in routers(*run.parts).items()}
         for count in counts.values():
             dist.all_reduce(count, group=run.mesh.stage)
         counted.append({name: count.tolist() for name, count in counts.items()})
-        end_step(norm)
-        assert not any(router.counts.any() or router.auxiliary for router in routers(run).values())
+        end_step(skipped)
+        assert not any(router.counts.any() or router.auxiliary for router in routers(*run.parts).values())
 
     def write_and_keep(step: int, values: dict[str, Any], tags: dict[str, float]) -> None:
         keys = ("expert_load_max", "experts_idle", "auxiliary_loss")
@@ -116,7 +111,7 @@ def one_step(run: Trainer, poison: bool = False) -> dict[str, torch.Tensor]:
         assert full_gradient is not None
         local_part(full_gradient).fill_(torch.nan)
     run.runner.update(run.step, run.runner.clip_gradients())
-    return {name: router.bias.clone() for name, router in routers(run).items()}
+    return {name: router.bias.clone() for name, router in routers(*run.parts).items()}
 
 
 def good_and_bad_step(argv: list[str], folder: str) -> tuple[Any, Any]:
@@ -138,7 +133,7 @@ def validate_and_generate(argv: list[str], folder: str) -> list[float]:
     run.report.clock.restart()
     run.validate()
     run.show_sample()
-    return [int(router.counts.sum()) + float(router.auxiliary) for router in routers(run).values()]
+    return [int(router.counts.sum()) + float(router.auxiliary) for router in routers(*run.parts).values()]
 
 
 def test_validation_and_generation_do_not_count(pool, tmp_path):

@@ -16,7 +16,7 @@ from tests.checkpoint.layouts import save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import (
     FLOAT64,
-    QUIET,
+    MOE,
     TINY,
     forward_backward,
     full,
@@ -35,7 +35,7 @@ from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.expert import is_router
+from titanlite.parallel.expert import routers
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.fake_world import fake_world
@@ -47,16 +47,7 @@ from titanlite.train.trainer import Trainer
 from titanlite.verify.gather_order import Group, declared_gathers, recorded
 from titanlite.verify.pool import Pool
 
-LAYERS, EXPERTS, TOP_K, DIM, TOKENS = 2, 4, 2, 16, 16
-_FIELDS = (
-    f"dim={DIM} n_layers={LAYERS} n_heads=2 n_kv_heads=2 head_dim=8 expert_dim=8 experts={EXPERTS} top_k={TOP_K}"
-)
-MOE = [
-    *QUIET,
-    "--model.name=qwen3",
-    "--model.flavor=debugmodel_moe",
-    *(f"--model.overrides.{field}" for field in _FIELDS.split()),
-]
+LAYERS, EXPERTS, TOP_K, DIM, TOKENS = 2, 4, 2, 16, 16  # of MOE
 
 
 def mesh(**values: int) -> list[str]:
@@ -228,13 +219,9 @@ def same_as_alone(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def prefer(run: Trainer, experts: Collection[int]) -> None:
     """Let all tokens choose these experts, of a model with balance "bias"."""
-    for router in routers(run):
+    for router in routers(*run.parts).values():
         router.bias.zero_()
         router.bias[[*experts]] = 10.0
-
-
-def routers(run: Trainer) -> list[Any]:
-    return [module for part in run.parts for module in part.modules() if is_router(module)]
 
 
 @pytest.mark.parametrize("preferred", [(0, 1), (1, 3)], ids=["a rank without a token", "experts without one"])
@@ -271,7 +258,7 @@ def choices_and_exchanges(
     if preferred:
         prefer(run, preferred)
     chosen: list[list[int]] = []
-    for router in routers(run):
+    for router in routers(*run.parts).values():
         router.register_forward_hook(lambda module, args, outputs: chosen.append(outputs[2].sum(0).tolist()))
     sent, send_all = [], dist.all_to_all_single
 

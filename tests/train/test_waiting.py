@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import TINY, job, trainer
+from tests.lanes import sample
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import process_group
 from titanlite.train.trainer import Trainer
@@ -27,6 +28,13 @@ TECHNIQUES = {
     "experts": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.expert_dim=8",
     "experts, bias": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.balance=bias",
     "mixed precision": "--training.mixed_precision_param=bfloat16",  # FSDP2 does the casts, even on one GPU
+}
+SKIPPING = "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip"
+JUDGED = {
+    "skips": SKIPPING,
+    "skips, SGD": f"{SKIPPING} --optimizer.name=SGD",
+    "skips, Muon": f"{SKIPPING} --optimizer.name=Muon",
+    "skips, bfloat16 state": f"{SKIPPING} --optimizer.state_dtype=bfloat16",
 }
 READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}
 """Operations that make the host wait for their result or its size."""
@@ -51,6 +59,7 @@ def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
     def counted() -> None:
         with Reads() as reads:
             original()
+            run.nonfinite.read()
         counts.append(reads.counts)
 
     run.train_step = counted  # type: ignore[method-assign]
@@ -59,10 +68,17 @@ def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_the_host_reads_only_the_flag_of_the_previous_step(pool, tmp_path, technique):
-    """On a GPU that flag was copied to host memory without waiting."""
+def test_the_host_reads_only_the_flags_that_came_with_the_valid_tokens(pool, tmp_path, technique):
+    """On a GPU these were copied to host memory without waiting."""
     for counts in pool.run(reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2):
-        assert counts[2] == counts[3] == {"_local_scalar_dense": 1}, counts
+        assert counts[2] == counts[3] == {"_local_scalar_dense": 2}, counts
+
+
+@pytest.mark.parametrize("technique", sample(JUDGED, "skips"))
+def test_the_host_reads_only_what_the_previous_step_was_judged_by(pool, tmp_path, technique):
+    """The flags; the gradient norm, the loss and their limits."""
+    for counts in pool.run(reads_of_steps, [*TINY, *JUDGED[technique].split()], str(tmp_path), world=2):
+        assert counts[2] == counts[3] == {"_local_scalar_dense": 2 + 4}, counts
 
 
 class Copies(TorchFunctionMode):
@@ -111,9 +127,10 @@ def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(p
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("technique", [*TECHNIQUES, *JUDGED])
 def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled):
-    argv = [*TINY, *STEPS, *TECHNIQUES[technique].split(), "--job.device=cuda", f"--job.dump_folder={tmp_path}"]
+    options = (TECHNIQUES | JUDGED)[technique].split()
+    argv = [*TINY, *STEPS, *options, "--job.device=cuda", f"--job.dump_folder={tmp_path}"]
     tested = job([*argv, *["--compile.enable"] * compiled], 1)
     rank_info, device = RankInfo(0, 1, 0, "localhost"), torch.device("cuda", 0)
     with process_group(rank_info, device, tested.config.comm, Path(tmp_path), {}):

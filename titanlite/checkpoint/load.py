@@ -4,6 +4,7 @@ Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -44,12 +45,15 @@ from titanlite.errors import UserError, nearest, some_of
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 
-def latest_verified(root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger) -> Resume | None:
-    """Return the newest checkpoint that can be resumed, logging why newer ones are skipped; None if there are none.
+def latest_verified(
+    root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
+) -> Resume | None:
+    """Return the newest checkpoint that can be resumed, of those before a step, logging why newer ones are skipped;
+    None if there are none.
 
     With `full`, every byte is read; otherwise only small files and the sizes of the others.
     """
-    steps = _committed(root, group)
+    steps = [step for step in _committed(root, group) if step < before]
     for step in reversed(steps):
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
@@ -106,8 +110,8 @@ def _verify(
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
     position, streams, numbers = Position(**state["position"]), state["streams"], state["numbers"]
-    resume = Resume(folder, manifest, continues=True, position=position, streams=streams, numbers=numbers)
-    return resume, problems
+    own = {"numbers": numbers, "guard": state.get("guard", {})}  # which versions before did not write
+    return Resume(folder, manifest, continues=True, position=position, streams=streams, **own), problems
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,8 @@ from titanlite.observe.run_folder import describe_environment, new_archive_folde
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.distributed import gather_objects
+from titanlite.runtime.distributed import collective_timeout, gather_objects
+from titanlite.runtime.progress import PROGRESS, phase
 
 
 class PendingSave(threading.Thread):
@@ -90,8 +90,8 @@ class Checkpoints:
             self._open_folder()
 
     def _new_group(self) -> dist.ProcessGroup:
-        seconds = self._job.config.comm.checkpoint_timeout_seconds
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        timeout = collective_timeout(self._job.config.comm.checkpoint_timeout_seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -148,6 +148,15 @@ class Checkpoints:
             exclude = check_model(resume.folder, saved_model(resume.folder, job.spec), job.spec, job.model, exclude)
         return replace(resume or Resume(), exclude=exclude)
 
+    def find_before(self, step: int) -> Resume:
+        """Choose and verify the newest checkpoint of this run from before a step."""
+        self.finish_save()
+        assert self.group is not None
+        resume = load.latest_verified(self.root, self.settings.verify_on_load == "full", self.group, self._log, step)
+        if resume is None:
+            raise RunFailed(f"{self.root} has no checkpoint from before step {step} to go back to")
+        return resume
+
     def restore(self, resume: Resume, state: TrainingState) -> None:
         """Load it, and log what the run starts from and what it does differently."""
         if resume.folder is None:
@@ -180,7 +189,9 @@ class Checkpoints:
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
-        archive = new_archive_folder(Path(self._job.config.job.dump_folder)) / self.settings.folder
+        dump_folder = Path(self._job.config.job.dump_folder)
+        apart = not store.same_file_system(dump_folder, self.root)  # a rename cannot leave it
+        archive = new_archive_folder(self.root if apart else dump_folder) / self.settings.folder
         store.make_folder(archive)
         for later in later_steps:
             store.rename(step_folder(self.root, later), step_folder(archive, later))
@@ -213,7 +224,9 @@ class Checkpoints:
             self.finish_save()
         return bool(due)
 
-    def save(self, position: Position, state: TrainingState, stream: dict[str, Any] | None) -> None:
+    def save(
+        self, position: Position, state: TrainingState, stream: dict[str, Any] | None, guard: dict[str, Any]
+    ) -> None:
         """Save the state as it is now. Return when it is committed, with async_mode when it is copied, or with pinned
         memory at once: call `before_update` before the state changes."""
         self._last_save = began = time.monotonic()
@@ -222,7 +235,8 @@ class Checkpoints:
         self.finish_save()
         weights_only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
         tensors = state.weights() if weights_only else state.tensors()
-        document = {"position": asdict(position), "numbers": {} if weights_only else state.numbers()}
+        numbers = {} if weights_only else state.numbers()
+        document = {"position": asdict(position), "numbers": numbers, "guard": guard}
         host_copies = {name: local_part(tensor) for name, tensor in tensors.items()}
         asynchronous, copying = self.settings.async_mode != "disabled", time.monotonic()
         if asynchronous:
@@ -284,6 +298,7 @@ class Checkpoints:
                 self._copied.synchronize()
         lookup = copies.__getitem__
         commit.commit(self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group)
+        PROGRESS.saved = step
         pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
             try:
@@ -293,6 +308,7 @@ class Checkpoints:
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
 
+    @phase("save")
     def finish_save(self) -> None:
         """Wait for the pending save, if any; all ranks record its success, or all handle its failure."""
         pending = self._pending
@@ -338,6 +354,7 @@ class Checkpoints:
             if self._pending.error is None:
                 self._record_success(self._pending)
 
+    @phase("save")
     def export(self, step: int, state: TrainingState, tokenizer: Tokenizer | None) -> None:
         """Write the weights as they are now in Hugging Face's format, beside the checkpoints."""
         target, group = export_folder(self.root, step), self.group

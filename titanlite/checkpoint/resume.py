@@ -54,6 +54,8 @@ class Resume:
     """Of a streamed data set: the position of each data-parallel rank."""
     numbers: dict[str, float | int | bool] = field(default_factory=dict)
     """The optimizer's scalars."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the run knows of its last steps, to judge the next ones."""
     exclude: Sequence[str] = ()
     """Patterns of what is not loaded."""
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
-from titanlite.parallel.build import named_parameters
+from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.parallel.dtensor import plain
 from titanlite.registry import Rule
 from titanlite.runtime.distributed import gather_objects
@@ -51,8 +51,7 @@ class TrainingState:
         """Return parameters, frozen ones too, and persistent buffers."""
         tensors: dict[str, torch.Tensor] = {f"model.{name}": plain(p) for p, name in self._names.items()}
         for part in self.parts:
-            persistent = part.state_dict(keep_vars=True)
-            tensors |= {f"model.{name}": buffer for name, buffer in part.named_buffers() if name in persistent}
+            tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(part).items()}
         return tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:

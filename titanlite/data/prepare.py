@@ -256,8 +256,14 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
 def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
     """Prepare a data set beside its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
-    with _locked_cache(documents.root, key) as folder:
-        prepare({name: documents}, tokenizer.assets, folder, workers=cores())
+    from titanlite.runtime.progress import PROGRESS, phase  # torch, which the processes that tokenize do without
+
+    def move(done: int, total: int) -> None:
+        """Show the watch that this goes on: minutes of it are no hang."""
+        PROGRESS.enter("tokenization")
+
+    with _locked_cache(documents.root, key) as folder, phase("tokenization"):
+        prepare({name: documents}, tokenizer.assets, folder, workers=cores(), progress=move)
     return folder
 
 

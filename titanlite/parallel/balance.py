@@ -1,14 +1,13 @@
 """Balance of experts: after every step all ranks' choices are counted, and biases favor what too few tokens chose."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.parallel.build import Context
-from titanlite.parallel.expert import is_router
+from titanlite.parallel.expert import routers
 from titanlite.runtime.distributed import gather_objects
 
 
@@ -17,12 +16,12 @@ class Balance:
 
     def __init__(self, parts: Sequence[nn.Module], context: Context) -> None:
         self.context, self.sums = context, torch.zeros(0)  # of a layer: the choices of each expert, auxiliary loss
-        self.routers: list[Any] = [module for part in parts for module in part.modules() if is_router(module)]
+        self.routers = [*routers(*parts).values()]
         self.has_biases = any(router.bias is not None for router in self.routers)
 
     @torch.no_grad()
-    def end_step(self, norm: Tensor) -> None:
-        """Move the biases, unless the gradient norm is not finite, and begin to count the next step."""
+    def end_step(self, skipped: Tensor) -> None:
+        """Move the biases, unless the step is skipped, and begin to count the next step."""
         if not self.routers:
             return
         self.sums = torch.stack([torch.cat([r.counts.double(), r.auxiliary.double()[None]]) for r in self.routers])
@@ -32,7 +31,7 @@ class Balance:
             dist.all_reduce(self.sums, group=self.context.mesh.stage)
             counts = self.sums[:, :-1]
             moves = (counts.mean(-1, keepdim=True) - counts).sign()
-            moves = torch.where(norm.isfinite(), moves - moves.mean(-1, keepdim=True), 0)
+            moves = torch.where(skipped, 0, moves - moves.mean(-1, keepdim=True))
             for router, move in zip(self.routers, moves, strict=True):
                 router.bias.add_(move, alpha=router.rate)
 

@@ -74,6 +74,12 @@ def named_parameters(part: nn.Module, table: Mapping[str, Rule]) -> Iterator[tup
         yield first_names.get(name, name), parameter
 
 
+def persistent_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint has, by name."""
+    names = part.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in part.named_buffers() if name in names}
+
+
 def layer_pattern(name: str, blocks: str) -> str:
     """Return a module's or parameter's name with a wildcard for the number of its block."""
     return re.sub(rf"^({re.escape(blocks)})\.\d+\.", r"\1.*.", name)

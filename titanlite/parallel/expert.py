@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from titanlite.models.common.moe import GatherRows, inverse
 from titanlite.parallel.build import Context, named_parameters
+from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import is_recomputing
@@ -24,8 +26,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """Split the experts' weights, and tell the routers of the global batch and of other ranks."""
     job, mesh, world = context.job, context.mesh.ep, context.mesh.world
     sharing = [world[name].get_group() for name in ("cp", "tp") if world[name].size() > 1]
-    for module in filter(is_router, model.modules()):
-        router: Any = module
+    for router in routers(model).values():
         router.sequences, router.forced = job.batch.total, job.config.debug.moe_force_load_balance
         router.sum_over_sequence, router.runs_again = partial(_summed, sharing), is_recomputing
     if mesh is None or mesh.size() == 1:
@@ -35,7 +36,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         for name, weight in own.items():
             split = distribute_tensor(weight.detach(), mesh, (Shard(0),))
             module.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
-        forward_with_converted_params(_local, module, own)
+        forward_with_converted_params(local_part, module, own)
     experts = job.shape.experts
     return [f"Applied expert parallel on {mesh.size()} ranks, {experts // mesh.size()} of {experts} experts each"]
 
@@ -54,6 +55,11 @@ def expert_modules(model: nn.Module, table: Mapping[str, Rule]) -> dict[str, nn.
     """Return the modules of a part that have experts' weights, by name."""
     names = [name for name, _ in named_parameters(model, table) if table[name].tensor == "expert"]
     return {path: model.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in names)}
+
+
+def routers(*parts: nn.Module) -> dict[str, Any]:
+    """Return the modules that choose experts, by name."""
+    return {name: module for part in parts for name, module in part.named_modules() if is_router(module)}
 
 
 def is_router(module: nn.Module) -> bool:
@@ -79,11 +85,6 @@ def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
     return total
 
 
-def _local(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
-
-
 def _exchanged(
     group: dist.ProcessGroup, compute: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor
 ) -> Tensor:
@@ -98,9 +99,9 @@ def _exchanged(
     # From the order (rank, expert) to the order (expert, rank).
     own = torch.arange(counts.numel() // group.size(), device=counts.device).repeat(group.size())
     order = own.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    outputs = compute(_Reorder.apply(arrived, order, place), received.unflatten(0, (group.size(), -1)).sum(0))
-    return _Exchange.apply(_Reorder.apply(outputs, place, order), group, receive, send)  # type: ignore[return-value]
+    place = inverse(order)
+    outputs = compute(GatherRows.apply(arrived, order, place), received.unflatten(0, (group.size(), -1)).sum(0))
+    return _Exchange.apply(GatherRows.apply(outputs, place, order), group, receive, send)  # type: ignore[return-value]
 
 
 def _sent(
@@ -124,17 +125,3 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         group, send, receive = ctx.back
         return _sent(group, gradient, send, receive), None, None, None
-
-
-class _Reorder(torch.autograd.Function):
-    """Return rows in another order; the backward pass returns to the first, without adding as indexing would."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        (back,) = ctx.saved_tensors
-        return gradient[back], None, None

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.profiler import record_function
 
 from titanlite.runtime import torch_private
+from titanlite.runtime.progress import phase
 
 if TYPE_CHECKING:
     from titanlite.parallel.pipeline import Pipeline
@@ -103,7 +103,7 @@ class Stage(PipelineStage):
         self.number = number
         self.pipeline.begin(self.stage_index, kind, number)
         try:
-            with record_function(name):
+            with phase(name):
                 yield
         except RuntimeError as error:
             raise error.__cause__ or error from None

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
+from titanlite.fault.bad_step import build_guard, skips_updates
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.parallel.build import Context, build_model
@@ -56,15 +57,15 @@ class Rehearsal:
             )
             self._parameters = [item.parameter for item in trained]
             self._optimizer = build_optimizer(trained, job.config)
-            self._guard, self._counting = NonFiniteGuard(self._context.device, mesh.loss), Counting(job.layout)
+            self._guard = build_guard(job.config.fault, self._context.device, job.layout.tp)
+            self._counting = Counting(job.layout)
             with self._counting:  # what a first step leaves: the optimizer's state, flags, cached meshes
                 runner, zero = self._runner(job), torch.zeros((), dtype=torch.float64)
                 self._guard.all_reduce_tokens(zero.long())
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter)
                 norm = runner.clip_gradients()
-                self._guard.record(1, zero, norm)
-                runner.update(1, norm)
+                runner.update(1, norm, self._guard.record(1, zero, norm))
                 del norm
         if not self.is_even:
             self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
@@ -111,10 +112,8 @@ def blank_batches(job: Job) -> list[MicroBatch]:
 
 def count_second_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
     """Take two steps on real tensors; return what the second does, when the optimizer has its state."""
-    guard, counting = (
-        NonFiniteGuard(runner.context.device, runner.context.mesh.loss),
-        Counting(runner.context.job.layout),
-    )
+    context, counting = runner.context, Counting(runner.context.job.layout)
+    guard = build_guard(context.job.config.fault, context.device, context.job.layout.tp)
     return [_count_step(step, runner, micro_batches, guard, counting) for step in (1, 2)][-1]
 
 
@@ -171,8 +170,7 @@ def _count_step(
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
             static.clear()
             norm = runner.clip_gradients()
-            guard.record(step, loss, norm)
-            runner.update(step, norm)
+            runner.update(step, norm, guard.record(step, loss, norm))
             return replace(counting.recording(), static=sizes)
     finally:
         gc.enable()
@@ -212,6 +210,11 @@ def check_planned(job: Job) -> None:
     """Raise a UserError that names what a job does and a rehearsal does not."""
     config = job.config
     refused = {
+        "skipping steps with optimizer.implementation other than fused (step counts on the host)": (
+            skips_updates(config.fault)
+            and config.optimizer.implementation != "fused"
+            and config.optimizer.name != "SGD"
+        ),
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
         "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,

@@ -3,12 +3,19 @@
 titanlite's launcher starts it, or torchrun, or srun with one task per GPU; all it needs are their usual variables.
 """
 
+import faulthandler
 import os
 import signal
 import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
+    from titanlite.runtime.rank_files import PID, STACK, own_file
+
+    if (file := own_file(os.environ, PID)) and (stack := own_file(os.environ, STACK)):
+        # For the launcher, before torch takes its seconds; it signals only who has told that it is ready.
+        faulthandler.register(signal.SIGUSR2, stack.open("w"))
+        file.write_text(str(os.getpid()))
     from titanlite.train.worker import main
 
     code = main(sys.argv[1:])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.resume import last_saved_message
 from titanlite.config.schema import JobConfig
+from titanlite.runtime.rank_files import Left
 
 
 def describe_end(config: JobConfig) -> str:
@@ -23,6 +24,13 @@ def describe_end(config: JobConfig) -> str:
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
+
+
+def describe_stop(config: JobConfig, left: Left) -> str:
+    """Return the line of a run that was asked to stop."""
+    lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
+    where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
+    return f"\ntitanlite: stopped at {where}; {last_saved_message(config)}"
 
 
 _FILES = {"metrics": "metrics.jsonl", "config": "config.toml", "logs": "logs"}

@@ -97,6 +97,10 @@ class Report:
         self.log.info(f"validation at step {step}: loss {loss:.5f}")
         self._write(step, {"validation_loss": loss}, {"validation_metrics/loss": loss})
 
+    def log_bad_step(self, step: int, line: str, values: Values) -> None:
+        self.log.warning(line)
+        self._write(step, values, {f"bad_steps/{name}": value for name, value in values.items()})
+
     def log_saves(self, records: list[PendingSave]) -> None:
         """Record what committed saves cost, and empty the list."""
         while records:

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import record_function
 
 from titanlite.data.loader import MicroBatch
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
+from titanlite.optim.skip import step_unless
 from titanlite.parallel import replicated, tensor
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
+from titanlite.runtime.progress import phase
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import token_loss_sum
 
@@ -81,9 +82,9 @@ class StepRunner:
                 sync = model.set_requires_all_reduce if deferred == "replicas" else model.set_requires_gradient_sync
                 sync(number == len(micro_batches) - 1)
             self._reseed(step, number)
-            with record_function("forward"):
+            with phase("forward"):
                 loss = self._loss(model, batch) / valid_tokens.clamp(min=1)
-            with record_function("backward"):
+            with phase("backward"):
                 loss.backward()
             total += loss.detach()
         return total
@@ -100,7 +101,7 @@ class StepRunner:
         coordinates = layout.batch_coordinate(self.rank), own["tp"], *[own["cp"]] * (layout.cp > 1)
         reseed(self.seed, step, micro_batch, *coordinates, *stage)
 
-    @record_function("gradient norm")
+    @phase("gradient norm")
     def clip_gradients(self, max_norm: float | None = None, p: float = 2.0) -> torch.Tensor:
         """Clip the gradients to a norm, that of training.max_norm by default; return the norm they had."""
         max_norm = self.config.training.max_norm if max_norm is None else max_norm
@@ -108,15 +109,15 @@ class StepRunner:
         norm = clip_grad_norm(self.parameters, max_norm, p, self.stages, copies)
         return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
-    @record_function("optimizer")
-    def update(self, step: int, norm: torch.Tensor) -> None:
+    @phase("optimizer")
+    def update(self, step: int, norm: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Change the weights at the learning rate of this step, free the gradients, and change the biases of routers
-        unless the gradients' norm is not finite."""
+        unless the gradients' norm is not finite. Where `skipped` is true, nothing is changed."""
         for group in self.optimizer.param_groups:
             group["lr"], group["training_step"] = learning_rate(self.config, step), step
-        self.optimizer.step()
+        step_unless(skipped, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        self.balance.end_step(norm)
+        self.balance.end_step(~norm.isfinite() if skipped is None else skipped)
         self.notify_converters()
 
     def notify_converters(self) -> None:

@@ -4,33 +4,31 @@ How a step is computed is left to step.py, and what is logged to report.py.
 """
 
 import gc
-import hashlib
 import logging
 import math
-import re
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
-from titanlite import __version__
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
-from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml
 from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data, validation_data
 from titanlite.errors import RunFailed, UserError
-from titanlite.fault.nonfinite import NonFiniteGuard
+from titanlite.fault.bad_step import Spike, build_guard
+from titanlite.fault.network import check_network
+from titanlite.fault.preflight import facts_of, gather_facts, require_equal
+from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
+from titanlite.observe.run_folder import git_revision
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
@@ -42,37 +40,46 @@ from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import gather_objects, set_collective_timeout
+from titanlite.runtime.progress import PROGRESS, phase
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
-from titanlite.train.validate import validation_loss
+from titanlite.train.validate import Abandoned, validation_loss
 
 
 class Trainer:
     """Train a job on this rank. The process group must exist."""
 
-    def __init__(self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger) -> None:
+    def __init__(
+        self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger, stop: Stop | None = None
+    ) -> None:
         config = job.config
         self.job, self.rank_info, self.device, self.log = job, rank_info, device, log
         self.folder = Path(config.job.dump_folder)
+        self.stop, self.stopped = stop or Stop(config, rank_info, {}), False
         if config.debug.deterministic:
             use_deterministic_algorithms()
-        self._require_equal("the config", _hash(job.given))
-        self._require_equal("the order of the pipeline", str(job.stages))  # each rank read the CSV itself
-        self._require_equal("the kind of device", device.type)
-        self._require_equal("the software", f"titanlite {__version__}, torch {torch.__version__}")
+        revision = git_revision() if rank_info.local_rank == 0 else None
+        facts = gather_facts(facts_of(job, rank_info, device, revision), rank_info.world)
+        require_equal(facts, rank_info.world)
         self.mesh = build_mesh(job.layout, device.type)
+        if config.fault.preflight and rank_info.world > 1:
+            for line in check_network(self.mesh.world, device, facts):
+                log.info(line)
         self.own_places = cache(partial(own_places, job, rank_info.rank, device))
         self.checkpoints = Checkpoints(job, rank_info, device, log)
-        self.resume = self.checkpoints.find()
+        with phase("load"):
+            self.resume = self.checkpoints.find()
         self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
+        PROGRESS.taken = PROGRESS.saved = self.step
         self.consumed = self.resume.consumed
         self.seed = agree_on_seed(self.resume.seed if config.debug.seed is None else config.debug.seed)
         self._open_data()
         self._build_model()
         self._restore()
-        self.nonfinite = NonFiniteGuard(device, self.mesh.loss)
+        self.nonfinite = build_guard(config.fault, device, job.layout.tp, self.report.log_bad_step)
+        self.nonfinite.load_state_dict(self.resume.guard)
         self.report.open_sinks(self.seed, self.step)
 
     # ---------------------------------------------------------------- building
@@ -121,6 +128,7 @@ class Trainer:
         optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
         self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
 
+    @phase("load")
     def _restore(self) -> None:
         """Load what the run starts from."""
         stages = self.mesh.world["pp"].get_group() if self.job.layout.pp > 1 else None
@@ -133,7 +141,7 @@ class Trainer:
     # ---------------------------------------------------------------- running
 
     def train(self) -> None:
-        """Run to the target step."""
+        """Run to the target step, or until `stopped`."""
         config = self.job.config
         if self.step >= config.training.steps:
             self.log.info(f"already at step {self.step} of {config.training.steps}: raise --training.steps")
@@ -148,33 +156,47 @@ class Trainer:
         self.batches = BatchPrefetcher(loader, self.device)
         self.report.clock.restart()
         try:
-            self._run_steps()
+            self._run_to_target()
         except BaseException:
             self.checkpoints.wait_ignoring_errors()
             raise
         self.nonfinite.flush()
         self.checkpoints.finish_save()
         self.report.log_saves(self.checkpoints.records)
-        if config.checkpoint.last_save_in_hf:
+        if config.checkpoint.last_save_in_hf and not self.stopped:
             self.checkpoints.export(self.step, self.state, self.tokenizer)
-        if config.generate.at_end:
+        if config.generate.at_end and not self.stopped:
             self.show_sample()
         self.close()
 
+    def _run_to_target(self) -> None:
+        while True:
+            try:
+                return self._run_steps()
+            except Spike as spike:
+                self.roll_back(spike)
+
     def _run_steps(self) -> None:
         config, steps, first = self.job.config, self.job.config.training.steps, self.step + 1
+        PROGRESS.first_step = first
+        PROGRESS.enter("step")
         with Profiler(config.profiling, self.folder, self.rank_info.rank, self.device, self.step) as profiler:
-            while self.step < steps:
+            while self.step < steps and not self.stopped:
                 self.step += 1
+                PROGRESS.step = self.step
                 self.train_step()
+                PROGRESS.taken = self.step
+                self.stopped = self.nonfinite.read() and self.step < steps
                 if self.step == first:
                     dist.barrier()  # or a rank would start the shorter clock while another still compiles
                     set_collective_timeout(config.comm.train_timeout_seconds, excluded=self.checkpoints.group)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
-                    self.validate()
-                if self.checkpoints.due(self.step, self.report.is_logged(self.step)):
+                    self.stopped = self.stopped or not self.validate()
+                if self.stopped:
+                    self.stop.ask("a request to another rank")
+                if self.checkpoints.due(self.step, self.report.is_logged(self.step)) or self.stopped:
                     self.save()
                 self.report.log_saves(self.checkpoints.records)
                 with self.report.clock.paused("profiling"):  # the time of writing a trace belongs to no step
@@ -185,20 +207,21 @@ class Trainer:
         micro_batches = self.next_micro_batches()
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
         local_valid_tokens *= self.runner.has_loss  # of the last stage only, which has the losses
-        self.nonfinite.raise_if_set()
-        valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens)
+        with phase("tokens"):
+            valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens, stop=bool(self.stop.reason))
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
             raise self._data_ended()  # on all ranks; waiting for the device is the price of an unknown length
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
-        self.nonfinite.record(self.step, loss, norm)
+        skipped = self.nonfinite.record(self.step, loss, norm)
         self.checkpoints.before_update()
-        self.runner.update(self.step, norm)
+        self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
-        self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, self.runner.balance)
+        with phase("log"):
+            self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, self.runner.balance)
 
-    @record_function("data")
+    @phase("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
         count, places = self.rank_slice.accumulation, self.own_places(self.job.config.training.seq_len)
@@ -213,15 +236,26 @@ class Trainer:
         steps = f"step {self.step - 1} of {self.job.config.training.steps}"
         return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
-    @record_function("validation")
-    def validate(self) -> None:
-        """Log the loss on held-out data."""
+    @phase("validation")
+    def validate(self) -> bool:
+        """Log the loss on held-out data; return False if a request to stop came first."""
         with self.report.clock.paused("validation"):
             chunks, places = self.job.config.training.loss_chunks, self.own_places(self.job.validation_seq_len)
             how = self.mesh.loss, chunks, places, self.runner.pipeline
-            loss = validation_loss(self.parts, self.validation_loader, self.device, *how)
+            asked = self._asked_anywhere if self.checkpoints.enabled else None
+            try:
+                loss = validation_loss(self.parts, self.validation_loader, self.device, *how, asked)
+            except Abandoned:
+                return False
             self.report.log_validation(self.step, loss)
+        return True
 
+    def _asked_anywhere(self) -> bool:
+        asked = torch.full((), bool(self.stop.reason), dtype=torch.int64, device=self.device)
+        dist.all_reduce(asked)
+        return bool(asked.item())
+
+    @phase("save")
     def save(self) -> None:
         """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
@@ -229,7 +263,21 @@ class Trainer:
             samples = None if self.job.config.training.mixture else self.data.samples
             epoch = self.consumed // samples if samples else None
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)
-            self.checkpoints.save(position, self.state, self.batches.state)
+            self.checkpoints.save(position, self.state, self.batches.state, self.nonfinite.state_dict())
+
+    @phase("load")
+    def roll_back(self, spike: Spike) -> None:
+        """Go back to before a spike. The data go on: what led to it is not seen again."""
+        self.log.warning(str(spike))
+        resume = self.checkpoints.find_before(spike.step)
+        self.checkpoints.restore(resume, self.state)
+        self.runner.notify_converters()
+        self.step, self.tokens = resume.position.step, resume.position.tokens
+        PROGRESS.taken = PROGRESS.saved = self.step
+        self.nonfinite.load_state_dict(resume.guard)
+        self.report.close()
+        self.report.open_sinks(self.seed, self.step)  # as a resume does: what is later is dropped
+        self.report.clock.restart()
 
     def show_sample(self) -> None:
         """Log text that the model generates."""
@@ -250,9 +298,3 @@ class Trainer:
         gc.enable()
         self.batches.close()
         self.report.close()
-
-
-def _hash(config: JobConfig) -> str:
-    """Hash the config without the paths that may differ between nodes."""
-    text = re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(config), flags=re.MULTILINE)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
 """The loss on held-out data: what one process would compute, on any mesh; every rank takes part in every batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,13 @@ from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.parallel.pipeline import Pipeline
+from titanlite.runtime.progress import PROGRESS
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
+
+
+class Abandoned(Exception):
+    """A request to stop came before the end of the data."""
 
 
 def validation_loss(
@@ -22,10 +27,12 @@ def validation_loss(
     chunks: int = 1,
     places: torch.Tensor | None = None,
     pipeline: Pipeline | None = None,
+    asked: Callable[[], bool] | None = None,
 ) -> float:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    `places` are this rank's in each sequence, None for all; `pipeline` runs several parts.
+    `places` are this rank's in each sequence, None for all; `pipeline` runs several parts. `asked` is called by all
+    ranks in every 8th batch: if any was asked to stop, all raise Abandoned.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
@@ -38,7 +45,11 @@ def validation_loss(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     nn.ModuleList(parts).eval()
     with torch.no_grad():
-        for batch in batches:
+        abandoned = False
+        for number, batch in enumerate(batches, start=1):
+            PROGRESS.enter("validation")  # each batch is progress: a long validation is no hang
+            if asked and number % 8 == 0 and (abandoned := asked()):
+                break
             batch = batch.to(device, places)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
@@ -51,6 +62,8 @@ def validation_loss(
                 totals += torch.stack([loss.double(), valid])
     nn.ModuleList(parts).train()
     batches.close()
+    if abandoned:
+        raise Abandoned
     if group:  # none in one process
         dist.all_reduce(totals, group=group)
     total, tokens = totals.tolist()

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,39 +19,51 @@ from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import RunFailed, UserError
-from titanlite.observe.console import DEVICE, LAUNCHED, RESOLVED_CONFIG, open_log
+from titanlite.errors import OK, RunFailed, UserError
+from titanlite.fault.beat import Heart
+from titanlite.fault.stop import Stop
+from titanlite.observe.console import open_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
-from titanlite.train.ending import describe_end
+from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG
+from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 
-def main(argv: list[str]) -> int:
-    """Train and return the exit code: 2 for a user's mistake, 1 for a run that failed and for a bug."""
+def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None) -> int:
+    """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or
+    76 for one that was asked to stop; there titanlite's launcher gets 0 and a file."""
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
         environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
         _exit_with_launcher(int(environ[LAUNCHED]))
+    stop: Stop | None = None
     try:
         if LAUNCHED not in environ:  # otherwise the launcher did this
             check_torch()
         rank = rank_info(environ)
         source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
         line, device = parse_command_line(source, environ), environ[DEVICE] if LAUNCHED in environ else ""
-        run(job_from(line, world=rank.world, training=True, device=device), rank, environ)
-        return 0
+        job = job_from(line, world=rank.world, training=True, device=device)
+        if task:
+            task(job, rank, environ)
+            return OK
+        stop = Stop(job.config, rank, environ)
+        return run(job, rank, environ, stop)
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = RunFailed(str(error))
         if isinstance(error, UserError):  # printed first: the launcher does not print again what is in this file
             print(f"titanlite: {error}", file=sys.stderr)
             write_error_file(error, environ)
-            return 1 if isinstance(error, RunFailed) else 2
+            return error.code
+        if stop and stop.others_may_have_left():
+            return stop.leave("another rank had left")
         write_error_file(error, environ)
         traceback.print_exc()
         return 1
@@ -81,15 +93,18 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "py_callstack": traceback.format_exc(),
         "timestamp": str(int(now)),
         "time": now,
+        "step": PROGRESS.step,
         "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
 
 
-def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
-    """Train a valid job on this rank."""
+def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
+    """Train a valid job on this rank; return its exit code."""
     config, folder = job.config, Path(job.config.job.dump_folder)
+    if config.checkpoint.enable:  # otherwise nothing can be saved, and a signal ends this rank at once
+        stop.listen()
     device = pick_device(config.job.device, rank.local_rank)
     if device.type == "cuda" and config.quantize.linear.float8.enable:  # under torchrun no launcher has checked it
         from titanlite.parallel import float8
@@ -109,12 +124,16 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str]) -> None:
         if finished or notice:
             log.info(finished or notice)
         if finished:
-            return
+            return OK
         if config.job.print_config:
             log.info(to_toml(job.given))
-        trainer = Trainer(job, rank, device, log)
+        heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)
+        heart.start()
+        trainer = Trainer(job, rank, device, log, stop)
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
-            log.info(describe_end(config))
+            log.info(describe_stop(config, stop.left()) if trainer.stopped else describe_end(config))
+    heart.end()
+    return stop.leave() if trainer.stopped else OK

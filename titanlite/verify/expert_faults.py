@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -56,19 +57,19 @@ def _dispatch_shifted() -> Patch:
 
 @fault("what experts make of tokens returns in the order of the experts", Row("ep2"))
 def _combine_unsorted() -> Patch:
-    sort, is_first = expert._Reorder.apply, cycle((True, False))
+    sort, is_first = expert.GatherRows.apply, cycle((True, False))
 
     def only_first(rows: Tensor, *orders: Tensor) -> Any:
         return sort(rows, *orders) if next(is_first) else rows.clone()
 
-    return patch.multiple(expert._Reorder, apply=only_first)
+    return patch.multiple(expert, GatherRows=SimpleNamespace(apply=only_first))
 
 
 @fault("biases follow the choices of each rank's own tokens", Row("dp2", variant="bias"))
 def _counts_per_rank() -> Patch:
-    def of_own_tokens(self: Balance, norm: Tensor) -> None:
+    def of_own_tokens(self: Balance, skipped: Tensor) -> None:
         with patch.object(dist, "all_reduce", lambda *args, **how: None):
-            end_step(self, norm)
+            end_step(self, skipped)
 
     end_step = Balance.end_step
     return patch.multiple(Balance, end_step=of_own_tokens)
@@ -80,7 +81,7 @@ def _counts_per_microbatch() -> Patch:
         losses = []
         for batch in batches:
             losses.append(forward_backward(self, number, [batch], valid_tokens))
-            self.balance.end_step(valid_tokens)
+            self.balance.end_step(torch.zeros((), dtype=torch.bool))
         return torch.stack(losses).sum()
 
     forward_backward = StepRunner.forward_backward

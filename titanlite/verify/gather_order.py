@@ -43,11 +43,6 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
             into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
 
 
-def is_sharded(job: Job) -> bool:
-    """Return whether any group is gathered: of experts it may be those alone."""
-    return job.layout.fsdp > 1 or (job.layout.experts_apart and job.layout.efsdp > 1)
-
-
 def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[Group]:
     """Return the groups in the order in which a part gathers them in these passes, such as "FB".
 

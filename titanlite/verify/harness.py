@@ -22,7 +22,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
 from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
-from titanlite.parallel.build import named_parameters
+from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
@@ -119,7 +119,8 @@ class InstrumentedTrainer(Trainer):
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return these, and the buffers that a checkpoint has."""
-        return {**self.own_parameters(), **measurements.kept_buffers(*self.parts)}
+        buffers = {name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()}
+        return {**self.own_parameters(), **buffers}
 
     def owns(self, name: str) -> bool:
         """Return whether this rank should have a parameter or module: one of its stages, by either name of a tie."""

@@ -171,7 +171,7 @@ def _parts_orthogonalized() -> Patch:
 
 @fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Patch:
-    return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens: valid_tokens)
+    return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens, stop=False: valid_tokens)
 
 
 @fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))

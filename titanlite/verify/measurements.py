@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
-from titanlite.parallel.expert import is_router
+from titanlite.parallel.expert import routers
 from titanlite.verify.table import SAMPLES
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}
@@ -100,23 +100,12 @@ def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: _full_copy(tensor) for name, tensor in tensors.items()}
 
 
-def kept_buffers(*parts: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint has."""
-    kept = [(part.state_dict().keys(), part) for part in parts]
-    return {name: buffer for names, part in kept for name, buffer in part.named_buffers() if name in names}
-
-
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     return {name: _full_copy(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def routers(*parts: nn.Module) -> dict[str, Any]:
-    """Return the modules that choose experts, by name."""
-    return {name: module for part in parts for name, module in part.named_modules() if is_router(module)}
 
 
 def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total: None) -> Measured:

@@ -17,7 +17,8 @@ from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.parallel.build import build_model
+from titanlite.parallel.build import build_model, persistent_buffers
+from titanlite.parallel.expert import routers
 from titanlite.parallel.init import materialize
 from titanlite.verify import measurements
 from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measured, with_optimizer
@@ -35,11 +36,11 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
     materialize(model, table, config.debug.seed or 0, torch.device("cpu"))
     trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
     parameters = dict(model.named_parameters())
-    tensors = parameters | measurements.kept_buffers(model)
+    tensors = parameters | persistent_buffers(model)
     measured: Measured = {INITIAL: measurements.values(tensors)}
     if kind == "imported":
         _write_hf(Path(path).parent / IMPORTED, job, parameters)
-    for router in measurements.routers(model).values():
+    for router in routers(model).values():
         router.sequences = SAMPLES
     step, max_norm = 0, 0.0
     for name, steps in measurements.steps_of(config).items():
@@ -69,12 +70,12 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
 
 def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
     """Tell routers, whose loss is that of a whole sequence, what they choose in all of its documents."""
-    routers, counts = measurements.routers(model).values(), defaultdict[Any, list[torch.Tensor]](list)
-    for router in routers:
+    counts = defaultdict[Any, list[torch.Tensor]](list)
+    for router in routers(model).values():
         router.sum_over_sequence = lambda own, router=router: counts[router].append(own) or own
     for document in documents:
         model(document)
-    for router in routers:
+    for router in routers(model).values():
         router.sum_over_sequence = lambda own, router=router: torch.stack(counts[router]).sum(0)
         router.counts.zero_()
         router.auxiliary.zero_()
@@ -83,7 +84,7 @@ def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) 
 @torch.no_grad()
 def _balance(model: nn.Module) -> None:
     """Raise the bias of experts that were chosen less than the mean, and lower that of others."""
-    for router in measurements.routers(model).values():
+    for router in routers(model).values():
         if router.bias is not None:
             move = (router.counts.double().mean() - router.counts).sign()
             router.bias += router.rate * (move - move.mean())

@@ -18,14 +18,7 @@ from titanlite.config.pipeline_order import parse
 from titanlite.config.stages import SINGLE
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline import Pipeline, orders
-from titanlite.verify.gather_order import (
-    Group,
-    declared_gathers,
-    declared_reductions,
-    first_difference,
-    is_sharded,
-    recorded,
-)
+from titanlite.verify.gather_order import Group, declared_gathers, declared_reductions, first_difference, recorded
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
 """The receiver's rank in the group, a shape and a type."""
@@ -56,7 +49,7 @@ class StepRecord:
             self.sent.update((receiver, tuple(tensor.shape), tensor.dtype) for tensor in values)
             return send(group, tensors, receiver, tag)
 
-        sharded = is_sharded(self.job)
+        sharded = self.job.layout.most_sharded > 1
         with (
             patch.object(dist.ProcessGroup, "send", send_and_count),
             recorded(self.gathered, self.reduced) if sharded else nullcontext(),
@@ -65,7 +58,7 @@ class StepRecord:
 
     def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
-        sharded, job = is_sharded(self.job), self.job
+        sharded, job = self.job.layout.most_sharded > 1, self.job
         if pipeline:
             yield from self._pipeline_differences(parts, pipeline, sharded)
         elif sharded:

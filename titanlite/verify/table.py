@@ -12,8 +12,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from typing import get_args
 
-from titanlite.config.schema import Schedule
-from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED
+from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule
 from titanlite.layout import Layout
 
 SAMPLES = 36

@@ -315,6 +315,7 @@ def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
 
 
+@pytest.mark.long
 def test_float8_checkpoint_loads_without_torchao(saved):
     folder, state = saved
     code = (

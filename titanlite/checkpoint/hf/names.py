@@ -14,7 +14,7 @@ import torch
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, some_of
-from titanlite.parallel.build import build_meta_model
+from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, ModelSpec, Rule, WeightTransform
 from titanlite.runtime import store
 
@@ -62,10 +62,9 @@ class Translation:
             )
         self.hf, self.config = spec.hf, spec.hf.config(flavor)
         model, self.table = build_meta_model(spec, flavor)
-        persistent = model.state_dict().keys()
         if faults := [name for name, rule in self.table.items() if not rule.hf]:
             raise UserError(f"{spec.name}: the table has no Hugging Face name of{some_of(faults)}")
-        self.buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        self.buffers = persistent_buffers(model)
         """Those that checkpoints have, on the meta device. The folder has no place for them."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
