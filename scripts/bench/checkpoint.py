@@ -99,7 +99,7 @@ def _synchronous(run: Trainer) -> Checkpoints:
 
 def _saved(run: Trainer, by: Checkpoints, step: int) -> PendingSave:
     dist.barrier()
-    by.save(Position(step, 0, 0, 0, 0, ""), run.state, None)
+    by.save(Position(step, 0, 0, 0, 0, ""), run.state, None, {})
     by.finish_save()
     return by.records.pop()
 

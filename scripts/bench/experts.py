@@ -28,6 +28,7 @@ from titanlite.models.common.moe import Experts, MoE, Router  # noqa: E402
 
 DIM, HIDDEN, EXPERTS, TOP_K = 512, 384, 32, 4
 ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 
 
 class Looped(Experts):
@@ -51,7 +52,7 @@ def main() -> None:
     for module in modules.values():
         _prepare(module)
     looped.load_state_dict(grouped.state_dict())
-    x = _on_device(torch.randn(1, arguments.tokens, DIM))
+    x = torch.randn(1, arguments.tokens, DIM).to(DEVICE, DTYPE)
     with torch.no_grad():
         _, chosen, counts = routed.router(x)
         rows = x.flatten(0, 1)[chosen.flatten().argsort(stable=True) // TOP_K]
@@ -82,11 +83,7 @@ def main() -> None:
 def _prepare(module: nn.Module) -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
-    module.to(*(("cuda", torch.bfloat16) if ON_GPU else ()))
-
-
-def _on_device(tensor: Tensor) -> Tensor:
-    return tensor.to("cuda", torch.bfloat16) if ON_GPU else tensor
+    module.to(DEVICE, DTYPE)
 
 
 def _time(forward: Callable[[], Tensor]) -> float:
