@@ -38,8 +38,8 @@ MAY_USE_PRIVATE_NAMES = {
     "titanlite/verify/pool.py",
 }
 MAX_LINES_OF_A_FILE = 500
-MAX_LINES_OF_THE_CORE = 8_890
-MAX_LINES_OF_TITANLITE = 19_420
+MAX_LINES_OF_THE_CORE = 9_310
+MAX_LINES_OF_TITANLITE = 22_210
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
