@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, OK, STOPPED
@@ -25,7 +24,6 @@ from titanlite.runtime.rank_files import (
     STOP_SIGNALS,
     Left,
     own_file,
-    processes,
     read_left,
 )
 
@@ -77,20 +75,10 @@ class Stop(threading.Thread):
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if number == signal.SIGTERM and self._lost_a_peer():
-            os._exit(0)  # the launcher ends this rank because of another; that one is the failure
         if now > self._signaled_at + SAME_REQUEST_SECONDS:
             os._exit(self.leave(f"{number.name} once more"))
         self._signaled_at = min(now, self._signaled_at)
         self.ask(f"{number.name} to rank {self._rank}")
-
-    def _lost_a_peer(self) -> bool:
-        """Whether a worker of this launcher has ended."""
-        with suppress(ProcessLookupError):
-            for process in processes(self._file.parent).values() if self._file else ():
-                os.kill(process, 0)
-            return False
-        return True
 
     def others_may_have_left(self) -> bool:
         """Whether others, which were asked to stop, have left this one alone, so that an error is the consequence."""

@@ -26,7 +26,7 @@ from titanlite.observe.console import rank_log
 from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
 
 PATIENCE_SECONDS = 2
-"""From SIGTERM to SIGKILL."""
+"""From SIGINT to SIGKILL, and until what was killed is gone."""
 
 
 class RankLogs(LogsSpecs):
@@ -107,8 +107,9 @@ def run_workers(
 def _recorded_exits(ranks: range) -> Iterator[dict[int, Exit]]:
     """Yield how the workers end, and let nothing of them outlive the attempt.
 
-    Torch asks the ranks that are left to end, and kills them 30 seconds later: those in a collective with a lost peer
-    would keep a restart waiting. What a killed rank has forked, such as data loaders, stays in its process group.
+    Torch asks the ranks that are left to end by SIGTERM, and kills them 30 seconds later. To ours SIGTERM is a request
+    to save and stop, which one that can't take a step would pass on to the next attempt: they are killed at once. What
+    a killed rank has forked, such as data loaders, stays in its process group.
     """
     exits: dict[int, Exit] = {}
     close = SubprocessContext.close
@@ -117,7 +118,8 @@ def _recorded_exits(ranks: range) -> Iterator[dict[int, Exit]]:
         processes = {ranks[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
         running = {rank: process for rank, process in processes.items() if process.poll() is None}
         now, stopped = time.time(), {rank: process_state(process.pid) in HELD for rank, process in running.items()}
-        close(context, death_sig, min(timeout, PATIENCE_SECONDS))
+        ending = signal.SIGKILL if death_sig in (None, signal.SIGTERM) else death_sig
+        close(context, ending, min(timeout, PATIENCE_SECONDS))
         for rank, process in processes.items():
             exits.setdefault(rank, Exit(process.poll(), now, rank in stopped, stopped.get(rank, False)))
         _kill_groups([process.pid for process in processes.values()])
