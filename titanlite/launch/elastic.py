@@ -107,9 +107,9 @@ def run_workers(
 def _recorded_exits(ranks: range) -> Iterator[dict[int, Exit]]:
     """Yield how the workers end, and let nothing of them outlive the attempt.
 
-    Torch asks the ranks that are left to end by SIGTERM, and kills them 30 seconds later. To ours SIGTERM is a request
-    to save and stop, which one that can't take a step would pass on to the next attempt: they are killed at once. What
-    a killed rank has forked, such as data loaders, stays in its process group.
+    Torch asks the ranks that are left to end by SIGTERM, and kills them 30 seconds later. To ours SIGTERM is a
+    request to save and stop, which one that can't take a step would pass on to the next attempt: they are killed at
+    once. What a killed rank has forked, such as data loaders, stays in its process group.
     """
     exits: dict[int, Exit] = {}
     close = SubprocessContext.close

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from titanlite.errors import RunFailed, first_line
+from titanlite.runtime.rank_files import STOP
 
 T = TypeVar("T")
 SILENCE_SECONDS = 15.0
@@ -91,7 +92,7 @@ class Link:
 
 
 class Presence(threading.Thread):
-    """Shows the other launchers that this one lives, and learns of them what cannot wait."""
+    """Shows the other launchers that this one lives, and exchanges with them and the ranks what cannot wait."""
 
     def __init__(self, link: Link, node: int, nodes: int, incarnation: int) -> None:
         super().__init__(name="presence", daemon=True)
@@ -107,6 +108,8 @@ class Presence(threading.Thread):
         """The newest attempt of which a node has said that it failed."""
         self.is_replaced = False
         """Whether another launcher has taken this node's place, since this one seemed dead."""
+        self.stop = ""
+        """Why the run is asked to stop: set it, and all launchers and ranks learn of it; or one of them did."""
 
     @property
     def lost_seconds(self) -> float:
@@ -135,6 +138,10 @@ class Presence(threading.Thread):
         store.set(own, f"{self._incarnation} {count}")
         if store.check([f"failed/{(attempt := self.attempt)}"]):
             self.failed_attempt = attempt
+        if store.check([STOP]):
+            self.stop = self.stop or store.get(STOP).decode()
+        elif self.stop:
+            store.set(STOP, self.stop)
         for node in range(1, self._nodes) if self._node == 0 else ():
             if store.check([key := f"launcher/{node}"]):
                 value, (last, since) = store.get(key), self._moved.get(node, (b"", 0.0))

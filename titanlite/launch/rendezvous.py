@@ -70,7 +70,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     def __init__(self, nodes: Nodes, processes: int, fault: Fault, timeout_seconds: int) -> None:
         """Connect to node 0; RunFailed if it is missing, UserError if two launchers say that they are this node."""
         super().__init__(nodes.master_addr, nodes.master_port, nodes.rank, nodes.count, "titanlite", timeout_seconds)
-        self.on_poll: list[Callable[[], None]] = [self._look_around]
+        self.on_poll: list[Callable[[], None]] = [self._look_around] if nodes.count > 1 else []
         """Called ten times a second in the launcher's main thread while workers run; an error of a call ends them."""
         self._processes, self._fault = processes, fault
         self._deadline = time.monotonic() + timeout_seconds
@@ -85,8 +85,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._members: list[int] = []
         self.attempt = 1
         """The number of the attempt that runs, or comes next."""
-        if nodes.count > 1:
-            self._presence.start()
+        self._presence.start()
 
     def _open_store(self) -> dist.TCPStore:
         """Listen on node 0; on other nodes retry in short attempts, so that Ctrl-C is noticed between them."""
@@ -201,6 +200,11 @@ class NodeRendezvous(StaticTCPRendezvous):
     def _check_not_replaced(self) -> None:
         if self._presence.is_replaced:
             raise Replaced(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
+
+    def exchange_stop(self, reason: str) -> str:
+        """Tell the other launchers and the ranks why to stop, if at all; return their reason, if there is one."""
+        self._presence.stop = self._presence.stop or reason
+        return self._presence.stop
 
     def beats(self, attempt: int, ranks: Iterable[int]) -> dict[int, Beat]:
         """Return the last beats of these ranks; on node 0, which has them."""

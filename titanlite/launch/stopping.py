@@ -21,7 +21,6 @@ from titanlite.launch.failure import Exit
 from titanlite.runtime.rank_files import (
     SAME_REQUEST_SECONDS,
     STARTED,
-    STOP,
     STOP_SIGNALS,
     Left,
     processes,
@@ -51,8 +50,7 @@ class Stopping:
         self._config, self._private = config, Path()
         self.reason = ""
         """Why to stop; empty without a request."""
-        self._asked_at, self._told, self._looked_at = 0.0, False, 0.0
-        self._running = False
+        self._asked_at, self._running = 0.0, False
         self._last_step: Callable[[], int] = int
         os.environ[STARTED] = str(time.time())
         for number in STOP_SIGNALS if config.checkpoint.enable else ():
@@ -87,15 +85,9 @@ class Stopping:
 
     def _poll(self) -> None:
         """Exchange requests with the other launchers and the ranks; end ranks whose time is over."""
-        now, grace, store = time.monotonic(), self._config.fault.grace_seconds, self._rendezvous.launchers
-        with suppress(RuntimeError):  # node 0 has ended
-            if self.reason and not self._told:
-                store.set(STOP, self.reason)
-                self._told = True
-            elif not self.reason and now > self._looked_at + 1:
-                self._looked_at = now
-                if store.check([STOP]):
-                    self.reason, self._asked_at, self._told = store.get(STOP).decode(), now, True
+        now, grace = time.monotonic(), self._config.fault.grace_seconds
+        if (reason := self._rendezvous.exchange_stop(self.reason)) and not self.reason:
+            self.reason, self._asked_at = reason, now
         if any(left.code == CUT_SHORT for left in read_left(self._private)):  # no other rank can save any more
             raise Stopped(self._ended())
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:

@@ -90,14 +90,17 @@ def round_between_fused_operations() -> None:
 
 def accumulate_gradients(part: "nn.Module") -> None:
     """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for reductions."""
-    # torch 2.11, 2.13 and 2.14; only the last may have several groups of parameters a module. FSDP2 does so in hooks
-    # of the backward pass.
+    # torch 2.11, 2.13, 2.14 and 2.15; since 2.14 a module may have several groups of parameters. FSDP2 does so in
+    # hooks of the backward pass.
     from torch.distributed.fsdp import FSDPModule
 
     for module in part.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                if hasattr(group, "_set_unsharded_grad_dtypes"):  # 2.15
+                    group._set_unsharded_grad_dtypes(defer_upcast=False)
+                    continue
                 for parameter in group.fsdp_params:
                     if hasattr(parameter, "_unsharded_param"):
                         parameter.accumulate_unsharded_grad_if_needed()
@@ -125,12 +128,12 @@ def keep_buffers_of_compiled_graphs() -> None:
     config.donated_buffer = False
 
 
-def send_nothing_to_this_rank(stage: "PipelineStage") -> None:
+def send_nothing_to_this_rank(stage: Any) -> None:
     """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which gloo can't do."""
-    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V.
-    operations: Any = stage._get_init_p2p_neighbors_ops
-    to_others: Any = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
-    stage._get_init_p2p_neighbors_ops = to_others
+    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V. 2.15 has none.
+    if operations := getattr(stage, "_get_init_p2p_neighbors_ops", None):
+        to_others = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
+        stage._get_init_p2p_neighbors_ops = to_others
 
 
 def schedule_of_rows(
