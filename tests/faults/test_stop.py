@@ -192,6 +192,22 @@ def test_without_the_launcher_ranks_exit_with_75_themselves(tmp_path):
 
 
 @pytest.mark.long
+def test_a_signal_before_the_config_is_known_waits_until_it_is(tmp_path):
+    """Without checkpoints it would end the launcher by the signal."""
+    process, deadline = start(ARGV, tmp_path, NGPU="2"), time.monotonic() + 30
+    while not blocked(process.pid) >> (signal.SIGTERM - 1) & 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 75 and "stopped at step 0 of 100000 on request (SIGTERM to the launcher); " in out, out
+
+
+def blocked(pid: int) -> int:
+    """Return the signals that a process holds back, as bits."""
+    return int(re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # type: ignore[index]
+
+
+@pytest.mark.long
 def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
     """As schedulers send it, and some of them twice: also to the data workers, without which ranks get no data."""
     process = started(tmp_path, "--training.dataloader.num_workers=1")
@@ -203,7 +219,7 @@ def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_is_ended_because_of_another_was_not_asked(tmp_path):
-    """The elastic agent ends it by SIGTERM: the failure of the other is the outcome, and is not waited with."""
+    """The failure of the other is the outcome, and is not waited with."""
     injury = {"INJURY": "raise:data:1:6,sleep:data:0:6", "MAX_RESTARTS": "0"}
     code, out = finish(start(ARGV, tmp_path, NGPU="2", **injury))
     assert code == 1 and "rank 1 on " in out and "ValueError: a fault was put in here" in out.splitlines()[-1]

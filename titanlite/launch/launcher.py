@@ -31,7 +31,7 @@ from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, cores, read_number, shown_ranks
-from titanlite.runtime.rank_files import ATTEMPT, DEVICE, LAUNCHED
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, LAUNCHED, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, argv: list[str]) -> int:
     """Train the job of a command line and return its exit code; UserError before any worker is started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
     environ = dict(os.environ)
     loaded = load(parse_command_line(argv, environ))
     job, nodes, device, processes = find_job(loaded, environ)

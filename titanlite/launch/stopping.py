@@ -55,6 +55,7 @@ class Stopping:
         os.environ[STARTED] = str(time.time())
         for number in STOP_SIGNALS if config.checkpoint.enable else ():
             signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _hear(self, number: int, _: Any) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
