@@ -52,6 +52,12 @@ def start(slurm: Slurm, code: int, folder: Path) -> str:
     return job
 
 
+def has_started(slurm: Slurm, job: str) -> bool:
+    """Ask SLURM to start a queued job now; it sets the time, two minutes later, after the job is in the queue."""
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    return not slurm.state(job).startswith("PENDING")
+
+
 def told(folder: Path, job: str) -> list[str]:
     return [log.read_text().strip() for log in sorted(folder.glob(f"{job}.*"))]
 
@@ -89,7 +95,7 @@ def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbe
     wait_until((tmp_path / "two" / "checkpoint" / "step-10").exists, "the first checkpoint", 200)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for(job, "PENDING 1")
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+    wait_until(lambda: has_started(slurm, job), "the job to start again", 200)
     slurm.wait_for(job, "COMPLETED 1", 200)
     code, out = train(argv, tmp_path / "one", NGPU="1")
     assert code == 0, out

@@ -100,7 +100,7 @@ class Attempts:
             if verdict.why:
                 print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
             if self._look_for_step in self._rendezvous.on_poll:
-                if verdict.code == OK:
+                if verdict.code == OK and self._first_step <= self._given.training.steps:
                     self._tell_first_step()
                 else:
                     self._rendezvous.on_poll.remove(self._look_for_step)
