@@ -55,6 +55,7 @@ ARGV = [
     *("--lr_scheduler.total_steps=1000000", "--fault.grace_seconds=30", f"--fault.stall_seconds={STALL}"),
     *("--comm.init_timeout_seconds=60", "--comm.checkpoint_timeout_seconds=20", "--comm.train_timeout_seconds=20"),
     *("--fault.on_nonfinite=skip", "--fault.spike_sigma=8", "--fault.spike_window=32", "--fault.on_spike=skip"),
+    "--fault.skip_budget=1000",
 ]
 COURSE = ",".join(f"{'nan' if step % 300 else 'spike'}:gradient norm:1:{step}:*" for step in range(150, 20_000, 150))
 """What every run meets, and skips."""
@@ -102,8 +103,8 @@ class Soak:
             self.flip_a_byte()
         before = step = self.newest()
         faults = []
-        for _ in range(self.chance.randint(1, 3)):
-            kind, phase = self.chance.choice(OF_A_RANK), self.chance.choice(PHASES)
+        places = [(kind, phase) for kind in OF_A_RANK for phase in PHASES]  # the same error twice is not restarted
+        for kind, phase in self.chance.sample(places, self.chance.randint(1, 3)):
             faults.append(fault_after(step, kind, phase, self.chance.randrange(RANKS), self.chance))
             step = max(step, faults[-1].step)
         end, last = self.chance.choice(self.ends), step + self.chance.randint(3, INTERVAL)
