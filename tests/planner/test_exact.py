@@ -40,6 +40,8 @@ def test_a_gather_too_many_is_named_with_its_dimension():
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
+        (["--optimizer.name=Muon"], "optimizer.name = Muon"),
+        (["--optimizer.state_dtype=bfloat16"], "optimizer.state_dtype = bfloat16"),
         (["--training.enable_cpu_offload"], "training.enable_cpu_offload"),
         (["--quantize.linear.float8.enable"], "quantize.linear.float8"),
         (["--model.converters=['float8']"], "quantize.linear.float8"),

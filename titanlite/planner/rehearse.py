@@ -215,6 +215,9 @@ def check_planned(job: Job) -> None:
             and config.optimizer.implementation != "fused"
             and config.optimizer.name != "SGD"
         ),
+        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name == "Muon",
+        "optimizer.state_dtype = bfloat16 (its steps read numbers on the host)": config.optimizer.state_dtype
+        == "bfloat16",
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
         "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
