@@ -51,8 +51,8 @@ def test_a_rank_tells_the_launchers_where_it_is_and_hears_that_it_should_stop():
     environ = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(launchers.port)}
     heard: list[str] = []
     heart = Heart(JobConfig(), RankInfo(1, 2, 1, "here"), environ, heard.append)
-    heart.start()
     with phase("backward"):
+        heart.start()
         beat = Beat.parse(attempt_store(launchers, "0").get(beat_key(1)))
         assert (beat.phase, beat.host, beat.limit) == ("backward", "here", 300)
     launchers.set(STOP, "SIGTERM")
