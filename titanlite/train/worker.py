@@ -96,8 +96,10 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "step": PROGRESS.step,
         "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+    content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
+    partial = Path(path).with_suffix(".partial")  # the launcher may kill this rank at any time, and reads the file
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
 
 
 def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
