@@ -42,7 +42,7 @@ class Slurm:
         self._start(0, "slurmctld", "-D")
         for node in (0, 1):
             self._start(node, "slurmd", "-D", "-N", f"node{node}")
-        wait_until(lambda: self.ask("sinfo", "--noheader", "--states=idle", "--format=%D") == "2", "the nodes")
+        self.wait_for_nodes()
 
     def _start(self, node: int, *command: str) -> None:
         with (self._folder / f"{command[0]}-{node}.out").open("w") as out:
@@ -62,8 +62,16 @@ class Slurm:
         shown = self.ask("scontrol", "show", "job", job)
         return " ".join(re.findall(r"(?:JobState|Restarts)=(\S+)", shown))
 
+    def wait_for_nodes(self) -> None:
+        """Wait until both nodes are idle."""
+        wait_until(lambda: self.ask("sinfo", "--noheader", "--states=idle", "--format=%D") == "2", "the nodes")
+
     def wait_for(self, job: str, state: str, seconds: float = 60) -> None:
-        wait_until(lambda: self.state(job) == state, f"job {job} to be {state}", seconds)
+        try:
+            wait_until(lambda: self.state(job) == state, f"job {job} to be {state}", seconds)
+        except AssertionError as error:
+            log = (self._folder / "slurmctld.log").read_text().splitlines()
+            raise AssertionError("\n".join([f"{error}; it is {self.state(job)}", *log[-20:]])) from None
 
 
 def missing() -> str:

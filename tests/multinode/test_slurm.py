@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,8 @@ def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbe
     wait_until((tmp_path / "two" / "checkpoint" / "step-10").exists, "the first checkpoint", 200)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for(job, "PENDING 1")
+    slurm.wait_for_nodes()
+    time.sleep(1)  # in the second in which a node ended the job it refuses to start it ("Job credential revoked")
     wait_until(lambda: has_started(slurm, job), "the job to start again", 200)
     slurm.wait_for(job, "COMPLETED 1", 200)
     code, out = train(argv, tmp_path / "one", NGPU="1")
