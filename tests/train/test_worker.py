@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 import runpy
 import signal
 import sys
@@ -39,6 +40,17 @@ def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, 
     assert message["extraInfo"]["is_user_error"] == (name != "ValueError")
     assert "Traceback" in message["extraInfo"]["py_callstack"]
     assert capsys.readouterr().err.startswith(printed)
+
+
+def test_an_error_file_is_whole_or_not_there(tmp_path):
+    path, limits = tmp_path / "error.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as if this rank were killed after 100 bytes
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            worker.write_error_file(ValueError("a long story " * 100), {"TORCHELASTIC_ERROR_FILE": str(path)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not path.exists()
 
 
 def test_a_config_error_names_every_fault_and_exits_with_2(capsys):

@@ -37,6 +37,13 @@ def rank_file(private: Path, rank: int, kind: str) -> Path:
     return private / f"{rank}.{kind}"
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is whole or not there: a launcher may read it, and kill this rank, at any time."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
 def own_file(environ: Mapping[str, str], kind: str) -> Path | None:
     """Return a file of this worker; None if titanlite's launcher did not start it."""
     if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run
@@ -57,9 +64,7 @@ class Left:
     """Steps since the newest checkpoint."""
 
     def write(self, file: Path) -> None:
-        partial = file.with_suffix(".partial")  # a launcher may read at any time
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(file)
+        write_whole(file, json.dumps(asdict(self)))
 
 
 def read_left(private: Path) -> list[Left]:

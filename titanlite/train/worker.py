@@ -27,7 +27,7 @@ from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.progress import PROGRESS
-from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG
+from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG, write_whole
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
@@ -97,9 +97,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
-    partial = Path(path).with_suffix(".partial")  # the launcher may kill this rank at any time, and reads the file
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
+    write_whole(Path(path), json.dumps(content))
 
 
 def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
