@@ -175,11 +175,18 @@ class Soak:
         """Train on to a last step without faults, and compare with a run that met none."""
         last = self.newest() + 2 * INTERVAL
         straight = Soak(self.folder.parent / "straight", 0)
-        for run in (self, straight):
-            code, out = run.run([], last)
-            if code != OK:
-                self.lost.append(f"the last run without faults: exit code {code}\n{out[-6000:]}")
-                return
+        try:
+            for run in (self, straight):
+                code, out = run.run([], last)
+                if code != OK:
+                    self.lost.append(f"the last run without faults: exit code {code}\n{out[-6000:]}")
+                    return
+            self.compare(straight, last)
+        finally:
+            straight.close()
+
+    def compare(self, straight: Soak, last: int) -> None:
+        """Note what differs from the undisturbed run after its last step."""
         found, expected = (load_tensors(step_folder(run.root, last)) for run in (self, straight))
         if wrong := [name for name in expected if not torch.equal(found[name], expected[name])]:
             self.lost.append(f"after {last} steps {len(wrong)} tensors differ: {', '.join(wrong[:4])}")
@@ -188,7 +195,6 @@ class Soak:
         )
         if losses != expected_losses:
             self.lost.append("metrics.jsonl has not the steps and losses of the undisturbed run")
-        straight.close()
 
     def close(self) -> None:
         if self.mounted:

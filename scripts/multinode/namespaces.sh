@@ -6,7 +6,7 @@
 #   namespaces.sh heal HOST        put it back
 #   namespaces.sh slow HOST RATE   send and receive at most RATE, such as 100mbit
 #   namespaces.sh fast HOST        at full speed again
-#   namespaces.sh kill HOST        SIGKILL all its processes at once, as a power failure does
+#   namespaces.sh kill HOST        SIGKILL all its processes and cut its network, as a power failure does
 #   namespaces.sh down             kill what still runs on the hosts and remove them
 # The hosts share this machine's files, as over a network file system. Needs root, ip and tc (iproute2). Another
 # PREFIX makes other hosts beside these. Nothing leaves them: not even this machine is on their network.
@@ -100,5 +100,8 @@ fast) # there may be no limit to remove
     tc -n "$prefix-$host" qdisc delete dev eth0 root 2>/dev/null || true
     tc -n "$prefix-switch" qdisc delete dev "$host" root 2>/dev/null || true
     ;;
-kill) ip netns pids "$prefix-$host" | xargs --no-run-if-empty kill -KILL 2>/dev/null || true ;;
+kill) # no packet may tell the others, as after a power failure
+    switch ip link set "$host" down
+    ip netns pids "$prefix-$host" | xargs --no-run-if-empty kill -KILL 2>/dev/null || true
+    ;;
 esac

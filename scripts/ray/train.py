@@ -67,7 +67,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, stop)
     ranks = [{**cluster, "NODE_RANK": str(rank)} for rank in range(options.nodes)]
-    return max(ray.get([node.run.remote(options.arguments, rank) for node, rank in zip(nodes, ranks, strict=True)]))
+    runs = [node.run.remote(options.arguments, rank) for node, rank in zip(nodes, ranks, strict=True)]
+    ray.wait(runs, num_returns=len(runs))  # the actor of a lost node has ended too, with an error
+    return ray.get(runs[0])  # the launcher of node 0 decides how a run ends
 
 
 if __name__ == "__main__":

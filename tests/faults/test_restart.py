@@ -162,10 +162,25 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
 
 
 @pytest.mark.long
+def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_path):
+    """No rank notices that it has lost a peer: this one sleeps, as one may that waits for NCCL."""
+    (first, second), variables = two_nodes(tmp_path, [], INJURY="sleep:optimizer:0:6")
+    wait_for(tmp_path / "checkpoint/step-4", first)
+    time.sleep(2)  # step 6 is reached
+    second.kill()
+    finish(second)
+    again = start(TWO, tmp_path, NODE_RANK="1", **variables)
+    results = [finish(node, 200) for node in (first, again)]
+    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], results
+    assert "the launcher of NODE_RANK=1 ended, and another has taken its place" in results[0][1], results
+    assert (tmp_path / "logs/attempt-1/rank-1.log").exists(), "which the lost launcher could not move"
+
+
+@pytest.mark.long
 def test_a_lost_node_0_ends_the_others(tmp_path):
     (first, second), _ = two_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)
     first.kill()
     code, out = finish(second)
-    assert code == FAILED and "node 0's launcher has ended, which keeps the store of the run" in out, out
+    assert code == FAILED and "node 0's launcher, which hosts the store of the run, has ended" in out, out
     finish(first)

@@ -147,12 +147,38 @@ def test_a_run_that_only_starts_loses_nothing(tmp_path, signaled):
 @pytest.mark.parametrize("to", ["the launcher", "rank 1"])
 def test_a_second_signal_ends_the_run_at_once_and_names_what_is_lost(tmp_path, to):
     """The save would take longer than anyone waits."""
-    process = started(tmp_path, "--fault.grace_seconds=600", "--checkpoint.interval=3", INJURY="sleep:backward:0:6")
+    argv = ["--fault.grace_seconds=600", "--checkpoint.interval=3", "--metrics.log_freq=2"]
+    process = started(tmp_path, *argv, steps=3, INJURY="sleep:backward:0:6")
+    time.sleep(2)  # step 5 is not logged
     target = process.pid if to == "the launcher" else worker(process, 1)
     os.kill(target, signal.SIGUSR1)
     time.sleep(1.5)
     os.kill(target, signal.SIGTERM)
-    assert stopped(process, tmp_path, f"SIGUSR1 to {to}; SIGTERM once more", code=76) == 5
+    assert stopped(process, tmp_path, f"SIGUSR1 to {to}; second signal: SIGTERM", code=76) == 5
+    assert committed(tmp_path / "checkpoint") == [3]
+
+
+@pytest.mark.long
+def test_the_first_signal_to_a_launcher_is_no_second_one_if_others_have_asked(tmp_path):
+    """As a scheduler ends nodes one after the other."""
+    process = started(tmp_path, INJURY="stop:backward:0:6")
+    os.kill(worker(process, 1), signal.SIGUSR1)
+    time.sleep(3)  # the launcher has heard of it
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    os.kill(worker(process, 0), signal.SIGCONT)
+    stopped(process, tmp_path, "SIGUSR1 to rank 1")
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_in_the_last_save_leaves_a_run_to_start_again(tmp_path):
+    kills = ",".join(f"kill:save:0:{step}" for step in (6, 7, 8))
+    process = started(tmp_path, "--checkpoint.interval=3", INJURY=f"stop:backward:0:6,{kills}")
+    rank_0 = worker(process, 0)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2)  # all have heard of it
+    os.kill(rank_0, signal.SIGCONT)
+    assert stopped(process, tmp_path, "SIGTERM to the launcher", code=76) in (6, 7, 8)
     assert committed(tmp_path / "checkpoint") == [3]
 
 
@@ -166,11 +192,12 @@ def test_ranks_that_the_system_has_stopped_are_killed_after_the_grace(tmp_path):
 
 
 @pytest.mark.long
-def test_without_checkpoints_sigterm_ends_the_run_at_once(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path, number):
     process = started(tmp_path, "--checkpoint.no_enable")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, out = finish(process)
-    assert code == 143 and "nothing was saved: checkpoint.enable is off" in out.splitlines()[-1]
+    assert code == 128 + number and "nothing was saved: checkpoint.enable is off" in out.splitlines()[-1]
 
 
 @pytest.mark.long
@@ -184,8 +211,12 @@ def test_peers_that_do_not_share_the_loss_hear_too(pool, tmp_path, split):
 
 @pytest.mark.long
 def test_without_the_launcher_ranks_exit_with_75_themselves(tmp_path):
+    """Also where who started them had blocked the signals, which is inherited."""
     torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"
-    code, out = finish(start(ARGV, tmp_path, module=torchrun, INJURY="term:forward:1:4"))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    process = start(ARGV, tmp_path, module=torchrun, INJURY="term:forward:1:4")
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code, out = finish(process)
     (step,) = committed(tmp_path / "checkpoint")
     assert code == 1 and re.search(r"exitcode +: 75 ", out) and f"stopped at step {step} of {MANY} on request" in out
 

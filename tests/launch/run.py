@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,8 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
+        for pid in [process.pid, *descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
         out, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out

@@ -42,7 +42,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     """Return the dump folder and the console of a run of 3 steps on 2 ranks."""
     folder = tmp_path_factory.mktemp("a finished run")
     argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
-    argv += ["--validation.steps=1", "--validation.freq=2", "--job.device=auto"]
+    argv += ["--validation.steps=1", "--validation.freq=2", "--job.device=auto", "--fault.rejoin_seconds=60"]
     code, out = train(argv, folder, NGPU="2", CUDA_VISIBLE_DEVICES="")
     assert code == 0, out
     return folder, out
@@ -59,6 +59,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     assert lines[0]["mfu"] is None and "mfu: n/a" in out
     assert lines[2].keys() == {"step", "validation_loss"}
     assert re.search(r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE)
+    assert "no effect on 1 node: fault.rejoin_seconds" in out
     assert "2 processes on the CPU (from NGPU)" in out and "mesh       dp_shard 2" in out
     assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
     assert (folder / "logs/rank-0.log").exists() and (folder / "logs/rank-1.log").exists()
@@ -196,6 +197,7 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tm
     argv = [*TINY, "--checkpoint.enable", "--checkpoint.load_step=33", f"--job.dump_folder={tmp_path}"]
     argv += ["--lr_scheduler.warmup_steps=0"]
     assert main(["train", *argv]) == 2
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "as before, for what this process starts next"
     out = capsys.readouterr()
     assert "checkpoint.load_step = 33: no such checkpoint in " in out.err and out.err.endswith("; there are: 4\n")
     assert out.out == "" and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

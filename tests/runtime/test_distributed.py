@@ -46,9 +46,11 @@ def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
             assert bool(of_fsdp) == (layout.dp_shard == 4)
 
 
-def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[bool]]:
-    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when they changed."""
-    argv = "--comm.init_timeout_seconds=123 --checkpoint.enable --parallelism.fsdp_reshard_after_forward=2"
+def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[bool, float]]]:
+    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when they changed,
+    and to what."""
+    argv = "--comm.init_timeout_seconds=123 --fault.stall_seconds=150 --checkpoint.enable"
+    argv += " --parallelism.fsdp_reshard_after_forward=2"
     run = trainer([*TINY, *argv.split()], folder)
     groups = [group for group in torch_private.process_groups() if group is not run.checkpoints.group]
     initial, of_checkpoints = {timeout_of(group) for group in groups}, timeout_of(run.checkpoints.group)
@@ -62,7 +64,7 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[bool
             taken.touch()
 
     def change(seconds: float, excluded: dist.ProcessGroup | None) -> None:
-        changed.append(taken.exists())
+        changed.append((taken.exists(), seconds))
         set_collective_timeout(seconds, excluded)
 
     run.train_step = slow_step  # type: ignore[method-assign]
@@ -75,7 +77,7 @@ def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_firs
     for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
         assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, "also of the groups that FSDP2 makes"
         assert of_checkpoints == timedelta(seconds=1800 + WATCH_SECONDS)
-        assert changed == [True], "only when rank 1 had taken the step too"
+        assert changed == [(True, 150)], "only when rank 1 had taken the step too; 100 would be too soon"
 
 
 @pytest.fixture

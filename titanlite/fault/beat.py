@@ -92,7 +92,7 @@ class Heart(threading.Thread):
         here = PROGRESS
         seconds = round(time.monotonic() - here.since, 1)
         limit = phase_limit(self._config, here)
-        return Beat(here.step, here.phase, here.sequence, seconds, *limit, os.getpid(), self._rank.host)
+        return Beat(here.step, here.phase, here.sequence, seconds, *limit, os.getpid(), self._rank.host, here.taken)
 
     def end(self) -> None:
         """Tell that this rank has nothing left to do, and beat no more."""

@@ -58,7 +58,7 @@ def process_state(pid: int) -> str:
 def _place(file: Path) -> tuple[int, str, int, float] | None:
     """Return step, phase, sequence, and the seconds in the phase: all processes of a host have one such clock."""
     with suppress(ValueError):
-        step, phase, sequence, since = json.loads(_read(file))
+        step, phase, sequence, since, _ = json.loads(_read(file))
         return step, phase, sequence, time.monotonic() - since
     return None
 

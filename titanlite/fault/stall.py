@@ -41,6 +41,8 @@ class Beat:
     """The key of the config that says so."""
     pid: int
     host: str
+    taken: int = 0
+    """The last step that is complete."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> "Beat":
@@ -105,7 +107,11 @@ class Hang:
 
 
 class Stalled(RunFailed):
-    """A run that hung and was ended; the message is the report."""
+    """A run that hung and was ended; the message is the report, of `time`: what ranks say later is a consequence."""
+
+    def __init__(self, report: str, time: float) -> None:
+        super().__init__(report)
+        self.time = time
 
 
 class Judge:
@@ -150,7 +156,7 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
     if stopped := [each for each in ranks if each.state == STOPPED]:
         return stopped, "stopped"
     if silent := [each for each in ranks if each.age > SILENT_BEATS * hang.interval]:
-        return silent, "not heard of any more"
+        return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
     elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
     waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)  # a stage, for the one before
@@ -167,7 +173,7 @@ def report(hang: Hang, whole: bool = False) -> str:
     Ranks that stand alike share a line.
     """
     guilty, reason = culprits(hang)
-    blamed = f"{_names(guilty)}: {reason}" if guilty else "nothing tells the ranks apart"
+    blamed = f"{_names(guilty)}: {reason}" if guilty else "no rank stands out"
     lines = [f"the run hangs: no rank moved for {hang.limit:g} s ({hang.key}). {blamed}"]
     for each in guilty[:MOST_STACKS]:
         stack = _all_threads(each.stack) if whole else main_frames(each.stack)[:MOST_FRAMES]

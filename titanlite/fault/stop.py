@@ -55,6 +55,7 @@ class Stop(threading.Thread):
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)  # libraries may not expect that a call is interrupted
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # who started this may have blocked them
         os.register_at_fork(after_in_child=_hear_nothing)
         self.start()
 
@@ -76,7 +77,7 @@ class Stop(threading.Thread):
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if now > self._signaled_at + SAME_REQUEST_SECONDS:
-            os._exit(self.leave(f"{number.name} once more"))
+            os._exit(self.leave(f"second signal: {number.name}"))
         self._signaled_at = min(now, self._signaled_at)
         self.ask(f"{number.name} to rank {self._rank}")
 

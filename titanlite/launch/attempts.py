@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,15 @@ from pathlib import Path
 from titanlite.checkpoint.manifest import MANIFEST, committed, latest_complete, step_folder
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.schema import JobConfig
-from titanlite.errors import FAILED, GIVEN_UP, OK, RunFailed, first_line
+from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, STOPPED, RunFailed, first_line
+from titanlite.fault.stall import Stalled
 from titanlite.launch.failure import Exit, Failure, first_failure
 from titanlite.launch.rendezvous import NodeRendezvous, PeerFailed, Verdict
+from titanlite.launch.stopping import last_taken
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
+from titanlite.runtime.rank_files import Left
+from titanlite.train.ending import describe_stop
 
 
 @dataclass(frozen=True)
@@ -52,26 +57,30 @@ class Attempts:
     """The attempts of a run, as this node's launcher sees them; on node 0 it decides about them."""
 
     def __init__(
-        self, work: Work, given: JobConfig, rendezvous: NodeRendezvous, private: Path, processes: int
+        self,
+        work: Work,
+        given: JobConfig,
+        rendezvous: NodeRendezvous,
+        private: Path,
+        processes: int,
+        max_restarts: int,
     ) -> None:
         """`work` runs an attempt's workers of this node, which leave what their launcher should know in `private`."""
         self._work, self._given, self._rendezvous, self._private = work, given, rendezvous, private
-        self._processes, self._folder = processes, Path(given.job.dump_folder)
+        self._processes, self._folder, self._max_restarts = processes, Path(given.job.dump_folder), max_restarts
         self._saved_before = _saved(given)
         self._failures: list[Failure] = []
         """Of all attempts so far; on node 0."""
         self._first_step, self._looked_at = 0, 0.0
 
-    def run(
-        self, members: list[int], fits: Callable[[int], str], restarts: Callable[[], int], shown: set[int]
-    ) -> int:
+    def run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
         """Run attempts until one succeeds, or another is not worth a try; return the exit code.
 
-        `members` are the nodes of the first, `fits` says what a number of ranks lacks, `restarts` how many restarts
-        are allowed by now, and `shown` are the ranks on the terminal.
+        `members` are the nodes of the first, `fits` says what a number of ranks lacks, `asked` why the run should
+        stop, if it should, and `shown` are the ranks on the terminal.
         """
         try:
-            return self._run(members, fits, restarts, shown)
+            return self._run(members, fits, asked, shown)
         except RunFailed:  # of which the other launchers know, or which they cannot be told
             raise
         except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
@@ -84,14 +93,12 @@ class Attempts:
             self._rendezvous.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
             raise
 
-    def _run(
-        self, members: list[int], fits: Callable[[int], str], restarts: Callable[[], int], shown: set[int]
-    ) -> int:
+    def _run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
         resumes = False
         while True:
             attempt = self._begin(members, resumes)
             own, over = self._failure_here(attempt)
-            decide = partial(self._decide, attempt, restarts)
+            decide = partial(self._decide, attempt, asked)
             verdict = self._rendezvous.settle(own, over, decide)
             failure = Failure.parse(verdict.failure) if verdict.failure else None
             logs = self._folder / "logs" if verdict.code is not None else _keep_logs(self._folder, attempt)
@@ -124,29 +131,33 @@ class Attempts:
         """Run an attempt; return the failure of this node and whether the attempt is over on all others too."""
         host = socket.gethostname()
         exits, reason = self._work(attempt)
+        if isinstance(reason, Stalled):
+            return Failure(-1, host, reason.time, None, first_line(reason), str(reason), known=False), True
         if reason and not isinstance(reason, PeerFailed):
             return Failure(-1, host, time.time(), None, first_line(reason), str(reason)), True
         return first_failure(exits, self._folder, self._private, host), bool(reason)
 
     # ---------------------------------------------------------------- on node 0
 
-    def _decide(self, attempt: Attempt, restarts: Callable[[], int], failures: list[Failure]) -> Verdict:
+    def _decide(self, attempt: Attempt, asked: Callable[[], str], failures: list[Failure]) -> Verdict:
         """Return what follows an attempt with these failures on its nodes."""
         if not failures:
             return Verdict(OK)
-        max_restarts = restarts()
         failure = min(failures, key=lambda failure: failure.order)
         beats = self._rendezvous.beats(attempt.number, range(attempt.world))
         if failure.step is None and failure.rank in beats:
             failure = replace(failure, step=beats[failure.rank].step)
-        verdict = replace(judge(failure, self._failures, max_restarts), failure=failure.render())
+        verdict = replace(judge(failure, self._failures, self._max_restarts), failure=failure.render())
         self._failures.append(failure)
         if verdict.code is not None:
             return verdict
-        reached = max([failure.step or 0, *(beat.step for beat in beats.values())])
+        taken = max([last_taken(self._private), (failure.step or 1) - 1, *(beat.taken for beat in beats.values())])
         saved, source = _newest(attempt.config)
-        self._first_step, lost = saved + 1, max(0, reached - 1 - saved)
-        number = f"restart {len(self._failures)} of {max_restarts}"
+        self._first_step, lost = saved + 1, max(0, taken - saved)
+        if reason := asked():
+            left = Left(CUT_SHORT if lost else STOPPED, saved + lost, reason, lost)
+            return replace(verdict, code=left.code, why=describe_stop(self._given, left))
+        number = f"restart {len(self._failures)} of {self._max_restarts}"
         why = f"{number}, {source}; {lost} step{'s' * (lost != 1)} lost"
         return replace(verdict, why=why, resumes=bool(_saved(attempt.config).items() - self._saved_before.items()))
 
@@ -181,11 +192,14 @@ def _saved(config: JobConfig) -> dict[int, int]:
 
 
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:
-    """Move this node's logs of an attempt out of the way of the next one's; return where they are."""
+    """Move this node's logs of an attempt out of the way of the next one's; return where they are.
+
+    Node 0 moves all: the launcher of another node may be lost.
+    """
     kept = folder / "logs" / f"attempt-{attempt.number}"
     kept.mkdir(exist_ok=True)
-    for rank in attempt.ranks:
+    for rank in range(attempt.world) if 0 in attempt.ranks else attempt.ranks:
         log = rank_log(folder, rank)
-        if log.exists():
+        with suppress(FileNotFoundError):
             log.rename(kept / log.name)
     return kept

@@ -76,7 +76,7 @@ def run_workers(
     rendezvous_handler_registry.register("titanlite", rendezvous.for_agent)  # the same one for every attempt
     signals = ["SIGINT", "SIGQUIT"]
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # otherwise it asks the ranks to save and stop
-        signals.append("SIGTERM")
+        signals += ["SIGTERM", "SIGUSR1"]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and a handler would undo that
         signals.append("SIGHUP")
     resolved = private / "config.toml"

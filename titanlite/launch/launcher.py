@@ -22,6 +22,7 @@ from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
+from titanlite.config.schema import Fault
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
@@ -80,6 +81,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, argv: list[str]) -> int:
     """Train the job of a command line and return its exit code; UserError before any worker is started."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
+    try:
+        return _check_and_run(argv)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _check_and_run(argv: list[str]) -> int:
     environ = dict(os.environ)
     loaded = load(parse_command_line(argv, environ))
     job, nodes, device, processes = find_job(loaded, environ)
@@ -103,7 +111,7 @@ def run(arguments: Namespace, argv: list[str]) -> int:
         with _plan(job, nodes, device, processes) as notices:
             return _run(loaded, job, argv, nodes, device, processes, shown, notices, stopping)
     except Stopped as stopped:
-        say(describe_stop(job.config, stopped.left))
+        say(f"\ntitanlite: {describe_stop(job.config, stopped.left)}")
         return stopped.left.code
 
 
@@ -180,15 +188,11 @@ def _run(
     folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
     color = not job.config.metrics.disable_color_printing
     worker_environ = {DEVICE: device, **worker_environment(nodes, processes, os.environ)}
-    max_restarts = _max_restarts(loaded, job, os.environ)
     terminal: Terminal | None = None
     moved: set[Path] | None = None
 
     def last_step() -> int:
         return terminal.last_record.get("step", 0) if terminal else 0
-
-    def restarts() -> int:
-        return 0 if stopping.reason else max_restarts
 
     def work(attempt: Attempt) -> tuple[dict[int, Exit], RunFailed | None]:
         """Run the workers of this node, with what they print on the terminal."""
@@ -198,7 +202,7 @@ def _run(
         terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices)
         config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
         part = attempt.ranks, attempt.world
-        asked = stopping.during(rendezvous, Path(private), last_step)
+        asked = stopping.during(rendezvous, Path(private))
         with terminal, Watch(attempt, rendezvous, Path(private)), asked as judge:
             exits, reason = run_workers(argv, config, rendezvous, *part, folder, Path(private), environ)
             judge(exits)
@@ -215,6 +219,8 @@ def _run(
 
     try:
         say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")
+        if nodes.count == 1 and job.config.fault.rejoin_seconds != Fault().rejoin_seconds:
+            say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
         members = rendezvous.call_roll(fits)
         archives = {*folder.glob("previous/*")}
@@ -223,8 +229,9 @@ def _run(
         moved = {*folder.glob("previous/*")} - archives
         rendezvous.wait_for_node_0("the dump folder")
         with tempfile.TemporaryDirectory(prefix="titanlite-") as private:
-            attempts = Attempts(work, job.given, rendezvous, Path(private), processes)
-            code = attempts.run(members, fits, restarts, shown)
+            max_restarts = _max_restarts(loaded, job, os.environ)
+            attempts = Attempts(work, job.given, rendezvous, Path(private), processes, max_restarts)
+            code = attempts.run(members, fits, lambda: stopping.reason, shown)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
     except (KeyboardInterrupt, SignalException) as error:

@@ -47,7 +47,7 @@ class Link:
                 self._store, now = None, time.monotonic()
                 refused_at = (refused_at or now) if isinstance(error, ConnectionRefusedError) else 0.0
                 if isinstance(error, Unreachable) or (refused_at and now > refused_at + REFUSED_SECONDS):
-                    raise Unreachable("node 0's launcher has ended, which keeps the store of the run") from None
+                    raise Unreachable("node 0's launcher, which hosts the store of the run, has ended") from None
                 if now > began + seconds:
                     where = f"node 0 at {self._host}:{self._port}"
                     raise Unreachable(

@@ -159,8 +159,15 @@ class NodeRendezvous(StaticTCPRendezvous):
     def _find_attempt(self) -> None:
         """Join the attempt that is being prepared: a launcher that was started again finds one under way."""
         self.attempt = max(self.attempt, int(self._wait("attempt")))
-        if self._read(f"members/{self.attempt}") is not None:
-            self.attempt += 1
+        members = self._read(f"members/{self.attempt}")
+        if members is None:
+            return
+        ended = f"ended/{self.attempt}/{self.rank}"
+        if self.rank in json.loads(members).get("nodes", []) and self._read(ended) is None:
+            replaced = self._lost(f"the launcher of NODE_RANK={self.rank} ended, and another has taken its place")
+            self._write(ended, replaced.render())
+            self._write(f"failed/{self.attempt}", "")  # a peer over NCCL may not notice
+        self.attempt += 1
 
     def _choose(self, fits: Callable[[int], str]) -> dict[str, object]:
         count, first = self.world_size, self.attempt == 1
@@ -260,7 +267,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Tell the others that this launcher ends, and why, as far as they can be told in a few seconds."""
         with suppress(RunFailed):
             self._write(f"ended/{self.attempt}/{self.rank}", failure.render(), 0)
-            if failure.code != STOPPED:  # all nodes were asked, and leave after the same step
+            if failure.code != STOPPED or not self._presence.stop:  # all nodes asked leave after the same step
                 self._write(f"failed/{self.attempt}", "", 0)
             if self.rank == 0:
                 verdict = Verdict(failure.code, f"node 0: {failure.words}")
@@ -273,7 +280,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.rank == 0 and time.monotonic() < deadline:
             silent = self._presence.silent
-            others = [node for node in range(1, self.world_size) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
+            alive = [node for node in range(1, self.world_size) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
+            others = [node for node in alive if self._read(f"launcher/{node}") is not None]
             if all(self._read(f"left/{node}") is not None for node in others):
                 break
             time.sleep(0.1)

@@ -5,6 +5,8 @@ With checkpoints SIGTERM and SIGUSR1 ask; without, nothing could be saved, and t
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import time
@@ -19,6 +21,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.launch.failure import Exit
 from titanlite.runtime.rank_files import (
+    PLACE,
     SAME_REQUEST_SECONDS,
     STARTED,
     STOP_SIGNALS,
@@ -50,8 +53,7 @@ class Stopping:
         self._config, self._private = config, Path()
         self.reason = ""
         """Why to stop; empty without a request."""
-        self._asked_at, self._running = 0.0, False
-        self._last_step: Callable[[], int] = int
+        self._asked_at, self._signaled_at, self._running = 0.0, math.inf, False
         os.environ[STARTED] = str(time.time())
         for number in STOP_SIGNALS if config.checkpoint.enable else ():
             signal.signal(number, self._hear)
@@ -59,22 +61,21 @@ class Stopping:
 
     def _hear(self, number: int, _: Any) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if self.reason and now > self._asked_at + SAME_REQUEST_SECONDS:
-            self._kill(f"{name} once more")
+        if now > self._signaled_at + SAME_REQUEST_SECONDS:
+            self._kill(f"second signal: {name}")
+        self._signaled_at = min(now, self._signaled_at)
         if not self.reason:
             self.reason, self._asked_at = f"{name} to the launcher", now
         if not self._running:
             raise Stopped(self._ended())
 
     @contextmanager
-    def during(
-        self, rendezvous: NodeRendezvous, private: Path, last_step: Callable[[], int]
-    ) -> Iterator[Callable[[Mapping[int, Exit]], None]]:
+    def during(self, rendezvous: NodeRendezvous, private: Path) -> Iterator[Callable[[Mapping[int, Exit]], None]]:
         """Leave a request to the workers that run inside; yield what raises Stopped if one ended them.
 
-        Their files are in `private`; `last_step` is the last step that this launcher has seen.
+        Their files are in `private`.
         """
-        self._rendezvous, self._private, self._last_step, self._running = rendezvous, private, last_step, True
+        self._rendezvous, self._private, self._running = rendezvous, private, True
         rendezvous.on_poll.append(self._poll)
         try:
             yield self._judge
@@ -122,6 +123,16 @@ class Stopping:
 
     def _ended(self) -> Left:
         """Return how a run ends whose ranks could not tell it."""
-        step, saved = self._last_step(), latest_complete(checkpoint_root(self._config)) or 0
+        step = last_taken(self._private) if self._running else 0
+        saved = latest_complete(checkpoint_root(self._config)) or 0
         lost = max(0, step - saved)
         return Left(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)
+
+
+def last_taken(private: Path) -> int:
+    """Return the last step that a worker of this node has taken; 0 if none has."""
+    taken = [0]
+    for file in private.glob(f"*.{PLACE}"):
+        with suppress(ValueError):  # nothing yet, or half of it
+            taken.append(json.loads(file.read_text())[-1])
+    return max(taken)

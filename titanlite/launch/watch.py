@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,10 +56,11 @@ class Watch:
         """Kill the workers first: one that is stopped hears nothing else, and others take SIGTERM for a request to
         save and stop."""
         if self._report:
+            now = time.time()
             for pid, *_ in self._processes().values():
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-            raise Stalled(self._report)
+            raise Stalled(self._report, now)
 
 
 def _leads_session(pid: int) -> bool:

@@ -42,7 +42,7 @@ class Progress:
         """Be in the phase, without counting it again."""
         self.phase, self.since = phase, time.monotonic()
         if self._page:
-            text = json.dumps([self.step, phase, self.sequence, self.since]).encode()
+            text = json.dumps([self.step, phase, self.sequence, self.since, self.taken]).encode()
             self._page[:PLACE_BYTES] = text[:PLACE_BYTES].ljust(PLACE_BYTES)
 
     def share(self, file: Path) -> None:

@@ -25,7 +25,7 @@ SAME_REQUEST_SECONDS = 1
 
 ERROR, PID, REASON, STACK, PLACE = "json", "pid", "reason", "stack", "place"
 """Kinds of files: the error that ended a rank, its process id, why it stopped early without one, where its threads
-are, which SIGUSR2 asks for, and the step and phase it is in now."""
+are, which SIGUSR2 asks for, and the place that it is in now: step, phase, sequence, since when, last step taken."""
 
 
 def attempt_number(environ: Mapping[str, str]) -> str:

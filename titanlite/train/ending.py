@@ -30,7 +30,7 @@ def describe_stop(config: JobConfig, left: Left) -> str:
     """Return the line of a run that was asked to stop."""
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
-    return f"\ntitanlite: stopped at {where}; {last_saved_message(config)}"
+    return f"stopped at {where}; {last_saved_message(config)}"
 
 
 _FILES = {"metrics": "metrics.jsonl", "config": "config.toml", "logs": "logs"}

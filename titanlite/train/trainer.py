@@ -189,7 +189,8 @@ class Trainer:
                 self.stopped = self.nonfinite.read() and self.step < steps
                 if self.step == first:
                     dist.barrier()  # or a rank would start the shorter clock while another still compiles
-                    set_collective_timeout(config.comm.train_timeout_seconds, excluded=self.checkpoints.group)
+                    limit = max(config.comm.train_timeout_seconds, config.fault.stall_seconds)
+                    set_collective_timeout(limit, excluded=self.checkpoints.group)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):

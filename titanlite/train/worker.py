@@ -19,7 +19,7 @@ from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import OK, RunFailed, UserError
+from titanlite.errors import OK, RunFailed, UserError, first_line
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
@@ -63,6 +63,7 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
             write_error_file(error, environ)
             return error.code
         if stop and stop.others_may_have_left():
+            print(f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr)
             return stop.leave("another rank had left")
         write_error_file(error, environ)
         traceback.print_exc()
@@ -134,6 +135,7 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
             log.info(line)
         trainer.train()
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
-            log.info(describe_stop(config, stop.left()) if trainer.stopped else describe_end(config))
+            stopped = f"\ntitanlite: {describe_stop(config, stop.left())}"
+            log.info(stopped if trainer.stopped else describe_end(config))
     heart.end()
     return stop.leave() if trainer.stopped else OK
