@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         for pid in [process.pid, *descendants(process.pid)]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with another one
+                os.kill(pid, signal.SIGKILL)
         out, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out

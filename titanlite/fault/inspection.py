@@ -57,9 +57,17 @@ def process_state(pid: int) -> str:
 
 def _place(file: Path) -> tuple[int, str, int, float] | None:
     """Return step, phase, sequence, and the seconds in the phase: all processes of a host have one such clock."""
-    with suppress(ValueError):
-        step, phase, sequence, since, _ = json.loads(_read(file))
+    if place := read_place(file):
+        step, phase, sequence, since, _ = place
         return step, phase, sequence, time.monotonic() - since
+    return None
+
+
+def read_place(file: Path) -> tuple[int, str, int, float, int] | None:
+    """Return what a rank's page says: step, phase, sequence, since when, and the last step taken."""
+    with suppress(ValueError):  # nothing yet, or half of it
+        step, phase, sequence, since, taken = json.loads(_read(file))
+        return step, phase, sequence, since, taken
     return None
 
 

@@ -280,9 +280,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.rank == 0 and time.monotonic() < deadline:
             silent = self._presence.silent
-            alive = [node for node in range(1, self.world_size) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
-            others = [node for node in alive if self._read(f"launcher/{node}") is not None]
-            if all(self._read(f"left/{node}") is not None for node in others):
+            others = [node for node in range(1, self.world_size) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
+            if all(self._read(f"left/{node}") is not None or not self._read(f"launcher/{node}") for node in others):
                 break
             time.sleep(0.1)
         self._presence.end()

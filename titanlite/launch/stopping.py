@@ -5,7 +5,6 @@ With checkpoints SIGTERM and SIGUSR1 ask; without, nothing could be saved, and t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -19,6 +18,7 @@ from titanlite.checkpoint.manifest import latest_complete
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
+from titanlite.fault.inspection import read_place
 from titanlite.launch.failure import Exit
 from titanlite.runtime.rank_files import (
     PLACE,
@@ -131,8 +131,5 @@ class Stopping:
 
 def last_taken(private: Path) -> int:
     """Return the last step that a worker of this node has taken; 0 if none has."""
-    taken = [0]
-    for file in private.glob(f"*.{PLACE}"):
-        with suppress(ValueError):  # nothing yet, or half of it
-            taken.append(json.loads(file.read_text())[-1])
-    return max(taken)
+    places = map(read_place, private.glob(f"*.{PLACE}"))
+    return max((place[-1] for place in places if place), default=0)
