@@ -29,7 +29,7 @@ from scripts.bench.ratios import keep  # noqa: E402
 from scripts.bench.train import measure  # noqa: E402
 from tests.jobs import QUIET, trainer  # noqa: E402
 from titanlite.data.loader import MicroBatch  # noqa: E402
-from titanlite.planner.rehearse import count_second_step  # noqa: E402
+from titanlite.planner.rehearse import count_later_step  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
@@ -99,7 +99,7 @@ def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
 
 def counted_peak(run: Stepped) -> int:
     """Return the peak bytes of a step above what stays allocated between steps."""
-    counted = count_second_step(run.runner, run.micro_batches)
+    counted = count_later_step(run.runner, run.micro_batches)
     return counted.peak - sum(counted.static[kind] for kind in ("parameters", "optimizer", "buffers"))
 
 

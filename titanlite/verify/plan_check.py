@@ -1,8 +1,8 @@
 """Compare the planner's rehearsals with real processes: the bytes of the peak and every collective must be equal.
 
-`titanlite plan --selftest` runs the table: each row takes two steps of the real trainer on gloo processes of this
-machine, counted as a rehearsal is, and on its first and last rank the second step must be what is rehearsed. Since a
-rehearsal runs the same code, the numbers of gathers are also compared with those that the table says.
+`titanlite plan --selftest` runs the table: each row takes four steps of the real trainer on gloo processes of this
+machine, counted as a rehearsal is, and on its first and last rank a step after the first, when the optimizer has its
+state, must be what is rehearsed. A rehearsal runs the same code, so gathers are also compared with the table's.
 """
 
 import logging
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from titanlite.data.shards import id_type
 from titanlite.planner.record import Collective, Recording
-from titanlite.planner.rehearse import blank_batches, count_second_step, record_step
+from titanlite.planner.rehearse import blank_batches, count_later_step, record_step
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, build_job, read_model
@@ -114,13 +114,13 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
 
 
 def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
-    """Take two steps as a rank of the pool; return the peak of the second, its moment, and the collectives."""
+    """Take steps as a rank of the pool; return the peak of one after the first, its moment, and the collectives."""
     rank, world = dist.get_rank(), dist.get_world_size()
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
     trainer = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet"))
     trainer.report.close()
-    recording = count_second_step(trainer.runner, blank_batches(job))
+    recording = count_later_step(trainer.runner, blank_batches(job))
     return recording.peak, recording.moment, recording.collectives()
 
 
