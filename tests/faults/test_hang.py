@@ -173,6 +173,15 @@ def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_
 
 
 @pytest.mark.long
+def test_a_rank_that_hangs_at_the_end_is_ended_though_node_0_is_done(tmp_path):
+    argv, port = [*HANGS, "--training.steps=3", "--fault.stall_seconds=3"], free_port()
+    nodes = [node(number, port, argv, tmp_path, INJURY="sleep:end:1:0") for number in (1, 0)]
+    (_, second), (code, first) = [finish(process) for process in nodes]
+    assert code == nodes[0].returncode == 1 and "rank 1 on " in second and ": end of step 3 for " in second, second
+    assert " in suffer\n" in second and "the run hangs" in first, first
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["sleep:backward:1:5", "stop:backward:1:5"])
 def test_below_torchrun_rank_0_judges_and_every_rank_dumps_its_stack(tmp_path, fault):
     run = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"

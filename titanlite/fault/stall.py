@@ -139,9 +139,8 @@ class Judge:
         if not left:
             return None
         # A rank that is silent may be in another phase than it told last, where it had more time.
-        told = [
-            r for r in left if not self._beats[r] or self._clock - self._heard[r] <= SILENT_BEATS * self._interval
-        ]
+        since = self._clock - SILENT_BEATS * self._interval
+        told = [rank for rank in left if not self._beats[rank] or self._heard[rank] >= since]
         beats = (self._beats[rank] for rank in told or left)
         limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in beats)
         if self._clock - max(self._moved[rank] for rank in left) < limit:

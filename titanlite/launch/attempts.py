@@ -86,9 +86,8 @@ class Attempts:
         except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
             host = socket.gethostname()
             number = getattr(error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
-            words = (
-                f"the launcher on {host} has ended: {signal.Signals(number).name if number else first_line(error)}"
-            )
+            cause = signal.Signals(number).name if number else first_line(error)
+            words = f"the launcher on {host} has ended: {cause}"
             code = 128 + number if number else getattr(error, "code", FAILED)
             self._rendezvous.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
             raise

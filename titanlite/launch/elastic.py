@@ -135,11 +135,11 @@ def _kill_groups(groups: list[int]) -> None:
     """Kill what is left of process groups, and wait for it: it may hold memory of the GPU."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups and time.monotonic() < deadline:
-        groups = [group for group in groups if _kill_group(group)]
+        groups = [group for group in groups if kill_group(group)]
         time.sleep(0.02)
 
 
-def _kill_group(group: int) -> bool:
+def kill_group(group: int) -> bool:
     """Return whether there was something to kill."""
     try:
         os.killpg(group, signal.SIGKILL)

@@ -49,10 +49,8 @@ class Link:
                 if isinstance(error, Unreachable) or (refused_at and now > refused_at + REFUSED_SECONDS):
                     raise Unreachable("node 0's launcher, which hosts the store of the run, has ended") from None
                 if now > began + seconds:
-                    where = f"node 0 at {self._host}:{self._port}"
-                    raise Unreachable(
-                        f"{where} did not answer for {now - began:.0f} s: {first_line(error)}"
-                    ) from None
+                    silence = f"did not answer for {now - began:.0f} s"
+                    raise Unreachable(f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}") from None
                 time.sleep(BEAT_SECONDS)
 
     def read(self, key: str, seconds: float) -> bytes | None:

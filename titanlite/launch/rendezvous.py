@@ -208,6 +208,10 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self._presence.is_replaced:
             raise Replaced(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
 
+    def is_over(self, attempt: int) -> bool:
+        """Whether an attempt has failed on some node, or all nodes have settled how it ended."""
+        return self.attempt > attempt or self._presence.failed_attempt == attempt
+
     def exchange_stop(self, reason: str) -> str:
         """Tell the other launchers and the ranks why to stop, if at all; return their reason, if there is one."""
         self._presence.stop = self._presence.stop or reason

@@ -1,7 +1,6 @@
 """Watch for a hang of the ranks from each launcher: a rank that is stopped, or keeps the GIL, could not do so."""
 
 import os
-import signal
 import threading
 import time
 from contextlib import suppress
@@ -13,18 +12,19 @@ from titanlite.fault.hang import HangWatch, beat_interval
 from titanlite.fault.inspection import RankProcess
 from titanlite.fault.stall import Stalled
 from titanlite.launch.attempts import Attempt
+from titanlite.launch.elastic import kill_group
 from titanlite.launch.rendezvous import NodeRendezvous
 from titanlite.runtime.distributed import attempt_store
 from titanlite.runtime.rank_files import PLACE, STACK, processes, rank_file
 
 
 class Watch:
-    """Inside `with`, a thread watches; if the run hangs, `Stalled` ends this node's workers, with the report."""
+    """Inside `with`, if the run hangs, `Stalled` ends this node's workers, with the report. The thread that watches
+    goes on until the attempt is over on all nodes: node 0 judges, and its ranks may be done."""
 
     def __init__(self, attempt: Attempt, rendezvous: NodeRendezvous, private: Path) -> None:
         self._attempt, self._rendezvous, self._private = attempt, rendezvous, private
         self._report = ""
-        self._ended = threading.Event()
 
     def __enter__(self) -> None:
         self._rendezvous.on_poll.append(self._raise_if_hung)
@@ -32,7 +32,6 @@ class Watch:
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
         self._rendezvous.on_poll.remove(self._raise_if_hung)
 
     def _run(self) -> None:
@@ -41,8 +40,9 @@ class Watch:
             store = attempt_store(self._rendezvous.connect_again(), name)
             node, nodes = ranks.start // len(ranks), world // len(ranks)
             watch = HangWatch(store, self._attempt.config, world, nodes, node, self._processes, name)
-            while not (self._report or self._ended.wait(beat_interval(world))):
+            while not (self._report or self._rendezvous.is_over(self._attempt.number)):
                 self._report = watch.look()
+                time.sleep(beat_interval(world))
 
     def _processes(self) -> dict[int, RankProcess]:
         """Return the processes of this node that are ready to be asked."""
@@ -58,8 +58,7 @@ class Watch:
         if self._report:
             now = time.time()
             for pid, *_ in self._processes().values():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(pid)
             raise Stalled(self._report, now)
 
 

@@ -137,5 +137,6 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
             stopped = f"\ntitanlite: {describe_stop(config, stop.left())}"
             log.info(stopped if trainer.stopped else describe_end(config))
+        PROGRESS.enter("end")
     heart.end()
     return stop.leave() if trainer.stopped else OK

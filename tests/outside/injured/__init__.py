@@ -2,7 +2,8 @@
 
 The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
 every one ("*"). Kinds: raise, kill, stop (SIGSTOP), sleep, spin (without giving up the GIL), term and usr1 (which ask
-the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start".
+the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start"; "end" is
+after all steps, whatever STEP says.
 """
 
 import ctypes
@@ -41,10 +42,13 @@ def suffer(kind: str) -> None:
 
 
 def prepare() -> None:
+    import torch.distributed as dist
+
     from titanlite.runtime.progress import PROGRESS, Progress
     from titanlite.train.step import StepRunner
 
     planned, enter, clip = injuries(), Progress.enter, StepRunner.clip_gradients
+    destroy = dist.destroy_process_group
 
     def injured_enter(self: Any, phase: str) -> None:
         enter(self, phase)
@@ -62,6 +66,13 @@ def prepare() -> None:
                 gradient.mul_(float("nan") if injury[0] == "nan" else 1e4)
         return clip(self, *arguments)
 
+    def injured_destroy() -> None:
+        destroy()
+        for kind, phase, _ in planned:
+            if phase == "end":
+                suffer(kind)
+
+    mock.patch.object(dist, "destroy_process_group", injured_destroy).start()
     mock.patch.object(Progress, "enter", injured_enter).start()
     mock.patch.object(StepRunner, "clip_gradients", injured_clip).start()
     for kind, phase, _ in planned:
