@@ -276,6 +276,15 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
 
 
 @pytest.mark.long
+def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path):
+    argv = [*TINY, "--model.package=injured"]
+    code, out = finish(start(argv, tmp_path, NGPU="2", INJURY="segv:backward:1:2"))
+    last = out.partition("titanlite: rank 1 on ")[2]
+    assert code == 1 and "Fatal Python error: Segmentation fault" in last and ", line " in last, out
+    assert last.strip().endswith("(Signal 11 (SIGSEGV))")
+
+
+@pytest.mark.long
 def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_out(tmp_path):
     process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=3")
     of_rank_1 = [

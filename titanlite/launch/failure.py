@@ -96,7 +96,7 @@ def first_failure(exits: Mapping[int, Exit], folder: Path, private: Path, host: 
 
     rank = min(failed, key=failed_at)
     if rank not in errors:
-        log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-20:]
+        log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-30:]
         words = f"exited without a traceback ({_describe_exit(exits[rank].code)})"
         text = "\n".join([*log_tail, words])
         return Failure(rank, host, exits[rank].time, None, words, text, known=False, stuck=stuck)
@@ -124,6 +124,5 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    return f"Signal {-code} ({signal.Signals(-code).name})"
+    is_signal = code is not None and code < 0
+    return f"Signal {-code} ({signal.Signals(-code).name})" if is_signal else f"exit code {code}"

@@ -28,8 +28,7 @@ class Watch:
 
     def __enter__(self) -> None:
         self._rendezvous.on_poll.append(self._raise_if_hung)
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def __exit__(self, *error: object) -> None:
         self._rendezvous.on_poll.remove(self._raise_if_hung)

@@ -144,6 +144,7 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str], 
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    faulthandler.enable(all_threads=False)
     current_generation = 0
     with open(stack_file, "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)

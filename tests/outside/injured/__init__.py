@@ -1,9 +1,9 @@
 """Put faults into a rank: INJURY="KIND:PHASE:RANK:STEP[:ATTEMPT], …", for a run with --model.package=injured.
 
 The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
-every one ("*"). Kinds: raise, kill, stop (SIGSTOP), sleep, spin (without giving up the GIL), term and usr1 (which ask
-the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start"; "end" is
-after all steps, whatever STEP says.
+every one ("*"). Kinds: raise, kill, segv, stop (SIGSTOP), sleep, spin (without giving up the GIL), term and usr1
+(which ask the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start";
+"end" is after all steps, whatever STEP says.
 """
 
 import ctypes
@@ -13,7 +13,13 @@ import time
 from typing import Any
 from unittest import mock
 
-ENDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+ENDS = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "usr1": signal.SIGUSR1,
+}
 
 
 def injuries() -> list[tuple[str, str, int]]:
