@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,33 @@ sys.path.insert(0, str(Path(__file__).parent / "outside"))  # packages that regi
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
 
-from titanlite.verify.pool import INDUCTOR_MODULE, Pool  # noqa: E402
+from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E402
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
 
 
+class RepeatingPool(Pool):
+    """Runs once more, with a warning in pytest's summary, what ended by an abort of a rank.
+
+    On 23 November 2026 glibc ended a rank of torch 2.15.0 in two of three runs of the long lane ("malloc(): unaligned
+    fastbin chunk detected"), in other tests each time, in a thread without Python frames. The same tests passed alone
+    and with MALLOC_CHECK_=3; the cause is not known. A second abort fails, as does any other end.
+    """
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        try:
+            return super().run(*args, **options)
+        except RankFailed as failure:
+            if not str(failure).endswith("died (exit code -6)"):
+                raise
+            warnings.warn(f"run again: {failure}", stacklevel=2)
+            return super().run(*args, **options)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    ranks = Pool(4, PRELOAD)
+    ranks = RepeatingPool(4, PRELOAD)
     yield ranks
     ranks.close()
 

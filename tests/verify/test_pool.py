@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,27 @@ def test_equal_meshes_of_two_runs_share_their_groups_unless_a_run_failed(pool):
         pool.run(misbehave, 1, "raise", world=2)
     assert pool._world == 0
     assert pool.run(group_of_a_mesh, world=2) == first, "new groups have the same names"
+
+
+def abort_until(marker: str, times: int) -> str:
+    if dist.get_rank() == 1 and len(done := Path(marker).read_text()) < times:
+        Path(marker).write_text(done + "x")
+        os.abort()
+    dist.barrier()
+    return "fine"
+
+
+@pytest.mark.long
+def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path):
+    marker = tmp_path / "aborts"
+    for times in (1, 2):
+        marker.write_text("")
+        with pytest.warns(UserWarning, match="run again: rank 1 died .exit code -6"):
+            if times == 1:
+                assert pool.run(abort_until, str(marker), times, world=2) == ["fine"] * 2
+                continue
+            with pytest.raises(RankFailed, match="rank 1 died .exit code -6"):
+                pool.run(abort_until, str(marker), times, world=2)
 
 
 def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
