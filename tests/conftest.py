@@ -33,7 +33,7 @@ class RepeatingPool(Pool):
         try:
             return super().run(*args, **options)
         except RankFailed as failure:
-            if not str(failure).endswith("died (exit code -6)"):
+            if "died, exit code -6" not in str(failure):
                 raise
             warnings.warn(f"run again: {failure}", stacklevel=2)
             return super().run(*args, **options)

@@ -73,12 +73,28 @@ def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path):
     marker = tmp_path / "aborts"
     for times in (1, 2):
         marker.write_text("")
-        with pytest.warns(UserWarning, match="run again: rank 1 died .exit code -6"):
+        with pytest.warns(UserWarning, match="run again: rank 1 died, exit code -6"):
             if times == 1:
                 assert pool.run(abort_until, str(marker), times, world=2) == ["fine"] * 2
                 continue
-            with pytest.raises(RankFailed, match="rank 1 died .exit code -6"):
+            with pytest.raises(RankFailed, match="rank 1 died, exit code -6"):
                 pool.run(abort_until, str(marker), times, world=2)
+
+
+def break_off(seconds: float) -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("connection closed by peer")
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_rank_is_named_where_another_was_heard_first():
+    small = Pool(2)
+    try:
+        with pytest.raises(RankFailed, match="(?s)^rank 1 died, exit code -9\nrank 0 of 2 raised.*closed by peer"):
+            small.run(break_off, 0.3, world=2)
+    finally:
+        small.close()
 
 
 def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
@@ -86,7 +102,7 @@ def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
     log.touch()
     small = Pool(2, log=str(log))
     try:
-        with pytest.raises(RankFailed, match="rank 1 died .exit code -9"):
+        with pytest.raises(RankFailed, match="rank 1 died, exit code -9"):
             small.run(misbehave, 1, "die", world=2)
         with pytest.raises(RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"):
             small.run(misbehave, 1, "sleep", world=2, timeout=2)

@@ -81,7 +81,7 @@ class Pool:
         return [pickle.loads(answers[rank]) for rank in range(world)]
 
     def _collect(self, world: int, timeout: float) -> tuple[dict[int, bytes], str]:
-        """Return the answers by rank, and a description of the first failure, or an empty string."""
+        """Return the answers by rank, and the first failure, or an empty string; a death precedes what others saw."""
         answers: dict[int, bytes] = {}
         failure, deadline = "", time.monotonic() + timeout
         while len(answers) < world:
@@ -94,7 +94,7 @@ class Pool:
                     error, answers[rank] = self._connections[rank].recv()
                 except EOFError:
                     self._processes[rank].join()
-                    return answers, failure or f"rank {rank} died (exit code {self._processes[rank].exitcode})"
+                    return answers, f"rank {rank} died, exit code {self._processes[rank].exitcode}\n{failure}".strip()
                 if error and not failure:
                     failure = f"rank {rank} of {world} raised:\n{error}"
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
