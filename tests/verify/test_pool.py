@@ -104,6 +104,7 @@ def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
     try:
         with pytest.raises(RankFailed, match="rank 1 died, exit code -9"):
             small.run(misbehave, 1, "die", world=2)
+        assert small.run(total) == [3.0] * 2, "in new processes"
         with pytest.raises(RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"):
             small.run(misbehave, 1, "sleep", world=2, timeout=2)
         assert small.run(total) == [3.0] * 2
