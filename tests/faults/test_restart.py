@@ -112,6 +112,16 @@ def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
         assert "titanlite: rank 1 on " in out and "SIGKILL" in out and "restart 1 of 3, from " in out, out
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path, rank):
+    nodes, _ = two_nodes(tmp_path, [], INJURY=f"term:start:{rank}:0")
+    results = [finish(node, 200) for node in nodes]
+    assert [code for code, _ in results] == [75, 75], results
+    for _, out in results:
+        assert "SIGTERM to a rank that was starting" in out and "restart" not in out, out
+
+
 SLOW = ["--training.steps=100000", "--lr_scheduler.total_steps=100000", "--checkpoint.keep_latest_k=2"]
 
 

@@ -276,12 +276,16 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path):
+@pytest.mark.parametrize("kind", ["segv", "core"])
+def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
+    """Where it also leaves its core, that takes a while, in which its peers lose it."""
     argv = [*TINY, "--model.package=injured"]
-    code, out = finish(start(argv, tmp_path, NGPU="2", INJURY="segv:backward:1:2"))
+    code, out = finish(start(argv, tmp_path, NGPU="2", CORES=str(tmp_path), INJURY=f"{kind}:backward:1:2"))
+    for core in tmp_path.glob("core*"):  # a gigabyte
+        core.unlink()
     last = out.partition("titanlite: rank 1 on ")[2]
     assert code == 1 and "Fatal Python error: Segmentation fault" in last and ", line " in last, out
-    assert last.strip().endswith("(Signal 11 (SIGSEGV))")
+    assert last.strip().endswith("(Signal 11 (SIGSEGV))") and "hung or was stopped" not in out, out
 
 
 @pytest.mark.long

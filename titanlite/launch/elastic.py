@@ -27,6 +27,8 @@ from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
 
 PATIENCE_SECONDS = 2
 """From SIGINT to SIGKILL, and until what was killed is gone."""
+CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)]
+"""Exit codes that the launcher does not cause, also where a rank still wrote its core when others had failed."""
 
 
 class RankLogs(LogsSpecs):
@@ -121,7 +123,9 @@ def _recorded_exits(ranks: range) -> Iterator[dict[int, Exit]]:
         ending = signal.SIGKILL if death_sig in (None, signal.SIGTERM) else death_sig
         close(context, ending, min(timeout, PATIENCE_SECONDS))
         for rank, process in processes.items():
-            exits.setdefault(rank, Exit(process.poll(), now, rank in stopped, stopped.get(rank, False)))
+            code = process.poll()
+            ended = rank in stopped and code not in CRASHES
+            exits.setdefault(rank, Exit(code, now, ended, ended and stopped[rank]))
         _kill_groups([process.pid for process in processes.values()])
 
     SubprocessContext.close = close_soon  # type: ignore[method-assign]

@@ -89,12 +89,8 @@ def first_failure(exits: Mapping[int, Exit], folder: Path, private: Path, host: 
     failed = [rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)]
     if not failed:
         return None
-
-    def failed_at(rank: int) -> float:
-        """A killed rank writes no file, and sorts before ranks that may only have lost it as a peer."""
-        return errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0
-
-    rank = min(failed, key=failed_at)
+    # A killed rank writes no file, and sorts before ranks that may only have lost it as a peer.
+    rank = min(failed, key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0)
     if rank not in errors:
         log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-30:]
         words = f"exited without a traceback ({_describe_exit(exits[rank].code)})"

@@ -1,13 +1,14 @@
 """Put faults into a rank: INJURY="KIND:PHASE:RANK:STEP[:ATTEMPT], …", for a run with --model.package=injured.
 
 The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
-every one ("*"). Kinds: raise, kill, segv, stop (SIGSTOP), sleep, spin (without giving up the GIL), term and usr1
-(which ask the run to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start";
-"end" is after all steps, whatever STEP says.
+every one ("*"). Kinds: raise, kill, segv, core (segv, with a core in the folder CORES), stop (SIGSTOP), sleep, spin
+(without giving up the GIL), term and usr1 (which ask the run to stop), nan and spike (of a gradient, in any phase).
+The start has step 0 and the phase "start"; "end" is after all steps, whatever STEP says.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from unittest import mock
 ENDS = {
     "kill": signal.SIGKILL,
     "segv": signal.SIGSEGV,
+    "core": signal.SIGSEGV,
     "stop": signal.SIGSTOP,
     "term": signal.SIGTERM,
     "usr1": signal.SIGUSR1,
@@ -37,6 +39,10 @@ def injuries() -> list[tuple[str, str, int]]:
 
 def suffer(kind: str) -> None:
     print(f"injured: {kind}", flush=True)
+    if kind == "core":
+        _, most = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+        os.chdir(os.environ["CORES"])
     if kind in ENDS:
         os.kill(os.getpid(), ENDS[kind])
     elif kind == "raise":
