@@ -25,8 +25,9 @@ class RepeatingPool(Pool):
     """Runs once more, with a warning in pytest's summary, what ended by an abort of a rank.
 
     On 23 November 2026 glibc ended a rank of torch 2.15.0 in two of three runs of the long lane ("malloc(): unaligned
-    fastbin chunk detected"), in other tests each time, in a thread without Python frames. The same tests passed alone
-    and with MALLOC_CHECK_=3; the cause is not known. A second abort fails, as does any other end.
+    fastbin chunk detected"), in other tests each time, in a thread without Python frames, and in none of the next
+    three. The same tests passed alone, with MALLOC_CHECK_=3, and with freed blocks kept back and examined for writes;
+    the cause is not known. A second abort fails, as does any other end.
     """
 
     def run(self, *args: Any, **options: Any) -> list[Any]:
