@@ -38,8 +38,8 @@ MAY_USE_PRIVATE_NAMES = {
     "titanlite/verify/pool.py",
 }
 MAX_LINES_OF_A_FILE = 500
-MAX_LINES_OF_THE_CORE = 9_320
-MAX_LINES_OF_TITANLITE = 22_260
+MAX_LINES_OF_THE_CORE = 9_600
+MAX_LINES_OF_TITANLITE = 22_900
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
