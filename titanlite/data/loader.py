@@ -1,13 +1,11 @@
 """Load the micro-batches of one rank in the job's order, ahead of the step that needs them."""
 
 import math
-import os
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.windows import Windows
+from titanlite.runtime.parent import exit_with_parent
 
 Loader = StatefulDataLoader | StreamLoader
 
@@ -93,7 +92,7 @@ def build_loader(
         context.set_forkserver_preload(["titanlite.data.loader"])
         options |= {"num_workers": settings.num_workers, "prefetch_factor": settings.prefetch_factor}
         options["persistent_workers"] = settings.persistent_workers
-        options |= {"multiprocessing_context": context, "worker_init_fn": _exit_with_parent}
+        options |= {"multiprocessing_context": context, "worker_init_fn": exit_with_parent}
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
     if isinstance(data, Stream):
         micro_batches = None if steps is None else steps * rank_slice.accumulation
@@ -103,17 +102,6 @@ def build_loader(
         left = max(0, math.ceil((data.samples - consumed) / rank_slice.per_step))
         steps = left if steps is None else min(steps, left)
     return StatefulDataLoader(data, batch_sampler=IndexSampler(rank_slice, consumed, steps), **options)
-
-
-def _exit_with_parent(_: int) -> None:
-    """End this worker when its rank dies in any way; torch's own watchdog watches the fork server instead."""
-
-    def watch() -> None:
-        if parent := parent_process():
-            parent.join()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class BatchPrefetcher:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +29,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import cores
+from titanlite.runtime.parent import exit_with_parent
 
 T = TypeVar("T")
 UNIT_BYTES = 16 << 20
@@ -158,7 +158,7 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
             yield unit
         return
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(workers, len(units)), context, _exit_with_parent)
+    pool = ProcessPoolExecutor(min(workers, len(units)), context, exit_with_parent)
     try:
         futures = {pool.submit(_write_in_worker, unit, staging, assets): unit for unit in units}
         for future in as_completed(futures):
@@ -168,18 +168,6 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
         raise UserError("a worker process died (out of memory?); run the same command again to continue") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _exit_with_parent() -> None:
-    """End this worker when the command is killed: it would finish its shard without a lock, and then wait forever."""
-    parent = multiprocessing.parent_process()
-    assert parent
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 _load_tokenizer_once = cache(load_tokenizer)

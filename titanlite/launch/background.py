@@ -3,11 +3,11 @@
 import os
 import resource
 import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
+
+from titanlite.runtime.parent import exit_with_parent
 
 CPU_SECONDS = 60
 """After which the child is killed: what it says would come too late."""
@@ -61,12 +61,6 @@ def _run_child(compute: Callable[[], Sequence[str]], pipe: int, launcher: int) -
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nowhere, standard)
-        threading.Thread(target=_exit_with, args=(launcher,), daemon=True).start()
+        exit_with_parent(pid=launcher)
         os.write(pipe, "\n".join(compute()).encode())
     os._exit(0)
-
-
-def _exit_with(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(0.5)
-    os._exit(1)

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from titanlite.observe.console import open_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.runtime.parent import exit_with_parent
 from titanlite.runtime.progress import PROGRESS
 from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG, write_whole
 from titanlite.train.ending import describe_end, describe_stop
@@ -41,7 +41,9 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
         environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
-        _exit_with_launcher(int(environ[LAUNCHED]))
+        # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's folder.
+        notice = "titanlite: launcher exited; stopping this rank"
+        exit_with_parent(pid=int(environ[LAUNCHED]), notice=notice)
     stop: Stop | None = None
     try:
         if LAUNCHED not in environ:  # otherwise the launcher did this
@@ -68,19 +70,6 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
         write_error_file(error, environ)
         traceback.print_exc()
         return 1
-
-
-def _exit_with_launcher(launcher: int) -> None:
-    """End this process soon after the launcher's: a killed launcher stops no rank, and ranks that stay would occupy
-    the GPUs and write into the folder of the next run."""
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        print("titanlite: launcher exited; stopping this rank", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:

@@ -1,0 +1,25 @@
+"""End a process whose parent has ended in any way, a kill included."""
+
+import os
+import sys
+import threading
+import time
+from multiprocessing import parent_process
+
+
+def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
+    """End this process soon after its parent `pid`; `notice` goes to stderr first.
+
+    Without a pid: after the process that asked for this multiprocessing worker, which is not its fork server.
+    """
+
+    def watch() -> None:
+        if not pid and (parent := parent_process()):
+            parent.join()
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        if notice:
+            print(notice, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
