@@ -27,6 +27,9 @@ class Action(NamedTuple):
     kind: str
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
 
 def parse(text: str) -> list[Action]:
     """Return the actions in a cell, in their order; raise ValueError if the text is not one that torch writes."""
@@ -82,6 +85,18 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
         yield str(error)
 
 
+def numbered_by_last_stage(order: Order) -> tuple[Order, list[int]]:
+    """Renumber micro-batches by their forward passes on the last stage; return the order and the old numbers."""
+    actions = [action for row in order for cell in row for action in parse(cell)]
+    last = max(action.stage for action in actions)
+    old = [action.micro_batch for action in actions if (action.stage, action.kind) == (last, "F")]
+
+    def renumber(digits: re.Match[str]) -> str:
+        return str(old.index(int(digits[0])))
+
+    return [[re.sub(r"(?<=[FBIW])\d+", renumber, cell) for cell in row] for row in order], old
+
+
 def bubble(order: Order, cost: Mapping[str, float]) -> float:
     """Return the fraction of the ranks' time in which they wait, if an action takes `cost` of its kind.
 
@@ -103,9 +118,12 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
                 clocks[rank] = ends[action] = start + cost[action.kind]
                 next_of[rank] += 1
         if sum(next_of) == before:
-            stuck = [rows[rank][next_of[rank]] for rank in remaining]
-            waiting = ", ".join(f"{action.stage}{action.kind}{action.micro_batch}" for action in stuck)
-            raise ValueError(f"the actions wait for each other: none of {waiting} can start")
+            reasons = []
+            for rank in remaining:
+                action = rows[rank][next_of[rank]]
+                missing = [str(key) for key in _waits_for(action, last, ends) if key not in ends]
+                reasons.append(f"row {rank + 1}: {action} waits for {' and '.join(missing)}")
+            raise ValueError(f"the actions wait for each other forever: {'; '.join(reasons)}")
     return 1 - sum(cost[action.kind] for row in rows for action in row) / (len(rows) * max(clocks))
 
 

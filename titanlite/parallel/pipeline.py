@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_meta_model
@@ -110,6 +111,8 @@ class Pipeline:
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
         self.first_with_loss = int(context.mesh.world.mesh[self.rank_of[len(stages.names) - 1]].min())
+        self.numbers = [*range(stages.micro_batches)]
+        """The number of each micro-batch, by the number that torch's schedule has for it."""
         self.schedule = self._schedule(stages)
         self.tied = [*self._ties()]
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
@@ -139,7 +142,9 @@ class Pipeline:
     def _schedule(self, stages: Stages) -> Any:
         options: dict[str, Any] = {"loss_fn": lambda loss, number: loss / self.valid_tokens, "scale_grads": False}
         if stages.csv:
-            return torch_private.schedule_of_rows(self.stages, stages.micro_batches, stages.csv, options)
+            # torch takes a loss by its position among the last stage's forward passes.
+            rows, self.numbers = numbered_by_last_stage(stages.csv)
+            return torch_private.schedule_of_rows(self.stages, stages.micro_batches, rows, options)
         run = self.stages[0] if stages.schedule in SINGLE else self.stages
         return _schedule_class(stages)(run, stages.micro_batches, **options)
 
@@ -151,7 +156,8 @@ class Pipeline:
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor) -> Tensor:
         """Add the gradients of (token losses / valid tokens); return that loss, zero without the last stage."""
-        self.step, self.micro_batches, self.valid_tokens = step, [*micro_batches], valid_tokens.clamp(min=1)
+        self.step, self.valid_tokens = step, valid_tokens.clamp(min=1)
+        self.micro_batches = [micro_batches[number] for number in self.numbers]
         self.actions, losses = [], list[Tensor]()
         numbers = torch.arange(len(micro_batches))  # what torch splits as targets
         self.schedule.step(target=numbers, losses=losses, return_outputs=False)
@@ -194,6 +200,7 @@ class Pipeline:
 
     def begin(self, stage: int, kind: str, number: int) -> None:
         """Record an action, and seed the dropout of a forward pass."""
+        number = self.numbers[number]
         self.actions.append(f"{stage}{kind}{number}")
         self.runs_again = kind == "I"
         if kind == "F":
