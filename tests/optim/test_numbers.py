@@ -25,35 +25,48 @@ def rates(*argv: str, steps: int = 10) -> list[float]:
     return [learning_rate(config, step) for step in range(1, steps + 1)]
 
 
-def test_warm_up_reaches_the_rate_and_neither_end_is_zero():
-    values = rates("--lr_scheduler.warmup_steps=4")
-    assert values[:5] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5, 6 / 7])
-    assert values[-1] == pytest.approx(1 / 7)
-
-
-def test_decay_ratio_leaves_a_plateau():
-    values = rates("--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_ratio=0.3")
-    assert values == pytest.approx([1 / 3, 2 / 3, *[1.0] * 5, 3 / 4, 2 / 4, 1 / 4])
+@pytest.mark.parametrize(
+    ("words", "factors"),
+    [
+        ("warmup_steps=2 decay_ratio=0.8", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("warmup_steps=2", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("warmup_steps=0", [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("warmup_steps=3 decay_ratio=0.0", [1 / 3, 2 / 3, *[1] * 8]),
+        ("warmup_steps=2 decay_ratio=0.3", [0.5, *[1] * 7, 2 / 3, 1 / 3]),
+        ("warmup_steps=5 total_steps=20", [0.2, 0.4, 0.6, 0.8, 1, *[1 - n / 15 for n in range(5)]]),
+        ("warmup_steps=20", [n / 10 for n in range(1, 11)]),
+    ],
+)
+def test_the_factors_of_the_learning_rate_are_torchtitans(words, factors):
+    assert rates(*(f"--lr_scheduler.{word}" for word in words.split())) == pytest.approx(factors, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("shape", "half"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5 * (1 + math.cos(math.pi / 2)))]
+    ("shape", "factors"),
+    [
+        ("linear", [1, 0.75, 0.5, 0.25]),
+        ("sqrt", [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ("cosine", [1, 0.5 + math.sqrt(0.5) / 2, 0.5, 0.5 - math.sqrt(0.5) / 2]),
+    ],
 )
-def test_shapes_of_decay_and_the_minimum(shape, half):
-    argv = f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} --lr_scheduler.min_lr_factor=0.2".split()
-    values = rates(*argv, steps=9)
-    assert values[4] == pytest.approx(0.2 + 0.8 * half)
-    assert min(values) > 0.2 and values == sorted(values, reverse=True)
+def test_shapes_of_decay_and_the_minimum_are_torchtitans(shape, factors):
+    argv = f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} --lr_scheduler.min_lr_factor".split()
+    assert rates(*argv, "0.0", steps=4) == pytest.approx(factors, rel=1e-12)
+    assert rates(*argv, "0.2", steps=4) == pytest.approx([0.2 + 0.8 * factor for factor in factors], rel=1e-12)
 
 
-def test_total_steps_beyond_or_before_the_run():
-    longer = rates("--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=99")
-    assert longer[-1] == pytest.approx(0.9)
-    shorter = rates(
-        "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=5", "--lr_scheduler.min_lr_factor=0.1"
-    )
-    assert shorter[5:] == pytest.approx([0.1] * 5)
-    assert rates("--lr_scheduler.warmup_steps=20", steps=3) == pytest.approx([1 / 4, 2 / 4, 3 / 4])
+def test_steps_beyond_the_schedule_keep_its_minimum():
+    words = "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=5", "--lr_scheduler.min_lr_factor=0.1"
+    assert rates(*words)[5:] == pytest.approx([0.1] * 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_norm_on_a_cpu_does_not_depend_on_its_size(dtype):
+    """torch adds the float32 squares of a CPU one after the other, and loses four digits of 2**22 of them."""
+    weight = torch.nn.Parameter(torch.zeros(1 << 22, dtype=dtype))
+    weight.grad = torch.full_like(weight, 0.1)
+    exact = 2048 * weight.grad[0].double().item()
+    assert clip_grad_norm([weight], math.inf).item() == pytest.approx(exact, rel=1e-7)
 
 
 def groups(*argv: str) -> tuple[set[str], set[str]]:

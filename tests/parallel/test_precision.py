@@ -48,7 +48,7 @@ def exact(pool, tmp_path_factory):
 def test_bfloat16_gradients_are_close_to_float64(pool, exact, tmp_path, master, world, accumulation):
     argv = [*TINY, *BFLOAT16, f"--training.dtype={master}", *sizes(world, accumulation)]
     for found in pool.run(gradients_and_norm, argv, str(tmp_path), world=world):
-        assert found["norm"].dtype == torch.float32
+        assert found["norm"].dtype == torch.float64  # on a CPU, whatever the gradients
         assert found["norm"].item() == pytest.approx(exact["norm"].item(), rel=2e-3)
         for name, gradient in found["gradients"].items():
             assert gradient.dtype == getattr(torch, master)

@@ -4,6 +4,7 @@ No torch: the launcher asks whether a run is finished before there is a worker. 
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -99,6 +100,9 @@ class Resume:
         shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
         lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
         environment = json.loads(store.read(self.folder / ENVIRONMENT))
+        if "lr_formula" not in environment:
+            earlier = "step / (warmup_steps + 1) and a decay of one step more"
+            lines.append(f"learning rates are TorchTitan's from here on; earlier steps had {earlier}")
         new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
         is_split_anew = environment.get("stages", new_stages) != new_stages  # versions before had one stage
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
@@ -136,7 +140,8 @@ def finished_message(config: JobConfig) -> str:
         return ""
     missing = ""
     if settings.last_save_in_hf and not store.exists(target := export_folder(root, newest)):
-        missing = f"; its export is missing: titanlite checkpoint export {step_folder(root, newest)} {target}"
+        command = ["titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target)]
+        missing = f"; its export is missing: {shlex.join(command)}"
     return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder{missing}"
 
 

@@ -59,8 +59,11 @@ def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torc
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
     if p == float("inf"):
         return _max_abs(gradients)
-    if gradients[0].dtype == torch.bfloat16:  # sums in bfloat16 would have three digits
-        gradients = [torch.linalg.vector_norm(gradient, p, dtype=torch.float32) for gradient in gradients]
+    wide = torch.float32 if gradients[0].dtype == torch.bfloat16 else None  # else sums would have three digits
+    if gradients[0].device.type == "cpu":
+        wide = torch.float64  # a CPU adds one square after the other: in float32, 2**24 of them have three digits
+    if wide:
+        gradients = [torch.linalg.vector_norm(gradient, p, dtype=wide) for gradient in gradients]
     norm = get_total_norm(gradients, p)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

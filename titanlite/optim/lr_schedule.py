@@ -13,19 +13,20 @@ _DECAYS: dict[str, Callable[[float], float]] = {  # the factor after a fraction 
 
 
 def learning_rate(config: JobConfig, step: int) -> float:
-    """Return the learning rate of a step, the first being 1: linear warm-up, plateau, decay to the minimum.
+    """Return the learning rate of a step, the first being 1: linear warm-up, plateau, decay towards the minimum.
 
-    Both ramps end one step outside the run, so that neither the first nor the last step has a rate of zero.
+    The factors are TorchTitan's: the last step of the warm-up and the first of the decay have the whole rate, and
+    the minimum would be reached one step after the last.
     """
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     warmup = min(schedule.warmup_steps, total)
     decay = total - warmup if schedule.decay_ratio is None else round(total * schedule.decay_ratio)
     if step <= warmup:
-        factor = step / (warmup + 1)
-    elif step <= total - decay:
+        factor = step / warmup
+    elif step <= total - decay or not decay:
         factor = 1.0
     else:
-        progress = min(1.0, (step - (total - decay)) / (decay + 1))
+        progress = min(1.0, (step - 1 - (total - decay)) / decay)
         factor = schedule.min_lr_factor + (1 - schedule.min_lr_factor) * _DECAYS[schedule.decay_type](progress)
     return config.optimizer.lr * factor
