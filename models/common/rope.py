@@ -43,5 +43,11 @@ class Rope(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each adjacent pair of (batch, heads, tokens, head_dim), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+    pairs = wide.unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+        a, b = pairs.unbind(-1)
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        turns = torch.complex(cos.to(wide.dtype), sin.to(wide.dtype))
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * turns)
+    return rotated.flatten(-2).to(x.dtype)

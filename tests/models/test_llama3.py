@@ -72,6 +72,27 @@ def test_rotary_embedding_rounds_once_from_float32():
     assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_bit(dtype):
+    model: Any = build(SMALL)[0]
+    cos, sin = model.rope(None, 64)
+    x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def by_pairs(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.to(torch.promote_types(dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(dtype)
+
+    results = []
+    for rotation in (by_pairs, lambda x: rotate(x, cos, sin), torch.compile(by_pairs, backend="eager")):
+        leaf = x.clone().requires_grad_()
+        rotated = rotation(leaf)
+        rotated.backward(weights)
+        results.append((rotated, leaf.grad))
+    for rotated, gradient in results[1:]:
+        assert torch.equal(rotated, results[0][0]) and torch.equal(gradient, results[0][1])
+
+
 def test_head_receives_hidden_states_and_the_output_layer():
     model, _ = build(SMALL)
     tokens = torch.randint(99, (2, 8))
