@@ -8,6 +8,8 @@ import pytest
 
 from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
+from tests.checkpoint.test_load import plant
+from tests.data.assets import make_assets
 from tests.jobs import QUIET, job, trainer
 from tests.lanes import sample
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position
@@ -187,6 +189,34 @@ def test_other_data_or_another_seed_is_refused(pool, tmp_path):
     assert over["begun"] == 1 and over["data"] == {2: first["data"][1]}, "the data starts over"
     position = json.loads((tmp_path / "checkpoint/step-2/state.json").read_text())["position"]
     assert (position["tokens"], position["consumed"]) == (2 * 2 * 16, 2)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_text_that_changed_is_refused_although_its_size_did_not(pool, tmp_path, tokenizer):
+    text = tmp_path / "text" / "a.txt"
+    text.parent.mkdir()
+    text.write_text("abc defg " * 300)
+    argv = [*SAVING, "--training.dataset=text", f"--training.dataset_path={text.parent}"]
+    if tokenizer == "words":
+        assets = make_assets(tmp_path, ["abc defg gfed"], 260)
+        argv += [f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=300"]
+    pool.run(run_until, argv, str(tmp_path / "run"), 1, world=1)
+    text.write_text("abc gfed " * 300)
+    ((message, _),) = pool.run(refused, argv, str(tmp_path / "run"), world=1)
+    assert message.startswith("UserError: the data of [training] has the fingerprint"), message
+    text.write_text("abc defg " * 300)
+    assert pool.run(refused, argv, str(tmp_path / "run"), world=1)[0][0] == "nothing"
+
+
+def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(pool, tmp_path):
+    pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
+    assert "learning rates" not in "".join(pool.run(refused, SAVING, str(tmp_path), world=1)[0][1])
+    folder = tmp_path / "checkpoint/step-1"
+    environment = json.loads((folder / "environment.json").read_text())
+    del environment["lr_formula"]
+    plant(folder, "environment.json", json.dumps(environment).encode())
+    message, lines = pool.run(refused, SAVING, str(tmp_path), world=1)[0]
+    assert message == "nothing" and sum("learning rates are TorchTitan's from here on" in line for line in lines) == 1
 
 
 @pytest.mark.long

@@ -38,7 +38,7 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     code, out = finish(process)
     assert code == 130 and time.monotonic() - began < 5 and "Traceback" not in out
     assert left_over(family, until=began + 5) == []
-    assert re.search(r"stopped at step \d+ of 100000; .*saved: .*/checkpoint/step-\d+$", out.rstrip())
+    assert re.search(r"stopped at step \d+ of 100000 on request .*; saved: .*/checkpoint/step-\d+$", out.rstrip())
     newest = int(re.search(r"step-(\d+)$", out.rstrip())[1])
 
     target = newest + 3

@@ -83,6 +83,50 @@ def test_verify_reads_every_byte(run, tool):
     assert tool("checkpoint", "verify", run / "checkpoint/step-2")[0] == 0
 
 
+def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
+    shutil.copytree(run / "checkpoint/step-2", run / "checkpoint/step-9")
+    said = f"{run}/checkpoint/step-9: a copy of step 2 under another name"
+    code, out = tool("checkpoint", "ls", run)
+    assert code == 0 and out.splitlines()[4].endswith(f"damaged: {said}")
+    code, out = tool("checkpoint", "verify", run)
+    assert code == 1 and said in out and "step-3: verified" in out
+    code, out = tool("checkpoint", "show", run / "checkpoint/step-9")
+    assert code == 2 and said in out
+    for rank in pool.run(run_until, [*SAVING, *MESH, "--training.steps=4"], str(run), world=4):
+        assert rank["begun"] == 3 and f"skipping checkpoint: {said}" in rank["log"]
+    assert steps_in(run) == ["step-1", "step-2", "step-3", "step-4"]
+    assert (next(run.glob("previous/*")) / "checkpoint/step-9/manifest.json").exists(), "moved, not deleted"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.toml", "state.json", "environment.json"])
+@pytest.mark.parametrize("content", ["missing", "empty", "another step's"])
+def test_a_document_that_is_not_the_steps_own_is_named(run, tool, name, content):
+    file = run / "checkpoint/step-3" / name
+    file.unlink()
+    if content != "missing":
+        file.write_bytes(b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes() + b"\n")
+    for verb in ("ls", "verify", "show"):
+        code, out = tool("checkpoint", verb, run / "checkpoint/step-3")
+        assert "Traceback" not in out and code == {"ls": 0, "verify": 1, "show": 2}[verb]
+        assert "step-3" in out and (name in out or "a copy of step 2" in out), out
+
+
+def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, tool, pool, tmp_path):
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    for step in (1, 2, 3):
+        path = run / f"checkpoint/step-{step}"
+        shutil.move(path, archive / path.name)
+        path.symlink_to(archive / path.name)
+    before = {path: path.stat().st_size for path in archive.rglob("*")}
+    assert tool("checkpoint", "rm", run / "checkpoint/step-1") == (0, f"removed {run}/checkpoint/step-1\n")
+    argv = [*SAVING, *MESH, "--checkpoint.keep_latest_k=1", "--training.steps=4"]
+    assert pool.run(run_until, argv, str(run), world=4)[0]["begun"] == 3, "a link is resumed"
+    assert steps_in(run) == ["step-4"] and [*(run / "checkpoint").glob(".*")] == []
+    assert {path: path.stat().st_size for path in archive.rglob("*")} == before
+    assert tool("checkpoint", "verify", archive)[0] == 0
+
+
 def test_show_prints_position_tensors_and_config(saved, tool):
     code, out = tool("checkpoint", "show", saved)
     assert code == 0 and "step 3" in out and "fingerprint" in out and "consumed 12" in out
@@ -109,6 +153,8 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
     assert code == 0, out
     assert {path.name for path in tmp_path.iterdir()} == {"hf", foreign.name}
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, "weights too follow the umask"
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     code, out = tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
     assert code == 0 and "initial_load_path" in out

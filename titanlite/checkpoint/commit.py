@@ -240,11 +240,15 @@ def point_latest(root: Path, step: int) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one."""
+    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one.
+
+    Of a checkpoint that is a link to another place, such as an archive, only the link is deleted.
+    """
     failpoint("before a deletion")
     deleted = folder.with_name(f".{folder.name}.deleted")
     store.rename(folder, deleted)
-    store.delete(deleted / MANIFEST)
+    if not deleted.is_symlink():
+        store.delete(deleted / MANIFEST)
     failpoint("half a deletion")
     store.delete(deleted)
     failpoint("after a deletion")

@@ -143,7 +143,9 @@ def _canonical(value: dict[str, Any]) -> bytes:
 def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
     """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
     the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
-    problems, present = [], store.list_folder(folder)
+    problems, present = list[str](), store.list_folder(folder)
+    if step_of(folder.name) not in (None, manifest.step):
+        problems.append(f"{folder}: a copy of step {manifest.step} under another name")
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
     for name, file in sorted(manifest.files.items()):

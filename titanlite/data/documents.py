@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import UserError, first_line
+from titanlite.errors import UserError, first_line, install_command
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
@@ -82,6 +82,8 @@ def text_files(origin: str, path: str) -> Documents:
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
             raise UserError(f"{origin}: {path} is not one of {', '.join(SUFFIXES)}")
+        if not root.stat().st_size:
+            raise UserError(f"{origin}: the file is empty (0 bytes)")
         documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
         if _is_closed(root):
@@ -234,7 +236,7 @@ def _open_parquet(path: Path) -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(f"{path}: reading parquet needs pyarrow: pip install 'titanlite[hf]'") from None
+        raise UserError(f"{path}: reading parquet needs pyarrow: {install_command('pyarrow')}") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError

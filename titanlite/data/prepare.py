@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -185,20 +186,20 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     draft = path.with_suffix(f".draft-{socket.gethostname()}-{os.getpid()}")
     dtype = id_type(tokenizer.vocab_size)
     ends: list[int] = []
-    tokens = 0
+    tokens = crc32 = 0
     with draft.open("wb") as out:
         out.write(bytes(HEADER_BYTES))
         text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
         for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
             for segment, ids in zip(batch, tokenizer.encode_batch([s.text for s in batch]), strict=True):
-                out.write(np.asarray(ids, dtype=dtype).tobytes())
-                tokens += len(ids)
+                content = np.asarray([*ids, tokenizer.end] if segment.ends else ids, dtype=dtype).tobytes()
+                out.write(content)
+                crc32 = zlib.crc32(content, crc32)
+                tokens += len(content) // dtype.itemsize
                 if segment.ends:
-                    out.write(dtype.type(tokenizer.end).tobytes())
-                    tokens += 1
                     ends.append(tokens)
         out.seek(0)
-        out.write(header(tokens, dtype))
+        out.write(header(tokens, dtype, crc32))
     store.sync(draft)
     np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
     store.sync(path.with_suffix(".ends.npy"))
@@ -209,16 +210,19 @@ def _manifest(
     units: list[Unit], staging: Path, tokenizer: Tokenizer, fingerprint: str, assets: str
 ) -> dict[str, Any]:
     shards: list[dict[str, Any]] = []
+    content = 0
     sources: dict[str, dict[str, int]] = {}
     for unit in units:
         path = _shard_path(staging, unit)
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
         counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
         shards.append({"file": path.name, **counts, "source": unit.source})
+        content = zlib.crc32(np.fromfile(path, dtype=np.int32, count=4)[3:].tobytes(), content)
         source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
         sources[unit.source] = {key: source[key] + count for key, count in counts.items()}
     return {
         "fingerprint": fingerprint,
+        "content": f"{content:08x}",
         "tokens": sum(shard["tokens"] for shard in shards),
         "documents": sum(shard["documents"] for shard in shards),
         "vocab_size": tokenizer.vocab_size,

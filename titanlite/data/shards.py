@@ -26,10 +26,10 @@ def id_type(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def header(tokens: int, dtype: np.dtype) -> bytes:
-    """Return the header of a .bin shard."""
-    values = np.zeros(256, dtype=np.int32)
-    values[:3] = MAGIC, 1 if dtype.itemsize == 2 else 2, tokens
+def header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
+    """Return the header of a .bin shard; the checksum of its ids is in a place that other readers ignore."""
+    values = np.zeros(256, dtype=np.uint32)
+    values[:4] = MAGIC, 1 if dtype.itemsize == 2 else 2, tokens, crc32
     return values.tobytes()
 
 
@@ -95,7 +95,7 @@ class ShardSource:
         if m := self.manifest:
             if (actual := (self.tokens, len(self.paths))) != (expected := (m["tokens"], len(m["shards"]))):
                 raise UserError(f"{path}: (tokens, shards) are {actual}, but its {MANIFEST} says {expected}")
-            fingerprint = m["fingerprint"]
+            fingerprint = m["fingerprint"] + f"+{m['content']}" * ("content" in m)  # which versions before lack
         elif not fingerprint:
             listing = "\n".join(f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True))
             fingerprint = f"{hashlib.sha256(listing.encode()).hexdigest()[:16]}+{self._hash_samples()}"

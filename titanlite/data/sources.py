@@ -4,6 +4,7 @@ Bytes are read from the files on demand, shards are memory-mapped, and other tex
 """
 
 import itertools
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,16 @@ class ByteSource:
         self._documents, self.end, self.folder = documents, tokenizer.end, documents.root
         self._stops = list(itertools.accumulate(size + 1 for size in documents.sizes))
         self.tokens = self._stops[-1]
-        self.fingerprint, self.state = documents.fingerprint(tokenizer.fingerprint), ""
+        self.fingerprint = f"{documents.fingerprint(tokenizer.fingerprint)}+{self._hash_content()}"
+        self.state = ""
+
+    def _hash_content(self) -> str:
+        """Hash up to 64 MiB whole, and of more text 1,024 samples of 64 KiB."""
+        checksum, size = 0, 1 << 16
+        for start in range(0, self.tokens, max(size, self.tokens >> 10)):
+            ids = self.read(start, min(size, self.tokens - start))
+            checksum = zlib.crc32(ids.astype(np.uint8).tobytes(), checksum)
+        return f"{checksum:08x}"
 
     def document_ends(self) -> np.ndarray:
         return np.asarray(self._stops, dtype=np.int64)

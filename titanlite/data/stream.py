@@ -28,7 +28,7 @@ from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import RunFailed, UserError, first_line
+from titanlite.errors import RunFailed, UserError, first_line, install_command
 from titanlite.runtime.determinism import derive_seed
 
 BLOCK_CHARACTERS = 1 << 26  # a block with this much text ends, even with fewer than `Stream.block` documents
@@ -78,7 +78,7 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(f"{setting}: streaming needs datasets: pip install 'titanlite[hf]'") from None
+        raise UserError(f"{setting}: streaming needs datasets: {install_command('datasets')}") from None
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))

@@ -49,6 +49,11 @@ def write(path: Path, content: bytes, halfway: Callable[[], None] = lambda: None
     sync(path)
 
 
+def share(path: Path) -> None:
+    """Give a file that a library made private the permissions of its folder, which follow the umask."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def sync(path: Path) -> None:
     """Bring a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -74,8 +79,8 @@ def rename(path: Path, target: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or a folder with what it holds, if it exists."""
-    if path.is_dir():
+    """Delete a file, a link but not its target, or a folder with what it holds, if it exists."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -51,6 +51,7 @@ def index(files: dict[str, list[HFTensor]]) -> bytes:
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a file of tensors in host memory, and bring it to the disk."""
     save_file(tensors, path, metadata={"format": "pt"})
+    store.share(path)
     store.sync(path)
 
 
