@@ -168,7 +168,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     again.send_signal(signal.SIGINT)
     results = [finish(node) for node in (first, again)]
     assert [code for code, _ in results] == [130, 130], results
-    assert "the launcher on " in results[0][1] and "has ended: SIGINT" in results[0][1]
+    assert all("on request (Ctrl-C)" in out for _, out in results)
 
 
 @pytest.mark.long

@@ -86,6 +86,24 @@ def test_sigterm_to_the_launcher_or_to_one_rank_saves_the_same_step_on_all_and_t
     same_as_undisturbed(pool, folder, second + 2)
 
 
+def test_ctrl_c_saves_and_exits_with_130(tmp_path):
+    process = started(tmp_path)
+    process.send_signal(signal.SIGINT)
+    step = stopped(process, tmp_path, "Ctrl-C", code=130)
+    assert committed(tmp_path / "checkpoint") == [step]
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
+    process = started(tmp_path, "--checkpoint.interval=3", INJURY="sleep:data:1:6")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert stopped(process, tmp_path, "Ctrl-C; second signal: SIGINT", code=130) == 5
+    assert time.monotonic() - began < 5
+
+
 @pytest.mark.long
 def test_without_data_ranks_end_at_half_of_the_grace(tmp_path):
     """At its whole the launcher would have ended them, with another reason."""

@@ -76,9 +76,10 @@ def run_workers(
         if name.startswith("torch.distributed.elastic"):  # each logger: they ignore their parent's level
             logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("titanlite", rendezvous.for_agent)  # the same one for every attempt
-    signals = ["SIGINT", "SIGQUIT"]
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # otherwise it asks the ranks to save and stop
-        signals += ["SIGTERM", "SIGUSR1"]
+    signals = ["SIGQUIT"]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # others ask to save and stop
+            signals.append(number.name)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and a handler would undo that
         signals.append("SIGHUP")
     resolved = private / "config.toml"

@@ -27,7 +27,7 @@ from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
-from titanlite.launch.stopping import Stopped, Stopping
+from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
@@ -112,7 +112,7 @@ def _check_and_run(argv: list[str]) -> int:
             return _run(loaded, job, argv, nodes, device, processes, shown, notices, stopping)
     except Stopped as stopped:
         say(f"\ntitanlite: {describe_stop(job.config, stopped.left)}")
-        return stopped.left.code
+        return INTERRUPTED if stopped.left.reason.startswith(CTRL_C) else stopped.left.code
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:

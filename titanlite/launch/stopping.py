@@ -1,6 +1,7 @@
 """A run that is asked to stop: tell the ranks, end those that do not leave in time, and say how the run ended.
 
-With checkpoints SIGTERM and SIGUSR1 ask; without, nothing could be saved, and they end the run at once. No torch.
+With checkpoints SIGTERM, SIGUSR1 and Ctrl-C ask; without, nothing could be saved, and they end the run at once. No
+torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.inspection import read_place
 from titanlite.launch.failure import Exit
+from titanlite.launch.terminal import say
 from titanlite.runtime.rank_files import (
     PLACE,
     SAME_REQUEST_SECONDS,
@@ -33,6 +35,7 @@ from titanlite.runtime.rank_files import (
 if TYPE_CHECKING:
     from titanlite.launch.rendezvous import NodeRendezvous
 
+CTRL_C = "Ctrl-C"
 EXTRA_SECONDS = 5
 """Beyond the grace, before the launcher kills ranks: they may hear of a request later than it does."""
 
@@ -54,18 +57,22 @@ class Stopping:
         self.reason = ""
         """Why to stop; empty without a request."""
         self._asked_at, self._signaled_at, self._running = 0.0, math.inf, False
+        self._announced = False
         os.environ[STARTED] = str(time.time())
-        for number in STOP_SIGNALS if config.checkpoint.enable else ():
+        for number in (*STOP_SIGNALS, signal.SIGINT) if config.checkpoint.enable else ():
             signal.signal(number, self._hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _hear(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and not self._running:
+            raise KeyboardInterrupt
         name, now = signal.Signals(number).name, time.monotonic()
         if now > self._signaled_at + SAME_REQUEST_SECONDS:
             self._kill(f"second signal: {name}")
         self._signaled_at = min(now, self._signaled_at)
         if not self.reason:
-            self.reason, self._asked_at = f"{name} to the launcher", now
+            self.reason = CTRL_C if number == signal.SIGINT else f"{name} to the launcher"
+            self._asked_at = now
         if not self._running:
             raise Stopped(self._ended())
 
@@ -90,6 +97,9 @@ class Stopping:
         now, grace = time.monotonic(), self._config.fault.grace_seconds
         if (reason := self._rendezvous.exchange_stop(self.reason)) and not self.reason:
             self.reason, self._asked_at = reason, now
+        if self.reason == CTRL_C and not self._announced:
+            self._announced = True
+            say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
         if any(left.code == CUT_SHORT for left in read_left(self._private)):  # no other rank can save any more
             raise Stopped(self._ended())
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
@@ -107,7 +117,8 @@ class Stopping:
         if left := self._told_by_ranks():
             raise Stopped(left)
         codes = {exit.code or 0 for exit in exits.values() if not exit.ended} - {0}
-        if self._config.checkpoint.enable and codes and codes <= {-number for number in STOP_SIGNALS}:
+        signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS
+        if self._config.checkpoint.enable and codes and codes <= {-number for number in signals}:
             # Before it could hear signals. One that can is never ended by them.
             self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
             raise Stopped(self._ended())
