@@ -102,6 +102,18 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--lr", "1"], "did you mean --optimizer.lr?"),
         (["--learning-rate", "1"], "did you mean --optimizer.lr?"),
         (["--optimizer.learning_rate", "1"], "did you mean optimizer.lr?"),
+        (["--training.lr", "1"], "unknown key; did you mean optimizer.lr?"),
+        (["--optimizer.steps", "1"], "unknown key; did you mean training.steps?"),
+        (["--training.Steps", "1"], "unknown key; did you mean training.steps?"),
+        (["-training.steps", "10"], "is not an option; did you mean --training.steps?"),
+        (["--config", "debug.toml", "-training.steps", "10"], "is not an option; did you mean --training.steps?"),
+        (["--model.flavor", "8b"], 'did you mean "8B"?'),
+        (["--parallelism.pipeline_parallel_schedule", "1f1b2"], 'did you mean "1F1B"?'),
+        (
+            ["--inference.a=1", "--inference.b=2"],
+            "[inference]   (command line)\n      unknown section; known",
+        ),
+        (["--training.img_size", "1"], "unknown key; [training] has: dataset"),
         (["--optimizer.name", "Lion"], "; known: Adam, "),
         (["--optimizer.lr"], "needs a value: a number > 0"),
         (["--training.steps", "--compile.enable"], "needs a value: a whole number >= 1"),
@@ -279,3 +291,26 @@ def test_a_key_given_twice_is_named_with_its_file_and_line(text, says, tmp_path)
     file.write_text(text)
     found = load(parse_command_line(["--config", str(file)], {})).faults
     assert [(fault.key, fault.why) for fault in found] == [(str(file), f"{says}; remove one")]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "says"),
+    [
+        (b'{"training": {"steps": 3}}', "a.toml", "is JSON; titanlite reads TOML in UTF-8"),
+        (b"training:\n  steps: 3\n", "a.toml", "is YAML; titanlite reads TOML in UTF-8"),
+        (b"steps: 3\n", "a.yaml", "is YAML"),
+        ("[training]\nsteps = 3".encode("utf-16"), "a.toml", "is text in UTF-16"),
+        (b"# caf\xe9\n[training]\n", "a.toml", "cannot be read as TOML: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_file_in_another_format_is_named_as_such(tmp_path, content, name, says):
+    file = tmp_path / name
+    file.write_bytes(content)
+    loaded = load(parse_command_line(["--config", str(file)], {}))
+    assert [fault.key for fault in loaded.faults] == [str(file)] and says in loaded.faults[0].why
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    (tmp_path / "a.toml").write_bytes("[training]\nsteps = 3\n".encode("utf-8-sig"))
+    loaded = load(parse_command_line(["--config", str(tmp_path / "a.toml")], {}))
+    assert not loaded.faults and loaded.config.training.steps == 3

@@ -6,6 +6,11 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "matching"}
 
 
+def choices(annotation: Any) -> list[str]:
+    """Return the words that a type allows, if it is a choice of words."""
+    return [each for each in get_args(annotation) if get_origin(annotation) is Literal and isinstance(each, str)]
+
+
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """Describe the values that a type allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)

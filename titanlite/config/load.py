@@ -13,11 +13,11 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from titanlite.config.config_json import read_flavor
-from titanlite.config.legal import legal
+from titanlite.config.legal import choices, legal
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
-from titanlite.errors import UserError
+from titanlite.errors import UserError, nearest
 
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
@@ -91,13 +91,18 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
             usage = 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
-            hint = f"did you mean --config {argument}?" if argument.endswith(".toml") else usage
+            hint = usage
+            if argument.endswith(".toml"):
+                hint = f"did you mean --config {argument}?"
+            elif argument.startswith("-"):
+                hint = f"did you mean --{argument.lstrip('-')}?"
             line.faults.append(Fault(argument, f"is not an option; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
         values = [text] if equals else []
-        while not equals and rest and not rest[0].startswith("--") and (name == "config" or not values):
+        dash = "-" if name == "config" else "--"  # a value may be a negative number
+        while not equals and rest and not rest[0].startswith(dash) and (name == "config" or not values):
             values.append(rest.pop(0))
         if name in ("config", "job.config_file"):
             if "" in (values or [""]):
@@ -197,7 +202,11 @@ def _is_known(key: str) -> bool:
 
 
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
-    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing."""
+    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing.
+
+    An unknown section is one fault, however many keys it has.
+    """
+    unknown: dict[str, Fault] = {}
     for key, entry in list(tree.items()):
         if _is_known(key) and key not in _TABLES:
             continue
@@ -207,8 +216,14 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
                 yield entry.fault(key, f"{known.instead} (a key of TorchTitan)")
         elif key in SECTIONS or key in _TABLES:
             yield entry.fault(key, f"is a table: write [{key}] or --{key}.NAME VALUE")
+        elif close := _nearest_key(key):
+            yield entry.fault(key, f"unknown key; did you mean {close}?")
+        elif (section := key.rpartition(".")[0]) in SECTIONS:
+            yield entry.fault(key, f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}")
         else:
-            yield entry.fault(key, _suggest(key))
+            why = f"unknown section; known are: {', '.join(SECTIONS)}"
+            unknown.setdefault(section or key, Fault(f"[{section or key}]", why, origin=entry.origin))
+    yield from unknown.values()
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:
@@ -219,17 +234,16 @@ def _apply_converters(tree: dict[str, Entry]) -> None:
         tree.setdefault("quantize.linear.float8.enable", enable)
 
 
-def _suggest(key: str) -> str:
-    """Name the nearest right spelling over all dotted keys: same section first, then the same name elsewhere."""
-    section, _, last = key.rpartition(".")
-    close = [OTHER_NAMES[last]] if last in OTHER_NAMES else difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
-    close = close or [k for k in KEYS if k.endswith(f".{last}")]
-    close = close or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
-    if close:
-        return f"unknown key; did you mean {close[0]}?"
-    if section in SECTIONS:
-        return f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}"
-    return f"unknown section [{section or key}]; known are: {', '.join(SECTIONS)}"
+def _nearest_key(key: str) -> str:
+    """Return the key that is meant: the same name in another section, else the nearest spelling of all keys."""
+    name = key.lower()
+    last = name.rpartition(".")[2]
+    if last in OTHER_NAMES:
+        return OTHER_NAMES[last]
+    same = [known for known in KEYS if known.endswith(f".{last}")]
+    close = difflib.get_close_matches(name, same, 1, cutoff=0)
+    close = close or difflib.get_close_matches(name, KEYS, 1, cutoff=0.75)
+    return close[0] if close else ""
 
 
 def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
@@ -250,5 +264,7 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
+        if isinstance(tree[key].value, str) and (close := nearest(tree[key].value, choices(KEYS[key].annotation))):
+            invalid[key] += f'; did you mean "{close}"?'
         invalid[key] += "".join(f"; {value} {why}" for value, why in _NOT_DONE.items() if tree[key].value == value)
     return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

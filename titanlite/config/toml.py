@@ -22,11 +22,26 @@ def read_toml(file: Path) -> dict[str, Any]:
     """Read a TOML file; a UserError says what is wrong with it, without its name."""
     text = ""
     try:
-        return tomllib.loads(text := file.read_text(encoding="utf-8"))
+        if other := _other_format(file):
+            raise UserError(f"is {other}; titanlite reads TOML in UTF-8, such as the files in train_configs/")
+        return tomllib.loads(text := file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(_given_twice(f"{error}", text) or f"cannot be read as TOML: {error}") from None
+
+
+def _other_format(file: Path) -> str:
+    """Return the format that a file seems to have instead of TOML in UTF-8; an empty string if none shows."""
+    start = file.read_bytes()[:4096]
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "text in UTF-16"
+    first = next((line for line in start.decode(errors="replace").splitlines() if line.strip(" \t#")), "")
+    if first.startswith("{") or file.suffix == ".json":
+        return "JSON"
+    if file.suffix in (".yaml", ".yml") or re.match(r"---|[\w.]+:(\s|$)", first):
+        return "YAML"
+    return ""
 
 
 def _given_twice(error: str, text: str) -> str:

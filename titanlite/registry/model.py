@@ -163,7 +163,8 @@ class ModelSpec:
 
         legal = [*self.flavors, *["hf"] * bool(self.hf and self.hf.fields)]  # of hf, the overrides have all fields
         if flavor not in legal:
-            raise UserError(f'unknown flavor "{flavor}" of {self.name}; legal: {", ".join(legal)}')
+            hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
+            raise UserError(f'unknown flavor "{flavor}" of {self.name}; {hint}legal: {", ".join(legal)}')
         base, unknown = self.flavors.get(flavor), list[str]()
         cls = type(base or next(iter(self.flavors.values())))
         values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
