@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PLACE = VENV / "titanlite-place"
-NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich")
+NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich", "matplotlib")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = (
     "pytest",
@@ -40,7 +40,6 @@ NEEDED_DEV = (
     "pyarrow",
     "wandb",
     "torchao",
-    "matplotlib",
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -49,9 +48,11 @@ def main() -> None:
     browser = "--browser" in sys.argv[1:]
     dev = browser or "--dev" in sys.argv[1:]
     python = Path(sys.executable)
+    if "--check" in sys.argv[1:]:
+        sys.exit(not active_can_run(dev))
     if not active_can_run(dev):
         python = PYTHON
-        if not is_made(dev):
+        if not is_made(dev) and not made_by_others_can_run(dev):
             with lock():
                 if not is_made(dev):  # another process may have made it while this one waited
                     make(dev)
@@ -94,6 +95,14 @@ def active_can_run(dev: bool) -> bool:
         return False
     modules = NEEDED + (NEEDED_DEV if dev else ())
     return all(importlib.util.find_spec(name) for name in modules)
+
+
+def made_by_others_can_run(dev: bool) -> bool:
+    """Return whether `.venv`, if something else such as uv made it, has this checkout's titanlite and its needs."""
+    if PLACE.exists() or not PYTHON.exists():
+        return False
+    command = [PYTHON, __file__, "--check", *["--dev"] * dev]
+    return not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
 
 
 def marker(dev: bool) -> Path:
@@ -141,17 +150,12 @@ def make(dev: bool) -> None:
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
     # Float8's package is small, and any config may ask for it.
     target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
-    command = [
-        str(PYTHON),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "on",
-        "-e",
-        target,
-    ]
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
+    if not installed("pip") and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode:
+        command = ["uv", "pip", "install", "--python", str(PYTHON)]  # it made an environment without pip
+        if not shutil.which("uv"):
+            fail(f"{VENV} has no pip, and there is no uv to install with. To start over: rm -r {VENV}")
+    command += ["-e", target]
     done = threading.Event()
     threading.Thread(target=show_unpacking, args=(done,), daemon=True).start()
     code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
@@ -160,6 +164,11 @@ def make(dev: bool) -> None:
         fail(f"the installation failed; see above. To start over: rm -r {VENV}")
     PLACE.write_text(this_place())
     marker(dev).touch()
+
+
+def installed(module: str) -> bool:
+    """Return whether `.venv` has a module."""
+    return not subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True, check=False).returncode
 
 
 def show_unpacking(done: threading.Event, seconds: float = 5) -> None:

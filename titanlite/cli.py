@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import UserError, format_table, nearest
+from titanlite.errors import UserError, format_table, nearest, replace_unprintable
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
@@ -50,6 +50,7 @@ DOWNLOAD = """`titanlite download` was removed; use huggingface_hub's own comman
 
 def run() -> NoReturn:
     """Run the command as a process."""
+    replace_unprintable()
     code = main(sys.argv[1:])
     if sys.argv[1:2] == ["train"]:  # the workers have exited; a normal exit with torch loaded takes most of a second
         with suppress(OSError):  # the console may be closed too
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> int:
     """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is 130."""
     arguments, code = argparse.Namespace(), 0
     try:
+        if argv[:1] == ["help"] and argv[1:]:
+            argv = [*argv[1:], "--help"]
         if not argv or argv[0] in ("--help", "-h", "help"):
             print(OVERVIEW, end="")
         elif argv[0] in ("--version", "version"):

@@ -1,7 +1,10 @@
 """Exit codes, errors that a user can cause, which need no traceback, and the formatting that messages share."""
 
 import difflib
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 
 OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
 """Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step saved or with
@@ -27,8 +30,24 @@ class GivenUp(RunFailed):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known word closest to `word`, or an empty string if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+    """Return the known word closest to `word` in any case, or an empty string if none is close."""
+    by_lower_case = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
+    return by_lower_case[close[0]] if close else ""
+
+
+def install_command(*packages: str) -> str:
+    """Return the command that installs packages into this environment; uv makes environments without pip."""
+    installer = [sys.executable, "-m", "pip", "install"]
+    if find_spec("pip") is None:
+        installer = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*installer, *packages])
+
+
+def replace_unprintable() -> None:
+    """Print a question mark for what the terminal's encoding lacks, instead of ending in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
 
 def first_line(error: BaseException) -> str:

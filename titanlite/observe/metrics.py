@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from titanlite.config.schema import JobConfig
-from titanlite.errors import UserError
+from titanlite.errors import UserError, install_command
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def require_wandb() -> None:
     if spec is None or spec.origin is None:
         raise UserError(
             "metrics.enable_wandb = true: the package wandb is not installed; "
-            f"{sys.executable} -m pip install wandb, or remove the key"
+            f"{install_command('wandb')}, or remove the key"
         )
 
 

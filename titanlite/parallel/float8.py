@@ -6,7 +6,6 @@ activations are gathered in float8. Which layers are converted is decided withou
 """
 
 import logging
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
 from titanlite.config.schema import KEYS
-from titanlite.errors import UserError, format_table, nearest, some_of
+from titanlite.errors import UserError, format_table, install_command, nearest, some_of
 from titanlite.parallel.build import Context, layer_pattern
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import (
@@ -46,8 +45,8 @@ class Float8:
     def __init__(self, job: Job) -> None:
         if find_spec("torchao") is None:
             raise UserError(
-                f"{KEY}.enable = true: the package torchao is not installed; {sys.executable} -m pip install "
-                '"torchao>=0.18", or remove the key'
+                f"{KEY}.enable = true: the package torchao is not installed; {install_command('torchao>=0.18')}, "
+                "or remove the key"
             )
         self._settings = job.config.quantize.linear.float8
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -21,6 +22,7 @@ from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
+    STATE,
     CorruptCheckpoint,
     Manifest,
     committed,
@@ -39,7 +41,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, tomllib
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
-from titanlite.observe.metrics import format_duration
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
+_DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
 
@@ -146,10 +148,17 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
         weights = ", weights" if manifest and manifest.weights_only else ""
         size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
         state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
-        age = format_duration(time.time() - store.modified(folder))
-        rows.append((folder.name, size, mesh, f"{age} ago", state))
+        rows.append((folder.name, size, mesh, _age(time.time() - store.modified(folder)), state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
+
+
+def _age(seconds: float) -> str:
+    """Return a time in the past in its largest unit, such as 18 min ago."""
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"
 
 
 def _verify(arguments: Namespace, overrides: list[str]) -> int:
@@ -165,7 +174,7 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, if it can be read, and what is wrong with the folder."""
     try:
         manifest = read_manifest(folder)
-        return manifest, faults(folder, manifest, manifest.files if full else ())
+        return manifest, faults(folder, manifest, manifest.files if full else _DOCUMENTS)
     except (CorruptCheckpoint, OSError) as error:
         return None, [str(error)]
 
@@ -173,6 +182,8 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
 def _show(arguments: Namespace, overrides: list[str]) -> int:
     folder = find_checkpoint(arguments.folder)
     manifest, (mesh, versions) = read_manifest(folder), _environment(folder)
+    if problems := faults(folder, manifest, _DOCUMENTS):
+        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(problems)}")
     position = read_state(folder)["position"]
     position = {name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()}
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
@@ -334,7 +345,8 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
         clear_leftovers(target)
         folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
     print(f"imported {len(weights.names)} tensors: {folder}")
-    print(f'to start from them: --config "{folder}/{CONFIG}" --checkpoint.initial_load_path "{target}"')
+    options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
+    print(f"to start from them: {shlex.join(options)}")
     return 0
 
 
@@ -350,7 +362,7 @@ def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> lis
 def _rm(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
-    folders = [path.resolve() for path in arguments.folders]
+    folders = [Path(os.path.abspath(path)) for path in arguments.folders]  # a link is removed, not its target
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
             raise UserError(f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titanlite.errors import UserError, format_table
+from titanlite.errors import UserError, format_table, install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +133,7 @@ def draw(runs: list[Run], x_axis: str) -> Figure:
         from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError as error:
-        remedy = f"{sys.executable} -m pip install matplotlib"
+        remedy = install_command("matplotlib")
         raise UserError(f"titanlite plot needs the package matplotlib, which is not installed: {remedy}") from error
     rcParams.update(STYLE)
     figure = Figure(figsize=(12.4, 7.2), layout="constrained")

@@ -11,8 +11,10 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
+    from titanlite.errors import replace_unprintable
     from titanlite.runtime.rank_files import PID, STACK, own_file
 
+    replace_unprintable()
     if (file := own_file(os.environ, PID)) and (stack := own_file(os.environ, STACK)):
         # For the launcher, before torch takes its seconds; it signals only who has told that it is ready.
         faulthandler.register(signal.SIGUSR2, stack.open("w"))

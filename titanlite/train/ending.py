@@ -1,6 +1,7 @@
 """The lines that a run prints at its end: where its files are, and what to type next. No torch: the launcher has them
 too."""
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -15,12 +16,13 @@ def describe_end(config: JobConfig) -> str:
     folder, titanlite = Path(config.job.dump_folder), _installed("titanlite")
     rows = {name: str(folder / file) for name, file in _FILES.items()} | {"checkpoints": last_saved_message(config)}
     if config.metrics.enable_tensorboard:
-        rows["TensorBoard"] = f"{_installed('tensorboard')} --logdir {folder / config.metrics.save_tb_folder}"
+        logs = str(folder / config.metrics.save_tb_folder)
+        rows["TensorBoard"] = shlex.join([_installed("tensorboard"), "--logdir", logs])
     if config.profiling.enable_profiling:
         rows["traces"] = f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
-    rows["plot"] = f"{titanlite} plot {folder}"
+    rows["plot"] = shlex.join([titanlite, "plot", str(folder)])
     if config.checkpoint.enable:
-        rows["generate"] = f"{titanlite} generate --config {folder / 'config.toml'}"
+        rows["generate"] = shlex.join([titanlite, "generate", "--config", str(folder / "config.toml")])
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
