@@ -88,6 +88,7 @@ def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_bit(dtype):
         leaf = x.clone().requires_grad_()
         rotated = rotation(leaf)
         rotated.backward(weights)
+        assert leaf.grad is not None
         results.append((rotated, leaf.grad))
     for rotated, gradient in results[1:]:
         assert torch.equal(rotated, results[0][0]) and torch.equal(gradient, results[0][1])
