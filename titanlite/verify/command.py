@@ -113,7 +113,8 @@ def full_table(model: ModelUnderTest) -> Rows:
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    return [row for row in rows if model.has_hf_names or row.extra != "imported"]
+    has = {"imported": model.has_hf_names, "kept whole": model.kept_whole}
+    return [row for row in rows if has.get(row.extra, True)]
 
 
 def numbered(rows: Sequence[Row]) -> Rows:

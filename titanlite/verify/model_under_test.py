@@ -54,7 +54,7 @@ class ModelUnderTest:
     variants: Mapping[str, tuple[str, ...]]
     """The further overrides of each variant that it has."""
     kept_whole: str
-    """The override that replicates its small parameters."""
+    """The override that replicates its small parameters; empty if its table calls all of them so."""
     every_expert: tuple[str, ...]
     """The override that sends each token to every expert, if there are any: of bfloat16's rounding, a router chooses
     others, whose gradients are not comparable."""
@@ -127,7 +127,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     every_expert = (f"--model.overrides.top_k={experts}",) if experts and "top_k" in fields else ()
     rules = spec.rules(spec.configure(model.flavor, model.overrides))
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
-    kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}"
+    kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else ""
     tied = any(rule.tied for rule in rules)
     layouts, refused = _allowed_layouts(section)
     documents = ("off", "on") if spec.core else ("off",)

@@ -110,7 +110,7 @@ def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
     sizes = [world // others if world % others == 0 else world]
     with suppress(InvalidField):  # without a valid model
         if key == "tensor_parallel_degree":
-            sizes += _split_by_tensor_parallel(context).values()
+            sizes += [1] if _unsplit(context) else _split_by_tensor_parallel(context).values()
         elif key == "context_parallel_degree":
             sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
         elif key == "pipeline_parallel_degree":
@@ -145,9 +145,36 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
     return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
 
+def _unsplit(context: RuleContext) -> str:
+    """Return what a model's table lacks to be split by tensor parallel, or an empty string.
+
+    Slices of sequences come from the embedding, and whole ones are seen behind column layers.
+    """
+    spec, rules = context.spec, context.spec.rules(context.model)
+    roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
+    for role in ("embedding", "head"):
+        if role not in roles:
+            return f'no row of its table has the role "{role}"'
+    inside_of_block = spec.core.split(".")[:-1]
+    for number in map(str, range(context.shape.layers)):
+        path = [*spec.blocks.split("."), number, *inside_of_block]
+        inside = {rule.tensor for rule in rules if _may_be_inside(rule.pattern, path)}
+        if inside and "column" not in inside:
+            where = ".".join(path)
+            return f'no row inside of {where} has the role "column", so it would attend within a slice of the tokens'
+    return ""
+
+
+def _may_be_inside(pattern: str, path: list[str]) -> bool:
+    return all(own in ("*", name) for own, name in zip(pattern.split("."), path, strict=False))
+
+
 @RULES.add
 def _tensor_parallel_divides_the_model(context: RuleContext) -> Faults:
     tp = context.config.parallelism.tensor_parallel_degree
+    if tp > 1 and (why := _unsplit(context)):
+        yield "parallelism.tensor_parallel_degree", f"{context.spec.name} cannot be split: {why}; legal: 1"
+        return
     legal = legal_degrees(context, "tensor_parallel_degree", context.world or 0)
     for what, size in _split_by_tensor_parallel(context).items():
         if size % tp:
@@ -183,8 +210,12 @@ def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
 def _expert_parallel_divides_experts_and_ranks(context: RuleContext) -> Faults:
     key, experts = "parallelism.expert_parallel_degree", context.shape.experts
     ep = context.config.parallelism.expert_parallel_degree
-    if ep > 1 and not experts:
-        yield key, f"{context.spec.name} {context.config.model.flavor} has no experts; legal: 1"
+    if ep == 1:
+        return
+    in_table = any(rule.tensor == "expert" for rule in context.spec.rules(context.model))
+    if not (experts and in_table):
+        where = " in its table" if experts else ""
+        yield key, f"{context.spec.name} {context.config.model.flavor} has no experts{where}; legal: 1"
         return
     ranks = context.layout.fsdp * context.layout.tp
     for what in (f"{experts} experts", f"{ranks} ranks of data_parallel_shard x context x tensor parallel"):

@@ -1,0 +1,69 @@
+"""A model with rows that nothing splits has the numbers of one process on every layout, or the layout is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.verify.command import table
+from titanlite.verify.model_under_test import read_model
+from titanlite.verify.runner import row_runner
+from titanlite.verify.table import Row
+
+ALL, ATTENTION = ["*"], ["layers.*.attention*"]
+
+
+def argv_of(name: str, whole: list[str]) -> list[str]:
+    return ["--model.package=unsplit", f"--model.name={name}", f"--model.overrides.whole={whole}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "degree", "why"),
+    [
+        ("unsplit", ALL, "tensor", 'unsplit cannot be split: no row of its table has the role "embedding"'),
+        ("unsplit_gpt2", ["output*"], "tensor", ""),  # tied: the embedding is the head
+        ("unsplit", ["output*"], "tensor", 'no row of its table has the role "head"'),
+        ("unsplit_gpt2", ATTENTION, "tensor", 'no row inside of layers.0.attention has the role "column"'),
+        ("unsplit_gpt2", ["layers.2.*"], "tensor", ""),  # matches no row: the table names no block by its number
+        ("unsplit_moe", ["*experts*"], "tensor", ""),
+        ("unsplit_moe", ["*experts*"], "expert", "unsplit_moe small has no experts in its table"),
+        ("unsplit_moe", ["tok*"], "expert", ""),
+        ("unsplit_moe", ALL, "context", ""),
+        ("unsplit_moe", ALL, "pipeline", ""),
+    ],
+)
+def test_a_degree_that_would_split_nothing_is_refused_by_name(capsys, name, whole, degree, why):
+    flavor = ["--model.flavor=small", f"--parallelism.{degree}_parallel_degree=2"]
+    code = main(["config", "--world", "2", "--training.local_batch_size=4", *argv_of(name, whole), *flavor])
+    printed = capsys.readouterr().err
+    assert (code, why in printed) == (2 if why else 0, True), printed
+    if why:
+        assert "legal: 1" in printed and f"{degree}_parallel_degree" in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "whole", "layouts"),
+    [
+        ("unsplit", ["layers.*.feed_forward.*", "*norm*"], ["tp2", "dp2 x tp2"]),
+        ("unsplit_gpt2", ["output*", "layers.*.feed_forward.*"], ["tp2", "pp2 x tp2"]),
+        ("unsplit_moe", ["layers.*.moe.experts*"], ["tp2", "dp2", "cp2 x tp2"]),
+        ("unsplit_moe", ALL, ["dp2", "cp2", "pp2", "hsdp2x2"]),
+        ("unsplit_moe", ["tok*", "output*", "*attention*"], ["ep2", "dp2 x cp2"]),
+    ],
+)
+def test_rows_that_nothing_splits_have_the_gradients_of_one_process(pool, name, whole, layouts):
+    model = read_model(argv_of(name, whole), {})
+    with row_runner(model, pool) as run:
+        for layout in layouts:
+            result = run(Row(layout, precision="float64"))
+            assert result.passed, f"{layout}: {result.what} {result.error:.1e} on rank {result.rank}"
+
+
+@pytest.mark.long
+def test_verify_names_the_layouts_that_such_a_model_does_not_have(capsys):
+    argv = argv_of("unsplit", ALL)
+    assert "kept whole" not in {row.extra for row in table(read_model(argv, {})).values()}  # that is every layout
+    assert main(["verify", *argv, "--only=10"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skipping layout tp2, dp2 x tp2" in printed and 'no row of its table has the role "embedding"' in printed
