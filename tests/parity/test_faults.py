@@ -23,6 +23,7 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "prefetch-reversed": "was gathered instead of layers.",
     "accumulation-in-bf16": "gradient of ",
     "accumulation-forgotten": "gradient of ",
+    "norm-in-float32": "norm of all gradients (p = 2)",
     "clip-by-local-norm": "norm of all gradients (p = 2)",
     "parts-orthogonalized": "after 1 Muon step: layers.",
     "labels-per-rank": "gradient of ",

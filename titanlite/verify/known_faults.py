@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
 
 import titanlite.train.loss as loss
 import titanlite.train.report as report
@@ -20,6 +21,7 @@ import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
+from titanlite.optim import grad_norm
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, pipeline, recompute, tensor
@@ -67,6 +69,15 @@ def _seed_per_rank() -> Patch:
 @fault("every shard has the initial values of the first one", Row("dp2"))
 def _same_shards() -> Patch:
     return patch.multiple(init, shard_offset=lambda tensor: (0,) * tensor.dim())
+
+
+@fault("the gradient norm is summed in float32", Row("dp2", precision="float32", extra="large"))
+def _norm_in_float32() -> Patch:
+    def norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
+        total = get_total_norm(gradients, p)
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    return patch.multiple(grad_norm, _norm=norm)
 
 
 def _sharded_over(dimension: str) -> Patch:

@@ -134,6 +134,7 @@ class RowRunner:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
             overrides += self._model.every_expert * row.is_narrow
+            overrides += self._model.large * (row.extra == "large")
             max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

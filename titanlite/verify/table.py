@@ -110,6 +110,7 @@ EXTRAS: dict[str, list[str]] = {
     "kept whole": [],  # what of the model is, is computed
     "offloaded": [_TRAINING + "enable_cpu_offload"],
     "one slice": [],  # no token or label is in the second half of the vocabulary
+    "large": [],  # a vocabulary so large that a sum in float32 shows; what of the model is, is computed
     "imported": ["--checkpoint.initial_load_in_hf", "--debug.seed=1"],  # the reference's initial weights
 }
 """What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
@@ -145,7 +146,8 @@ class Row:
     @property
     def batch(self) -> str:
         """Return what changes the batch or else the reference."""
-        return "documents" * (self.documents == "on") + self.extra * (self.extra in ("one slice", "imported"))
+        changes = self.extra in ("one slice", "large", "imported")
+        return "documents" * (self.documents == "on") + self.extra * changes
 
     @property
     def order(self) -> str:
@@ -187,6 +189,7 @@ EXTRA = (
     Row("dp2", accumulation="3", extra="kept whole"),
     Row("dp2", extra="offloaded"),
     Row("tp2", "full", extra="one slice"),
+    Row("dp2", precision="float32", extra="large"),
     Row("ep2", extra="imported"),
 )
 """Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have.

@@ -1,0 +1,47 @@
+"""The gradient norm is the same on any number of ranks, of any size, and of stages without gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titanlite.optim.grad_norm import clip_grad_norm
+
+ROWS = 1 << 6
+
+
+def norm_of_shards(columns: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the norm of one sharded gradient, and the value of each of its elements."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own = torch.full((ROWS // mesh.size(), columns), 0.1, dtype=dtype)
+    weight = nn.Parameter(DTensor.from_local(torch.zeros_like(own), mesh, (Shard(0),)))
+    weight.grad = DTensor.from_local(own, mesh, (Shard(0),))
+    return clip_grad_norm([weight], math.inf).item(), own[0, 0].double().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [1 << 22, pytest.param(1 << 26, marks=pytest.mark.long)])
+def test_the_norm_on_one_and_four_ranks_is_exact_of_any_size(pool, elements, dtype):
+    for world in (1, 4):
+        for norm, value in pool.run(norm_of_shards, elements // ROWS, dtype, world=world):
+            assert norm == pytest.approx(value * math.sqrt(elements), rel=1e-7), world
+
+
+def norm_of_stages(p: float, dtype: torch.dtype) -> float:
+    """Return the norm over two stages; the second one is frozen and has no gradient."""
+    weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+    if dist.get_rank() == 0:
+        weight.grad = torch.tensor([3.0, -4.0], dtype=dtype)
+    return clip_grad_norm([weight], math.inf, p, init_device_mesh("cpu", (dist.get_world_size(),))).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("p", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
+def test_a_stage_without_gradients_knows_the_norm_of_all(pool, p, expected, dtype):
+    assert pool.run(norm_of_stages, p, dtype, world=2) == [expected, expected]
