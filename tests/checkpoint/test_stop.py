@@ -1,12 +1,17 @@
 """A stopped run says what is saved, resumes from it, and knows when it is finished."""
 
+import json
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import TINY
 from tests.launch.run import descendants, finish, left_over, records, start, train
+from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.manifest import committed
 
 LONG = [*TINY, "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.async_mode=async"]
@@ -55,3 +60,30 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     assert out == (
         f"titanlite: already at step {target} of {target}: raise --training.steps, or give --job.dump_folder\n"
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("other", ["without checkpoints", "in another folder", "whose record was deleted"])
+def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(tmp_path, other):
+    argv = [*TINY, "--checkpoint.enable", "--checkpoint.interval=2", "--metrics.log_freq=1", "--optimizer.lr=1e-3"]
+    argv += ["--metrics.enable_tensorboard", "--lr_scheduler.total_steps=9"]
+    first = [*argv, "--training.steps=4"]
+    assert train(first, tmp_path, NGPU="1")[0] == 0
+    rates = [record["lr"] for record in records(tmp_path) if "loss" in record]
+    words = ["--checkpoint.folder=elsewhere"] if other == "in another folder" else ["--checkpoint.no_enable"]
+    assert train([*argv, "--training.steps=3", "--optimizer.lr=2e-3", *words], tmp_path, NGPU="1")[0] == 0
+    if other == "whose record was deleted":
+        shutil.rmtree(tmp_path / "previous")
+    code, out = train([*argv, "--training.steps=6"], tmp_path, NGPU="1")
+    assert code == 0, out
+    found = [(record["step"], record["lr"]) for record in records(tmp_path) if "loss" in record]
+    traced = tensorboard(tmp_path / "tb")["lr"]
+    if other == "whose record was deleted":
+        assert [step for step, _ in found] == [5, 6]
+        assert "metrics.jsonl has nothing of the steps before" in out and "another run's record is now in" in out
+    else:
+        assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6] and [rate for _, rate in found[:4]] == rates
+        assert "metrics.jsonl continues the record of the checkpoint's run, from" in out
+    others = [json.loads(line) for path in tmp_path.glob("previous/*/metrics.jsonl") for line in path.open()]
+    assert any(record.get("lr") == 2e-3 * rates[0] / 1e-3 for record in others), "the other run's record is kept"
+    assert sorted(traced) == [step for step, _ in found]

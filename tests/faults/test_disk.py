@@ -152,3 +152,25 @@ def test_a_slow_save_does_not_meet_the_training_timeout(pool, tmp_path):
     for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
         assert step == 4 and took >= 6
     assert steps_in(tmp_path) == ["step-2", "step-4"]
+
+
+def refused_on_a_small_disk(argv: list[str], folder: str) -> tuple[str, list[str]]:
+    log, lines = keeping_log()
+    try:
+        trainer(argv, folder, log).train()
+    except Exception as error:
+        return f"{error}", lines
+    return "", lines
+
+
+def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_path, small_disk):
+    if not small_disk:
+        pytest.skip("mounting a small disk is not allowed here")
+    argv = [*ARGV, "--checkpoint.keep_latest_k=99", "--checkpoint.interval=1", "--checkpoint.async_mode=disabled"]
+    for start in range(3):
+        message, lines = pool.run(refused_on_a_small_disk, argv, str(tmp_path), world=2)[0]
+        assert "No space left on device" in message and "enforce fail" not in message, (start, message)
+        (warning,) = [line for line in lines if "room for" in line]
+        assert re.search(
+            r"checkpoint has .*iB free, room for \d+ more checkpoints of .*keep_latest_k = 99 keeps 99", warning
+        )

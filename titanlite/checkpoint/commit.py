@@ -9,7 +9,9 @@ Nothing is ever written into a committed folder. Each rank's work runs under `ru
 continue, or all raise the same error.
 """
 
+import errno
 import json
+import os
 import re
 import uuid
 import zlib
@@ -183,7 +185,12 @@ class _Writer(dcp.FileSystemWriter):
         self.staging = staging
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner)
+        try:
+            results = super().write_data(plan, planner)
+        except RuntimeError as error:  # of torch's writer, which names no cause
+            if store.free_bytes(self.staging) < 1 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
         failpoint("file written")
         return results
 

@@ -110,7 +110,7 @@ def _verify(
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
     position, streams, numbers = Position(**state["position"]), state["streams"], state["numbers"]
-    own = {"numbers": numbers, "guard": state.get("guard", {})}  # which versions before did not write
+    own = {"numbers": numbers, "guard": state.get("guard", {}), "metrics": state.get("metrics", {})}
     return Resume(folder, manifest, continues=True, position=position, streams=streams, **own), problems
 
 

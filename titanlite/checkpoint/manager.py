@@ -41,8 +41,13 @@ from titanlite.config.job import Job
 from titanlite.config.rules.weights import check_model
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import RunFailed, UserError
-from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.errors import RunFailed, UserError, format_bytes
+from titanlite.observe.run_folder import (
+    begin_of_metrics,
+    describe_environment,
+    new_archive_folder,
+    restore_metrics,
+)
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
@@ -175,6 +180,8 @@ class Checkpoints:
             return
         if resume.folder.parent == self.root and self._rank_info.rank == 0:
             self._archive_later_steps(resume.position.step)
+            if resume.metrics and (notice := restore_metrics(self._job.config, resume.metrics)):
+                self._log.info(notice)
         dist.barrier(self.group)
         self._log.info(f"resumed step {resume.position.step} from {resume.folder}")
         modules = (module for part in state.parts for module in part.modules())
@@ -197,6 +204,21 @@ class Checkpoints:
             store.rename(step_folder(self.root, later), step_folder(archive, later))
         commit.point_latest(self.root, step)
         self._log.info(f"later checkpoints ({', '.join(map(str, later_steps))}) are now in {archive}")
+
+    def check_space(self, state: TrainingState) -> None:
+        """Warn if the disk has no room for the checkpoints that are kept and one that is being written."""
+        if not self.enabled:
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
+        if state.stages:
+            size = sum(gather_objects(size, state.stages))
+        if self._rank_info.rank > 0:
+            return
+        free, kept = store.free_bytes(self.root), self.settings.keep_latest_k
+        if free < size * max(1, kept + 1 - len(committed(self.root))):
+            room = f"room for {free // size} more checkpoints of {format_bytes(size)}"
+            wanted = f"checkpoint.keep_latest_k = {kept} keeps {kept or 'all'}, and one more while it saves"
+            self._log.warning(f"{self.root} has {format_bytes(free)} free, {room}; {wanted}")
 
     # ---------------------------------------------------------------- saving
 
@@ -237,6 +259,8 @@ class Checkpoints:
         tensors = state.weights() if weights_only else state.tensors()
         numbers = {} if weights_only else state.numbers()
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
+        if self._rank_info.rank == 0:
+            document["metrics"] = begin_of_metrics(Path(self._job.config.job.dump_folder), -1)
         host_copies = {name: local_part(tensor) for name, tensor in tensors.items()}
         asynchronous, copying = self.settings.async_mode != "disabled", time.monotonic()
         if asynchronous:

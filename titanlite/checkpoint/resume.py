@@ -57,6 +57,8 @@ class Resume:
     """The optimizer's scalars."""
     guard: dict[str, Any] = field(default_factory=dict)
     """What the run knows of its last steps, to judge the next ones."""
+    metrics: dict[str, int] = field(default_factory=dict)
+    """Size and checksum of what metrics.jsonl held; versions before wrote none."""
     exclude: Sequence[str] = ()
     """Patterns of what is not loaded."""
 

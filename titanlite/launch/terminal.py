@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,10 @@ class Terminal:
                 line = colored(line) if self._color else line
                 show(line if len(self._logs) == 1 else f"[rank {rank}] {line}")
         for line in self._metrics.lines():
-            record = json.loads(line)
-            if "loss" in record:
-                self.last_record = record
+            with suppress(ValueError):  # a resume may have put another file in its place
+                record = json.loads(line)
+                if "loss" in record:
+                    self.last_record = record
         sys.stdout.flush()
 
 

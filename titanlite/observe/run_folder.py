@@ -2,9 +2,11 @@
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +19,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 from titanlite.layout import DIMENSIONS
 
+METRICS = "metrics.jsonl"
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
@@ -27,7 +30,7 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
-    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, "metrics.jsonl", *appended)
+    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
@@ -39,6 +42,43 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     for path in paths:
         path.rename(archive / path.name)
     return archive
+
+
+def begin_of_metrics(dump_folder: Path, size: int) -> dict[str, int]:
+    """Return the size and the checksum of the first bytes of metrics.jsonl, at most `size`."""
+    try:
+        with (dump_folder / METRICS).open("rb") as file:
+            content = file.read(size)
+    except FileNotFoundError:
+        content = b""
+    return {"size": len(content), "crc32": zlib.crc32(content)}
+
+
+def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
+    """Let metrics.jsonl begin with what the run of a checkpoint had written, and TensorBoard's events follow it.
+
+    Another run's are moved to previous/; the run's own come from there, if it has them. Return what was done.
+    """
+    dump_folder, names = Path(config.job.dump_folder), (METRICS, config.metrics.save_tb_folder)
+    if begin_of_metrics(dump_folder, begin["size"]) == begin:
+        return ""
+    archived = sorted((dump_folder / "previous").glob("*"), reverse=True)
+    own = [folder for folder in archived if begin_of_metrics(folder, begin["size"]) == begin]
+    paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
+    notice = f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
+    if paths:
+        archive = new_archive_folder(dump_folder)
+        for path in paths:
+            path.rename(archive / path.name)
+        notice += f"; another run's record is now in {archive}"
+    if not own:
+        return notice
+    for path in (own[0] / name for name in names):
+        if path.is_dir():
+            shutil.copytree(path, dump_folder / path.name)
+        elif path.exists():
+            shutil.copy2(path, dump_folder)
+    return f"{METRICS} continues the record of the checkpoint's run, from {own[0]}"
 
 
 def new_archive_folder(dump_folder: Path) -> Path:

@@ -25,6 +25,10 @@ def list_folder(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
 
 
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 def same_file_system(folder: Path, other: Path) -> bool:
     return folder.stat().st_dev == other.stat().st_dev
 

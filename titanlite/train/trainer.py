@@ -134,6 +134,7 @@ class Trainer:
         stages = self.mesh.world["pp"].get_group() if self.job.layout.pp > 1 else None
         self.state = TrainingState(self.parts, self.runner.optimizer, self.runner.context.table, stages)
         self.checkpoints.restore(self.resume, self.state)
+        self.checkpoints.check_space(self.state)
         if self.resume.folder:
             check_replicas(self.parts, "after loading", self.runner.context, self.runner.optimizer)
         self.runner.notify_converters()
