@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import warnings
 import weakref
@@ -149,7 +150,8 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     theirs = made_by_transformers(case, hf)
     assert cli.main(["checkpoint", "import", str(hf), str(out)]) == 0
     said = capsys.readouterr().out
-    assert f'--config "{out}/step-0/config.toml" --checkpoint.initial_load_path "{out}"' in said
+    options = ["--config", f"{out}/step-0/config.toml", "--checkpoint.initial_load_path", f"{out}"]
+    assert shlex.join(options) in said
     imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
     trained = job([*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
     assert (trained.spec, trained.model) == (imported.spec, imported.model)

@@ -73,7 +73,8 @@ def test_rotary_embedding_rounds_once_from_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_bit(dtype):
+def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_last_digit(dtype):
+    """To the bit in bfloat16; a CPU may fuse a product and a sum where a head is no multiple of its vectors."""
     model: Any = build(SMALL)[0]
     cos, sin = model.rope(None, 64)
     x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)
@@ -91,7 +92,9 @@ def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_bit(dtype):
         assert leaf.grad is not None
         results.append((rotated, leaf.grad))
     for rotated, gradient in results[1:]:
-        assert torch.equal(rotated, results[0][0]) and torch.equal(gradient, results[0][1])
+        bound = 0.0 if dtype == torch.bfloat16 else 4 * torch.finfo(dtype).eps
+        for found, expected in ((rotated, results[0][0]), (gradient, results[0][1])):
+            assert (found - expected).abs().max() <= bound
 
 
 def test_head_receives_hidden_states_and_the_output_layer():
