@@ -17,6 +17,30 @@ Written by `titanlite models --markdown`; `titanlite models NAME` shows one mode
 
 A run takes a flavor with `--model.name NAME --model.flavor FLAVOR`, any field with `--model.overrides.FIELD VALUE`,
 and with `--model.flavor hf` the fields of [a Hugging Face folder](checkpoints.md#hugging-face-export-and-import).
+
+## Beside TorchTitan 0.2.2
+
+Flavors named by a size are the same models, but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
+flavors are others: small enough here for a laptop and the byte tokenizer, with a vocabulary of 256 for 2,048, so losses
+of TorchTitan's `debug_model.toml` do not carry over.
+
+| | TorchTitan | here |
+| --- | --- | --- |
+| llama3 debugmodel | dim 256, 6 layers, 16 heads | dim 128, 4 layers, 8 heads |
+| qwen3 debugmodel | dim 256, 8 layers, 16 heads, tied | dim 128, 4 layers, 8 heads, untied |
+| qwen3 debugmodel_moe | dim 256, 8 layers, 64 experts, top_k 8 | dim 128, 4 layers, 8 experts, top_k 2 |
+
+Initial values have the same distributions but for these:
+
+| | TorchTitan | here |
+| --- | --- | --- |
+| `w3` | 0.02 / sqrt(2 (layer + 1)), as `w2` | 0.02: it does not write into the residual stream |
+| a router | 0.02 / sqrt(2 (layer + 1)) | 0.02, for the same reason |
+| output layer, untied | dim^-0.5, cut at 3 deviations | dim^-0.5, not cut (1 value in 370 is beyond) |
+| embedding with a tied output layer | dim^-0.5, cut at 3 deviations | 0.02, as in Hugging Face's models |
+
+Neither was compared with the other over a long run, and a change would give every config other first weights, so they
+stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights have none of these differences.
 """
 
 
