@@ -21,7 +21,7 @@ and with `--model.flavor hf` the fields of [a Hugging Face folder](checkpoints.m
 ## Beside TorchTitan 0.2.2
 
 Flavors named by a size are the same models, but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
-flavors are others: small enough here for a laptop and the byte tokenizer, with a vocabulary of 256 for 2,048, so losses
+flavors are others: small enough here for a laptop and the byte tokenizer, with a vocabulary of 256 for 2,048. Losses
 of TorchTitan's `debug_model.toml` do not carry over.
 
 | | TorchTitan | here |
