@@ -26,7 +26,7 @@ def argv_of(name: str, whole: list[str]) -> list[str]:
         ("unsplit_gpt2", ATTENTION, "tensor", 'no row inside of layers.0.attention has the role "column"'),
         ("unsplit_gpt2", ["layers.2.*"], "tensor", ""),  # matches no row: the table names no block by its number
         ("unsplit_moe", ["*experts*"], "tensor", ""),
-        ("unsplit_moe", ["*experts*"], "expert", "unsplit_moe small has no experts in its table"),
+        ("unsplit_moe", ["*experts*"], "expert", "the table of unsplit_moe small has no experts"),
         ("unsplit_moe", ["tok*"], "expert", ""),
         ("unsplit_moe", ALL, "context", ""),
         ("unsplit_moe", ALL, "pipeline", ""),

@@ -113,7 +113,8 @@ def full_table(model: ModelUnderTest) -> Rows:
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    has = {"imported": model.has_hf_names, "kept whole": model.kept_whole, "large": model.large}
+    has = {"imported": model.has_hf_names, "kept whole": model.kept_whole}
+    has["large"] = any("vocab_size" in override for override in model.overrides)
     return [row for row in rows if has.get(row.extra, True)]
 
 

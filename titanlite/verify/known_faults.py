@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import get_total_norm
 
 import titanlite.train.loss as loss
 import titanlite.train.report as report
@@ -21,7 +20,6 @@ import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
-from titanlite.optim import grad_norm
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, pipeline, recompute, tensor
@@ -73,11 +71,8 @@ def _same_shards() -> Patch:
 
 @fault("the gradient norm is summed in float32", Row("dp2", precision="float32", extra="large"))
 def _norm_in_float32() -> Patch:
-    def norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
-        total = get_total_norm(gradients, p)
-        return total.full_tensor() if isinstance(total, DTensor) else total
-
-    return patch.multiple(grad_norm, _norm=norm)
+    norm = torch.linalg.vector_norm
+    return patch.object(torch.linalg, "vector_norm", lambda values, p, dtype=None: norm(values, p))
 
 
 def _sharded_over(dimension: str) -> Patch:

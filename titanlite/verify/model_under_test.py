@@ -21,8 +21,6 @@ CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
 """A prime, as hard to divide as real vocabularies; a flavor that is given by name keeps its own."""
-LARGE_VOCABULARY = 1 << 15
-"""Of a model with so many gradients that their norm is off by 1e-5 or more if a CPU sums it in float32."""
 TOKENS = "tokens.npy"
 """The shard that every job opens; the harness replaces what its steps read."""
 IMPORTED = "hf"
@@ -60,8 +58,6 @@ class ModelUnderTest:
     every_expert: tuple[str, ...]
     """The override that sends each token to every expert, if there are any: of bfloat16's rounding, a router chooses
     others, whose gradients are not comparable."""
-    large: tuple[str, ...]
-    """The override that gives it a large vocabulary, if its flavor has a field for it."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
     documents: tuple[str, ...]
@@ -77,7 +73,6 @@ class ModelUnderTest:
         """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
         model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
         model += self.every_expert * row.is_narrow
-        model += self.large * (row.extra == "large")
         paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
         paths += [f"--checkpoint.initial_load_path={folder / IMPORTED}"] * (row.extra == "imported")
         return [*model, *row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}", *paths]
@@ -130,7 +125,6 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if experts and fields.get("balance", "bias") != "bias":
         variants["bias"] = ("--model.overrides.balance=bias",)
     every_expert = (f"--model.overrides.top_k={experts}",) if experts and "top_k" in fields else ()
-    large = (f"--model.overrides.vocab_size={LARGE_VOCABULARY}",) * ("vocab_size" in fields)
     rules = spec.rules(spec.configure(model.flavor, model.overrides))
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
     kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else ""
@@ -139,7 +133,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     documents = ("off", "on") if spec.core else ("off",)
     modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
     name = f"{model.name} {model.flavor}"
-    table = (variants, kept_whole, every_expert, large, tied, documents, spec.hf is not None)
+    table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
     return ModelUnderTest(name, modules, section, *table, layouts, refused)
 
 

@@ -19,7 +19,7 @@ from titanlite.verify.measurements import BOUNDS, Mismatch
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
-from titanlite.verify.table import SAMPLES, Row
+from titanlite.verify.table import EXTRAS, SAMPLES, Row
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
@@ -134,7 +134,7 @@ class RowRunner:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
             overrides += self._model.every_expert * row.is_narrow
-            overrides += self._model.large * (row.extra == "large")
+            overrides += EXTRAS["large"] * (row.extra == "large")
             max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

@@ -6,11 +6,13 @@ A rule refuses what contradicts something. A key that merely has nothing to do o
 
 import math
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 from titanlite.config.rules.context import Faults, InvalidField, RuleContext, Rules
 from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.stages import fills_stages
 from titanlite.layout import Batch, Layout, divisors
+from titanlite.registry import expert_paths
 
 RULES = Rules()
 
@@ -110,7 +112,7 @@ def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
     sizes = [world // others if world % others == 0 else world]
     with suppress(InvalidField):  # without a valid model
         if key == "tensor_parallel_degree":
-            sizes += [1] if _unsplit(context) else _split_by_tensor_parallel(context).values()
+            sizes += _split_by_tensor_parallel(context).values()
         elif key == "context_parallel_degree":
             sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
         elif key == "pipeline_parallel_degree":
@@ -152,21 +154,15 @@ def _unsplit(context: RuleContext) -> str:
     """
     spec, rules = context.spec, context.spec.rules(context.model)
     roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
-    for role in ("embedding", "head"):
-        if role not in roles:
-            return f'no row of its table has the role "{role}"'
-    inside_of_block = spec.core.split(".")[:-1]
-    for number in map(str, range(context.shape.layers)):
-        path = [*spec.blocks.split("."), number, *inside_of_block]
-        inside = {rule.tensor for rule in rules if _may_be_inside(rule.pattern, path)}
+    if missing := {"embedding", "head"} - roles:
+        return f'no row of its table has the role "{min(missing)}"'
+    for number in range(context.shape.layers):
+        path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
+        length = len(path.split("."))
+        inside = {r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))}
         if inside and "column" not in inside:
-            where = ".".join(path)
-            return f'no row inside of {where} has the role "column", so it would attend within a slice of the tokens'
+            return f'no row inside of {path} has the role "column", so it would attend within a slice of the tokens'
     return ""
-
-
-def _may_be_inside(pattern: str, path: list[str]) -> bool:
-    return all(own in ("*", name) for own, name in zip(pattern.split("."), path, strict=False))
 
 
 @RULES.add
@@ -210,12 +206,8 @@ def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
 def _expert_parallel_divides_experts_and_ranks(context: RuleContext) -> Faults:
     key, experts = "parallelism.expert_parallel_degree", context.shape.experts
     ep = context.config.parallelism.expert_parallel_degree
-    if ep == 1:
-        return
-    in_table = any(rule.tensor == "expert" for rule in context.spec.rules(context.model))
-    if not (experts and in_table):
-        where = " in its table" if experts else ""
-        yield key, f"{context.spec.name} {context.config.model.flavor} has no experts{where}; legal: 1"
+    if ep > 1 and not (experts and expert_paths(context.spec.rules(context.model), context.spec.blocks)):
+        yield key, f"the table of {context.spec.name} {context.config.model.flavor} has no experts; legal: 1"
         return
     ranks = context.layout.fsdp * context.layout.tp
     for what in (f"{experts} experts", f"{ranks} ranks of data_parallel_shard x context x tensor parallel"):
