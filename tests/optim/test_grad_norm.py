@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from titanlite.optim.grad_norm import clip_grad_norm
 
@@ -31,6 +32,22 @@ def test_the_norm_on_one_and_four_ranks_is_exact_of_any_size(pool, elements, dty
     for world in (1, 4):
         for norm, value in pool.run(norm_of_shards, elements // ROWS, dtype, world=world):
             assert norm == pytest.approx(value * math.sqrt(elements), rel=1e-7), world
+
+
+def collectives_of_a_norm(dtype: torch.dtype) -> int:
+    """Return how many collectives the norm of three sharded gradients takes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [nn.Parameter(DTensor.from_local(torch.ones(2, dtype=dtype), mesh, (Shard(0),))) for _ in range(3)]
+    for weight in weights:
+        weight.grad = weight.detach()
+    with CommDebugMode() as counted:
+        assert clip_grad_norm(weights, math.inf).item() == pytest.approx(math.sqrt(12))
+    return counted.get_total_counts()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_takes_one_collective_whatever_the_number_of_gradients(pool, dtype):
+    assert pool.run(collectives_of_a_norm, dtype, world=2) == [1, 1]
 
 
 def norm_of_stages(p: float, dtype: torch.dtype) -> float:

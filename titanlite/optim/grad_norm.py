@@ -62,9 +62,11 @@ def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
     wide = torch.float32 if gradients[0].dtype == torch.bfloat16 else None  # else sums would have three digits
     if gradients[0].device.type == "cpu":
         wide = torch.float64  # a CPU adds one square after the other: in float32, 2**24 of them have three digits
-    if wide:
-        gradients = [torch.linalg.vector_norm(gradient, p, dtype=wide) for gradient in gradients]
-    norm = get_total_norm(gradients, p)
+    if wide:  # of DTensors partial norms, which get_total_norm would all-reduce one by one
+        norms = [torch.linalg.vector_norm(gradient, p, dtype=wide) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms), p)
+    else:
+        norm = get_total_norm(gradients, p)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
