@@ -1,8 +1,14 @@
 """Layers that several models share; none knows of parallelism. Models' tables import this file: no torch here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Scale = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+"""Bounds of the fields of flavors, which `--model.overrides` may change."""
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["sequence", "bias", "none"]
 """How a router keeps its experts evenly used, see `moe.Router`."""
@@ -16,7 +22,7 @@ class RopeScaling:
     high_freq_factor are kept, and those between are a blend.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    factor: Scale = 8.0
+    low_freq_factor: Scale = 1.0
+    high_freq_factor: Scale = 4.0
+    original_positions: Size = 8192

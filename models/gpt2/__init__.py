@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.models.common import Epsilon, Size
 from titanlite.registry import (
     FusedSlice,
     HuggingFace,
@@ -20,12 +21,12 @@ from titanlite.registry import (
 
 @dataclass(frozen=True)
 class GPT2Config:
-    dim: int
-    n_layers: int
-    n_heads: int
-    vocab_size: int = 50257
-    max_seq_len: int = 1024
-    norm_eps: float = 1e-5
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    vocab_size: Size = 50257
+    max_seq_len: Size = 1024
+    norm_eps: Epsilon = 1e-5
     dropout: float = 0.1
     """Of the embedding, of attention probabilities, and of what each layer adds to the residual stream."""
 

@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models.common import RopeScaling
+from titanlite.models.common import Epsilon, RopeScaling, Scale, Size
 from titanlite.models.common.table import HF_KEYS, decoder_rules, feed_forward_rules
 from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rule, register_model
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 128256
-    max_seq_len: int = 131072
-    rope_theta: float = 500000.0
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size
+    hidden_dim: Size
+    vocab_size: Size = 128256
+    max_seq_len: Size = 131072
+    rope_theta: Scale = 500000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     tied: bool = False
     """The output layer shares the embedding's weight."""
 

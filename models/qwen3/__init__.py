@@ -1,39 +1,44 @@
 """Qwen 3, dense and with experts: flavors, its table, and its config.json at Hugging Face."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from titanlite.models.common import Balance
+from titanlite.models.common import Balance, Epsilon, Scale, Size
 from titanlite.models.common.table import GATED, HF_KEYS, decoder_rules, feed_forward_rules
 from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
+
+ONLY_WITH_EXPERTS = ("expert_dim", "top_k", "normalize", "balance")
 
 
 @dataclass(frozen=True)
 class QwenConfig:
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
+    dim: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size
+    hidden_dim: Size
     """The width of a feed-forward layer; unused in blocks with experts, as in Hugging Face's config.json."""
     expert_dim: int = 0
     """The width of an expert."""
     experts: int = 0
-    top_k: int = 8
+    top_k: Size = 8
     """The number of experts that a token meets."""
     normalize: bool = True
     """The weights of a token's experts sum to one."""
     balance: Balance = "sequence"
-    head_dim: int = 128
-    vocab_size: int = 151936
-    max_seq_len: int = 40960
-    rope_theta: float = 1000000.0
-    norm_eps: float = 1e-6
+    head_dim: Size = 128
+    vocab_size: Size = 151936
+    max_seq_len: Size = 40960
+    rope_theta: Scale = 1000000.0
+    norm_eps: Epsilon = 1e-6
     tied: bool = False
     """The output layer shares the embedding's weight."""
 
     def __post_init__(self) -> None:
+        idle = [f.name for f in fields(self) if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default]
+        if idle and not self.experts:
+            raise ValueError(f"{', '.join(idle)}: no effect without experts")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:

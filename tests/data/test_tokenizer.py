@@ -147,3 +147,47 @@ def test_a_mixture_without_shards_needs_a_tokenizer_for_its_text(root):
 def test_bytes_may_be_fewer_than_the_vocabulary():
     opened = open_tokenizer(job(ARGV, 1))
     assert opened and opened.vocab_size == 256 and opened.decode([104, 599, 105]) == "h\ufffdi"
+
+
+@pytest.mark.parametrize(
+    "shape", ["as a text", "as a table", "in special_tokens_map.json", "of several added tokens"]
+)
+def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_transformers(tmp_path, shape):
+    """TorchTitan's test tokenizer is such a folder: its tokenizer.json lacks the end-of-text token."""
+    transformers = pytest.importorskip("transformers", reason="the oracle for ids")
+    make_assets(tmp_path, ["the cat sat on the mat"], 300)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    for name in [token["content"] for token in document["added_tokens"]]:
+        del document["model"]["vocab"][name]
+    vocabulary = {token: number for number, token in enumerate(document["model"]["vocab"])}
+    document["model"]["vocab"], document["added_tokens"] = vocabulary, []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    names = ["<|begin|>", "<|end_of_text|>"] if "several" in shape else ["<|end_of_text|>"]
+    options = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    first = len(vocabulary)
+    added = {str(first + number): {"content": name, **options} for number, name in enumerate(names)}
+    eos: Any = {"content": names[-1], **options} if shape == "as a table" else names[-1]
+    settings: dict[str, Any] = {"added_tokens_decoder": added, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if shape == "in special_tokens_map.json":
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
+    else:
+        settings["eos_token"] = eos
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizer(str(tmp_path))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, eos_token=names[-1])
+    text = f"the cat{names[-1]} sat"
+    assert ours.end == theirs.convert_tokens_to_ids(names[-1]) == first + len(names) - 1
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode([ours.end]) == names[-1] and ours.vocab_size == len(theirs)
+
+
+def test_an_end_token_that_is_nowhere_defined_is_named(tmp_path):
+    make_assets(tmp_path, ["the cat"], 300)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["added_tokens"] = []
+    document["model"]["vocab"].pop("<|end_of_text|>")
+    document["model"]["vocab"] = {token: number for number, token in enumerate(document["model"]["vocab"])}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
+    with pytest.raises(UserError, match=r'eos_token is "<\|eot\|>", which tokenizer.json does not have'):
+        load_tokenizer(str(tmp_path))

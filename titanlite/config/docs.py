@@ -3,8 +3,11 @@
 import json
 import textwrap
 
+from pydantic.fields import FieldInfo
+
 from titanlite.config.legal import legal
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.section import MOST
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
 
@@ -72,10 +75,15 @@ def _rows(section: str) -> list[tuple[str, str, str, str]]:
     """Return key, default, legal values and meaning of a section's own keys."""
     fields = [(key.rpartition("."), info) for key, info in KEYS.items()]
     return [
-        (key, toml_value(info.default), legal(info.annotation, info.metadata), _one_line(info.description))
+        (key, toml_value(info.default), _legal(info), _one_line(info.description))
         for (name, _, key), info in fields
         if name == section
     ]
+
+
+def _legal(info: FieldInfo) -> str:
+    """Return the values of a key, without the bound that all whole numbers have."""
+    return legal(info.annotation, info.metadata).replace(f" and <= {MOST}", "")
 
 
 def _one_line(text: str | None) -> str:

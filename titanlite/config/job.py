@@ -57,6 +57,8 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
         # A field without a valid value has a fault already.
         with suppress(InvalidField):
             faults.extend(context.fault(key, why) for key, why in rule(context))
+    if unknown := [fault for fault in faults if fault.key == "model.name"]:  # the others would follow from it
+        faults = unknown
     if faults:
         raise ConfigError(faults)
     resolved, layout = loaded.config, context.layout

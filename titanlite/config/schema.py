@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
 from titanlite.config.section import (
+    MOST,
+    BatchSize,
     Decay,
     Fraction,
     Natural,
@@ -19,6 +21,7 @@ from titanlite.config.section import (
     OrNone,
     Positive,
     Rate,
+    Seconds,
     Section,
 )
 
@@ -61,7 +64,7 @@ class Model(Section):
 class Dataloader(Section):
     """How batches are read."""
 
-    num_workers: Natural = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes per rank that read data; 0 reads in a thread of the trainer."""
     persistent_workers: bool = False
     """Keep the worker processes between validations."""
@@ -69,7 +72,7 @@ class Dataloader(Section):
     """Page-lock batches for the copy to a GPU: always done with a GPU, refused on a CPU."""
     prefetch_factor: Positive = 2
     """Batches that each worker process reads ahead."""
-    stall_timeout_seconds: Rate = 10.0
+    stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 10.0
     """Reopen a streamed data set that delivers nothing for this long, up to five times, and name it."""
 
 
@@ -92,14 +95,14 @@ class Training(Section):
     c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
     """Folder or file of the data set, for text and tokens."""
-    local_batch_size: Positive = 8
+    local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
     global_batch_size: Literal[-1] | Positive = -1
     """Sequences in one optimizer step over all ranks; -1 means local_batch_size x data-parallel degree, and more
     means gradient accumulation."""
     seq_len: Positive = 2048
     """Tokens in a sequence."""
-    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    max_norm: Annotated[float, Field(ge=1e-6, allow_inf_nan=True)] = 1.0
     """Clip gradients to this global norm; inf never clips."""
     steps: Positive = 10000
     """Optimizer step at which the run ends."""
@@ -225,7 +228,7 @@ class Validation(Section):
     """Data set by name."""
     dataset_path: str = ""
     """Its folder or file."""
-    local_batch_size: Positive = 8
+    local_batch_size: BatchSize = 8
     """Sequences per rank in a validation batch."""
     seq_len: Annotated[Positive | None, OrNone] = None
     """Tokens in a sequence; none means training.seq_len."""
@@ -285,12 +288,12 @@ class Profiling(Section):
 class Comm(Section):
     """Timeouts of the communication, and the flight recorder."""
 
-    init_timeout_seconds: Positive = 300
+    init_timeout_seconds: Seconds = 300
     """Timeout of the start: nodes meeting, and each phase through the first step."""
-    train_timeout_seconds: Positive = 100
+    train_timeout_seconds: Seconds = 100
     """Seconds that any phase of a later step may take before the run counts as hung: its ranks are looked at and
     ended. Collectives time out 15 seconds later, those of the start and of checkpoints too."""
-    checkpoint_timeout_seconds: Positive = 1800
+    checkpoint_timeout_seconds: Seconds = 1800
     """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Natural = 20000
     """Entries in NCCL's flight recorder; 0 switches it off."""
@@ -301,7 +304,7 @@ class Comm(Section):
 class Fault(Section):
     """What a run does about failures, preemption and hangs."""
 
-    grace_seconds: Positive = 60
+    grace_seconds: Seconds = 60
     """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
     stop_after_minutes: NonNegative = 0
     """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
@@ -309,11 +312,11 @@ class Fault(Section):
     max_restarts: Natural = 3
     """Times that a run with checkpoints goes on by itself, from the newest one, after it lost a rank; the variable
     MAX_RESTARTS sets another default. What would fail again is not restarted. 0: never."""
-    rejoin_seconds: Positive = 120
+    rejoin_seconds: Seconds = 120
     """Time in which all nodes must be back for a restart, and for which a launcher tries to reach node 0."""
     min_nodes: Natural = 0
     """Nodes that are enough for a restart when the others have not come back in time; 0 means all."""
-    stall_seconds: Natural = 0
+    stall_seconds: Literal[0] | Seconds = 0
     """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
     that. The start, the first step, loading and saving keep their timeouts in [comm]."""
     preflight: bool = True
@@ -325,7 +328,7 @@ class Fault(Section):
     """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
     spike_sigma: NonNegative = 0.0
     """A gradient norm, or a loss, is a spike if it is above its mean by so many standard deviations; 0 is off."""
-    spike_window: Annotated[int, Field(ge=2)] = 128
+    spike_window: Annotated[int, Field(ge=2, le=MOST)] = 128
     """Good steps of which the mean and the deviation are taken; before there are as many, no step is a spike."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
     """Warn of it, skip its update (of a loss, known later: warn), or load the newest checkpoint from before it."""

@@ -6,8 +6,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from titanlite.config.stages import Schedule
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1
+"""The largest whole number of any key: libraries in C take no larger one."""
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+"""At most a year; a clock in C++ overflows at more."""
+BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
 NonNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -235,7 +235,7 @@ def _manifest(
 
 
 def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if assets and (Path(assets) / name).is_file():
             store.write(staging / name, (Path(assets) / name).read_bytes())
     for draft in staging.glob("*.draft-*"):  # of a run that was killed

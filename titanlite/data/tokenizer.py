@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,23 +54,39 @@ class JsonTokenizer:
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         self._backend.no_truncation()  # a file may request both, and would cut every document
         self._backend.no_padding()
+        settings = _settings(folder)
+        if added := self._add_tokens(folder, settings.get("added_tokens_decoder", {})):
+            content += json.dumps(added).encode()
         self.assets = str(folder)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        self.end = self._find_end_token(folder)
+        self.end = self._find_end_token(folder, settings.get("eos_token"))
 
-    def _find_end_token(self, folder: Path) -> int:
-        """Return the id of tokenizer_config.json's eos_token, or else of one of the usual names."""
-        path = folder / "tokenizer_config.json"
-        try:
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from None
+    def _add_tokens(self, folder: Path, declared: dict[str, dict[str, Any]]) -> dict[str, int]:
+        """Add the tokens of tokenizer_config.json that tokenizer.json lacks, like transformers; return their ids."""
+        from tokenizers import AddedToken
+
+        added: dict[str, int] = {}
+        for number, fields in sorted(declared.items(), key=lambda item: int(item[0])):
+            text = fields["content"]
+            if self._backend.token_to_id(text) is None:
+                options = {name: fields[name] for name in _TOKEN_OPTIONS if name in fields}
+                self._backend.add_tokens([AddedToken(text, **options)])
+                added[text] = int(number)
+                if (actual := self._backend.token_to_id(text)) != added[text]:
+                    why = f"{text} has the id {number} in tokenizer_config.json, and would be {actual}"
+                    raise UserError(f"{folder}: {why}: tokenizer.json lacks a token before it")
+        return added
+
+    def _find_end_token(self, folder: Path, eos: Any) -> int:
+        """Return the id of the eos_token, or else of one of the usual names."""
         eos = eos.get("content") if isinstance(eos, dict) else eos
         for name in (eos, "<|end_of_text|>", "<|endoftext|>", "</s>"):
             token = self._backend.token_to_id(name) if name else None
             if token is not None:
                 return token
+        if eos:
+            raise UserError(f'{folder}: eos_token is "{eos}", which tokenizer.json does not have')
         raise UserError(f"{folder}: no end-of-text token; name it as eos_token in tokenizer_config.json")
 
     def encode(self, text: str) -> list[int]:
@@ -80,6 +97,21 @@ class JsonTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)
+
+
+_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return what the files beside a tokenizer.json say; tokenizer_config.json counts before the older file."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        try:
+            settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is not JSON: {error}") from None
+    return settings
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer

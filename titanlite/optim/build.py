@@ -42,6 +42,8 @@ def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise UserError("model.freeze leaves nothing to train")
+    if [*no_decay] == ["biases"] and not any(name.endswith(".bias") for name in names):
+        raise UserError('optimizer.no_decay: "biases" matches no trained parameter: the model has none')
     for pattern in set(no_decay) - {"norms", "biases"}:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')

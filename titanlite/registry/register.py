@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -36,7 +37,9 @@ class Registry(Generic[Item]):
         if name in self.items:
             return self.items[name]
         known = self.names()
-        hint = f"did you mean {close}? Known:" if (close := nearest(name, known)) else "known:"
+        close = nearest(name, known)
+        is_another_version = re.sub(r"\d", "", close) == re.sub(r"\d", "", name)  # llama4 is not llama3 misspelled
+        hint = "known:" if is_another_version or not close else f"did you mean {close}? Known:"
         raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
 
     def names(self) -> list[str]:

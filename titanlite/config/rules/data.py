@@ -82,10 +82,11 @@ def _streams_have_limits(context: RuleContext) -> Faults:
         yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
     stall, limit = context.config.fault.stall_seconds, context.config.comm.train_timeout_seconds
-    if streamed and longest_wait >= (stall or limit):
+    key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
+    if streamed and key in context.loaded.entries and longest_wait >= (stall or limit):
         why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        key = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
-        yield "training.dataloader.stall_timeout_seconds", f"{why} {key}; raise that or lower this"
+        limited = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
+        yield key, f"{why} {limited}; raise that or lower this"
 
 
 @RULES.add

@@ -104,9 +104,10 @@ def _layers_fill_the_stages(context: RuleContext) -> Faults:
         context.stage_names = tuple(map(tuple, parts))
         return
     each = (layers + first + last) // stages
-    weighed = f"{layers} layers, {first} for the first stage and {last} for the last"
-    why = f"{weighed} give {stages} stages {each} or {each + 1}"
+    counted = f"{layers} layers (what runs before them counts as {first}, after them as {last})"
+    why = f"{counted} give {stages} stages {each} or {each + 1}"
     if not each:
+        why = f"makes {stages} stages, and {counted} leave some of them empty"
         legal = legal_degrees(context, "pipeline_parallel_degree", context.world or 0)
         yield f"{_PIPELINE}degree", f"{why}; legal: {_listed(legal)}"
     for end, weight in (("first", first), ("last", last)):

@@ -81,6 +81,18 @@ def _schedule_fits_the_steps(context: RuleContext) -> Faults:
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
         yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
+    if schedule.decay_ratio and not decay:
+        legal = f"0.0 for no decay, or at least {1 / total:.2g}"
+        yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
+
+
+@RULES.add
+def _spikes_can_be_judged(context: RuleContext) -> Faults:
+    fault, steps = context.config.fault, context.config.training.steps
+    is_given = "fault.spike_window" in context.loaded.entries
+    if is_given and fault.spike_sigma and fault.spike_window >= steps:
+        why = f"a step is judged after as many good ones, and the run has {steps}; legal: 2 to {steps - 1}"
+        yield "fault.spike_window", why
 
 
 def long_warmup(config: JobConfig) -> str:
