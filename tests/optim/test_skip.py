@@ -123,7 +123,8 @@ def end_of(argv: list[str], folder: str, factors: dict[int, float], without_upda
         run.train()
     except RunFailed as failed:
         error = f"{type(failed).__name__} {failed.code}: {failed}"
-    return {"state": digests(run), "log": lines, "step": run.step, "consumed": run.consumed, "error": error}
+    position = {"step": run.step, "consumed": run.consumed, "tokens": run.tokens}
+    return {"state": digests(run), "log": lines, "error": error, "guard": run.nonfinite.state_dict(), **position}
 
 
 def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp_path):
@@ -143,7 +144,43 @@ def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp
         assert re.fullmatch(rf"step 5 was skipped: its gradient norm {WHY[number]} \(1 in 1,000 steps; .*\)", line)
         records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
         (record,) = [record for record in records if "skipped" in record]
+        good = [record["loss"] for record in records if record.get("loss") and record["step"] in (3, 4, 6)]
+        assert found[0]["guard"]["losses"] == pytest.approx(good, rel=1e-6), (
+            "the loss of a skipped step does not count"
+        )
         assert record["step"] == 5 and record["skipped"] == 1 and (record["bad_norm"] is None) == (number == 0)
+
+
+def test_the_losses_by_which_spikes_are_judged_are_those_of_the_log_under_tensor_parallel(pool, tmp_path):
+    argv = [*TINY, *DP2_TP2, *SPIKES, "--training.steps=4", "--metrics.log_freq=1"]
+    found = pool.run(end_of, argv, str(tmp_path), {}, world=2)[0]
+    records = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found["guard"]["losses"] == pytest.approx([record["loss"] for record in records][-3:], rel=1e-6)
+
+
+def test_the_first_of_several_bad_steps_is_named(pool, tmp_path):
+    found = pool.run(end_of, [*TINY, "--training.steps=6"], str(tmp_path), {3: math.nan, 4: math.nan}, world=2)
+    assert found[0]["error"].startswith("NonFinite 1: at step 3 the gradient norm was not finite")
+
+
+@pytest.mark.long
+def test_a_rollback_forgets_no_skipped_step(pool, tmp_path):
+    argv = [*ROLLBACK, SKIP]
+    found = pool.run(end_of, argv, str(tmp_path), {5: math.nan, 6: 1e4}, world=2)
+    assert found[0]["error"] == "" and found[0]["guard"]["skips"] == [5] and found[0]["guard"]["rollbacks"] == 1
+
+
+@pytest.mark.long
+def test_a_rollback_restores_float8_scales(pool, tmp_path):
+    float8 = "--quantize.linear.float8."
+    options = [f"{float8}{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
+    options += [f"{float8}precompute_float8_dynamic_scale_for_fsdp", "--model.overrides.dim=64"]
+    argv = [*ROLLBACK, *options, "--model.overrides.hidden_dim=64"]
+    found = pool.run(end_of, argv, str(tmp_path / "back"), {6: 1e4}, world=2)
+    pool.run(end_of, [*argv, "--training.steps=4"], str(tmp_path / "cut"), {}, world=2)
+    per_step = found[0]["consumed"] // 10
+    expected = pool.run(resumed_later, argv, str(tmp_path / "cut"), 6 * per_step, world=2)
+    assert [part["state"] for part in found] == [part["state"] for part in expected]
 
 
 @pytest.mark.long
@@ -187,7 +224,7 @@ def resumed_later(argv: list[str], folder: str, consumed: int) -> dict[str, Any]
     run = trainer(argv, folder)
     begun, run.consumed = run.step, consumed
     run.train()
-    return {"begun": begun, "state": digests(run)}
+    return {"begun": begun, "state": digests(run), "tokens": run.tokens, "guard": run.nonfinite.state_dict()}
 
 
 ROLLBACK = [*SAVING, *SPIKES, "--fault.on_spike=rollback", "--checkpoint.interval=2", "--training.steps=8"]
@@ -202,6 +239,9 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
     expected = pool.run(resumed_later, ROLLBACK, str(tmp_path / "cut"), 6 * per_step, world=2)
     assert [part["begun"] for part in expected] == [4, 4]
     assert [part["state"] for part in found] == [part["state"] for part in expected]
+    assert [part["tokens"] for part in found] == [part["tokens"] for part in expected]
+    for window in ("norms", "losses"):
+        assert found[0]["guard"][window] == expected[0]["guard"][window], "of good steps that count, and no others"
     assert [(part["step"], part["consumed"]) for part in found] == [(8, 10 * per_step)] * 2, "4 to 6 twice"
     (line,) = [line for line in found[0]["log"] if "rollback" in line]
     assert line.startswith(f"step {bad}: its gradient norm ") and "(rollback 1; fault.rollback_budget = 2)" in line

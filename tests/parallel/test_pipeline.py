@@ -23,6 +23,7 @@ from tests.parallel.test_exact import SGD, ragged_batch
 from titanlite.config.pipeline_order import most_kept, parse
 from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.data.loader import MicroBatch
+from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFinite
 from titanlite.parallel.build import build_model, named_parameters
@@ -30,11 +31,13 @@ from titanlite.parallel.pipeline import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
 from titanlite.registry import Role
 from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.progress import PROGRESS
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 from titanlite.verify.harness import with_role
+from titanlite.verify.pool import RankFailed
 
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 IS_OLD = TorchVersion(torch.__version__) < "2.13"
@@ -44,6 +47,7 @@ MODELS = {
     "llama3": FOUR,
     "llama3 tied": [*FOUR, "--model.overrides.tied"],
     "gpt2": [*MODELS_OF_TWO["gpt2"], "--model.overrides.n_layers=4"],
+    "llama3 with a frozen tie": [*FOUR, "--model.overrides.tied", "--model.freeze=['tok_embeddings.*']"],
     "llama3 frozen": [*FOUR, "--model.freeze=['tok_embeddings.*','layers.2.*','norm.*']"],
     "llama3 without a trained stage": [*FOUR, "--model.freeze=['tok_embeddings.*','layers.0.*','layers.1.*']"],
 }
@@ -118,6 +122,7 @@ ROWS = [
     ("llama3 tied", 2, "1F1B", ""),
     ("llama3 tied", 4, "InterleavedZeroBubble", ""),
     ("llama3 tied", 4, "1F1B", TP2),
+    ("llama3 with a frozen tie", 2, "1F1B", ""),
     ("gpt2", 2, "1F1B", ""),
     ("gpt2", 4, "GPipe", REPLICATE2),
     *[("llama3 frozen", 4, schedule, "") for schedule in SCHEDULES],
@@ -272,6 +277,55 @@ def test_dropout_is_that_of_the_stage_and_micro_batch_in_any_order(pool, tmp_pat
         for found in pool.run(with_dropout, [*argv, *words], str(tmp_path), world=2):
             losses |= set(found)
     assert len(losses) == 1
+
+
+def seeds_and_phases(argv: list[str], folder: str) -> dict[str, Any]:
+    """Return the seeds that blocks of this rank meet in a step, the phases, and the numbers without a valid token."""
+    run = trainer([*argv, *FLOAT64, *SGD, "--model.overrides.dropout=0.2"], folder)
+    seeds, phases = set[int](), set[str]()
+
+    def note(*_: object) -> None:
+        seeds.add(torch.initial_seed())
+        phases.add(PROGRESS.phase)
+
+    for part in run.parts:
+        for block in part.get_submodule("layers").children():
+            block.register_forward_pre_hook(note)
+            block.register_full_backward_hook(note)
+    own = own_micro_batches(run)
+    forward_backward(run, own)
+    ignored = [MicroBatch(torch.stack([b.tokens, torch.full_like(b.tokens, IGNORED)], dim=1)) for b in own]
+    run.runner.optimizer.zero_grad()
+    loss = forward_backward(run, ignored).item()
+    return {"seeds": seeds, "phases": phases, "loss": loss, "norm": run.runner.clip_gradients().item()}
+
+
+def test_each_stage_and_micro_batch_has_dropout_and_phases_of_its_own_and_no_valid_token_gives_no_gradient(
+    pool, tmp_path
+):
+    ranks = pool.run(seeds_and_phases, [*MODELS["gpt2"], PP2, *HALF], str(tmp_path), world=2)
+    seeds = [seed for found in ranks for seed in found["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 2 * 12, "stages x micro-batches"
+    assert all(found["phases"] == {"forward", "backward"} for found in ranks)
+    assert all((found["loss"], found["norm"]) == (0.0, 0.0) for found in ranks)
+
+
+def failing(argv: list[str], folder: str) -> None:
+    run = trainer(argv, folder)
+
+    def fail(*_: object) -> None:
+        raise UserError("this stage has no table")
+
+    run.parts[0].forward = fail
+    forward_backward(run, own_micro_batches(run))
+
+
+@pytest.mark.long
+def test_an_error_in_a_stage_is_itself(pool, tmp_path):
+    """torch wraps it in a RuntimeError that shows all arguments."""
+    with pytest.raises(RankFailed) as caught:
+        pool.run(failing, [*FOUR, PP2, *HALF], str(tmp_path), world=2)
+    assert str(caught.value).rstrip().endswith("UserError: this stage has no table")
 
 
 def counted_sends(argv: list[str], folder: str) -> dict[str, list[tuple[int, ...]]]:

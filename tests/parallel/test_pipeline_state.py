@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -231,7 +232,38 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     how = run.mesh.loss, 2, run.own_places(run.job.validation_seq_len), run.runner.pipeline
     loss = validation_loss(run.parts, run.validation_loader, run.device, *how)
     assert all(part.training for part in run.parts)
+    if dist.get_rank() == 0:
+        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        (logged,) = [record["validation_loss"] for record in records if "validation_loss" in record]
+        assert logged == pytest.approx(loss, rel=1e-12)
     return loss, tokens
+
+
+def untrained(argv: list[str], folder: str) -> tuple[float, list[int]]:
+    """Validate and generate with the initial weights of a model with dropout."""
+    run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
+    places = run.own_places(run.job.validation_seq_len)
+    loss = validation_loss(
+        run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
+    )
+    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
+    tokens: list[int] = []
+    generate(
+        *(run.parts, run.tokenizer, settings, 16, 0, run.device),
+        multiple=context.sequence_multiple(run.job),
+        own_places=run.own_places,
+        group=run.mesh.world["cp"].get_group(),
+        pipeline=run.runner.pipeline,
+        show=lambda text: tokens.append(text[-1]),
+    )
+    return loss, tokens
+
+
+def test_validation_and_generation_draw_no_dropout_on_any_stage(pool, tmp_path):
+    argv = [*GPT2, FOUR, "--model.overrides.dropout=0.5", "--training.local_batch_size=4"]
+    (loss, tokens), *_ = pool.run(untrained, argv, str(tmp_path), world=1)
+    for found in pool.run(untrained, [*argv, PP2, f"{SCHEDULE}Interleaved1F1B"], str(tmp_path), world=2):
+        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == tokens
 
 
 @pytest.mark.parametrize(
