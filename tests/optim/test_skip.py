@@ -152,7 +152,7 @@ def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp
 
 
 def test_the_losses_by_which_spikes_are_judged_are_those_of_the_log_under_tensor_parallel(pool, tmp_path):
-    argv = [*TINY, *DP2_TP2, *SPIKES, "--training.steps=4", "--metrics.log_freq=1"]
+    argv = [*TINY, *DP2_TP2, *SPIKES, "--fault.spike_sigma=1e6", "--training.steps=4", "--metrics.log_freq=1"]
     found = pool.run(end_of, argv, str(tmp_path), {}, world=2)[0]
     records = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert found["guard"]["losses"] == pytest.approx([r["loss"] for r in records if "loss" in r][-3:], rel=1e-6)
