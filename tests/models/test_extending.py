@@ -53,7 +53,7 @@ def test_a_wrong_role_in_the_table_is_named_with_its_row(package, tmp_path):
         '"feed_forward.down")', '"feed_forward.down", "feed_forward.up")'
     )
     (tmp_path / "tiny/__init__.py").write_text(wrong)
-    command = [sys.executable, "-m", "titanlite", *"verify --model.package tiny --model.name tiny --only 1".split()]
+    command = [sys.executable, "-m", "titanlite", *"verify --model.package tiny --model.name tiny --only #1".split()]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
     line = "the model's table: the row layers.*.feed_forward.up.weight = row is wrong: with column this layout passes"
     assert done.returncode == 1 and done.stdout.count("the model's table") == 1 and line in done.stdout, done.stdout

@@ -188,12 +188,13 @@ def test_only_selects_rows_by_number_and_layout():
     llama = model_of()
     assert [*selected(llama, rows, "tp2, 3")] == [1, 3, 5], "with their numbers in the whole table"
     assert [*selected(llama, rows, "dp2 x tp2")] == [4]
-    assert [*selected(llama, rows, "1")] == [1], "a number, not the layout of one rank"
+    assert [*selected(llama, rows, "1")] == [2], "the layout of one rank"
+    assert [*selected(llama, rows, "#1")] == [1] and [*selected(llama, rows, "#1, 1, 3")] == [1, 2, 3]
     for only, says in {
         "tp3,dp2": "no row tp3 (unknown)",
         "cp4": "cp4 (in --full only)",
-        "6": "the numbers 1 to 5, dp2, dp3",
-        "": '"" names no row; legal: the numbers 1 to 5',
+        "6": "the rows #1 to #5, 1, dp2, dp3",
+        "": '"" names no row; legal: the rows #1 to #5',
     }.items():
         with pytest.raises(UserError) as caught:
             selected(llama, rows, only)

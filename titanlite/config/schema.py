@@ -49,7 +49,7 @@ class Model(Section):
     flavor: str = "debugmodel"
     """Size of the model, one of the names that it defines, or hf: that of config.json in a Hugging Face folder."""
     hf_assets_path: str = ""
-    """Folder with tokenizer.json; empty means that of the token shards, or else bytes, of which there are 256."""
+    """Folder with tokenizer.json; empty: the token shards' tokenizer, else raw bytes (256 ids)."""
     converters: list[str] = []
     """Names of converters that `package` registers; they change the model's layers first, in this order. "float8" or
     "quantize.linear.float8" switches [quantize.linear.float8] on."""

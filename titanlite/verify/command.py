@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     about = "all rows of the further layouts and of inductor; without options only the first of each runs"
     parser.add_argument("--beyond", action="store_true", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
-    about = "run only these rows of the table: numbers or layouts, such as tp2,dp2,40"
+    about = "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; 1 is the layout, #1 the row"
     parser.add_argument("--only", metavar="ROW,…", help=about)
     parser.add_argument("--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them")
 
@@ -126,15 +126,17 @@ def numbered(rows: Sequence[Row]) -> Rows:
 def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
     names = {name.strip() for name in only.split(",")} - {""}
-    layouts = [x for x in model.layouts if x != "1" and x not in ONLY_FULL]  # 1 as a number is the first row
-    unknown = sorted(names - {*layouts, *map(str, rows)})
+    layouts = [layout for layout in model.layouts if layout not in ONLY_FULL]
+    numbers = {name: number for number in rows for name in (f"#{number}", f"{number}") if name not in layouts}
+    unknown = sorted(names - {*layouts, *numbers})
     if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
         what = f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
-        legal = f"the numbers 1 to {len(rows)}, {', '.join(layouts)}"
+        legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
-    return {n: row for n, row in rows.items() if str(n) in names or (row.layout in names and row.layout in layouts)}
+    chosen = {numbers[name] for name in names & numbers.keys()}
+    return {n: row for n, row in rows.items() if n in chosen or (row.layout in names and row.layout in layouts)}
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
@@ -164,7 +166,8 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
     cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
     cached = cache.passed if cache else {}
-    printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached)))
+    of_table = arguments.only is None
+    printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached), of_table))
     results: list[Result] = []
     told = False
     with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
@@ -185,17 +188,20 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def _introduction(model: ModelUnderTest, rows: Collection[Row], fault: str, cached: int) -> Iterator[str]:
+def _introduction(
+    model: ModelUnderTest, rows: Collection[Row], fault: str, cached: int, of_table: bool
+) -> Iterator[str]:
+    """Yield the lines above the rows; only a whole table names what the model does not have."""
     count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
     yield f"titanlite verify: {model.name}, {count} on up to {max(r.mesh.world for r in rows)} processes"
     if fault:
         from titanlite.verify.known_faults import FAULTS
 
         yield f"with a fault that must be detected: {FAULTS[fault].summary}"
-    for reason in dict.fromkeys(model.refused_layouts.values()):
+    for reason in dict.fromkeys(model.refused_layouts.values()) if of_table else ():
         layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
         yield f"skipping layout {', '.join(layouts)}: {reason}"
-    if "on" not in model.documents:
+    if of_table and "on" not in model.documents:
         yield "skipping documents: the model names no core of attention that would take them"
     if cached:
         yield f"{cached} rows passed in an earlier run of the same code"

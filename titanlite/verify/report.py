@@ -47,7 +47,8 @@ class TablePrinter:
             self._console.print(Text(f"\n{count} FAILED ({took}); the first:", "bold red"))
             self._console.print(Text(f"  {failed[0].row}\n  {failed[0].what}"))
         else:
-            self._console.print(Text(f"\nall {len(results)} rows equal one process ({took})", "green"))
+            count = "the row equals" if len(results) == 1 else f"all {len(results)} rows equal"
+            self._console.print(Text(f"\n{count} one process ({took})", "green"))
         if os.path.getsize(log):
             self._console.print(Text(f"tracebacks and torch's log of the ranks: {log}"))
 
