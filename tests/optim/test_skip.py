@@ -240,13 +240,22 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
     assert [part["begun"] for part in expected] == [4, 4]
     assert [part["state"] for part in found] == [part["state"] for part in expected]
     assert [part["tokens"] for part in found] == [part["tokens"] for part in expected]
-    for window in ("norms", "losses"):
-        assert found[0]["guard"][window] == expected[0]["guard"][window], "of good steps that count, and no others"
     assert [(part["step"], part["consumed"]) for part in found] == [(8, 10 * per_step)] * 2, "4 to 6 twice"
     (line,) = [line for line in found[0]["log"] if "rollback" in line]
     assert line.startswith(f"step {bad}: its gradient norm ") and "(rollback 1; fault.rollback_budget = 2)" in line
     records = [json.loads(text) for text in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [*range(1, 9)]
+
+
+def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_path):
+    argv = [*ROLLBACK, "--fault.spike_window=4", "--training.steps=7"]
+    found = pool.run(end_of, argv, str(tmp_path / "back"), {6: 1e4}, world=2)
+    pool.run(end_of, argv, str(tmp_path / "cut"), {}, world=2)
+    per_step = found[0]["consumed"] // 9
+    earlier = [*argv, "--checkpoint.load_step=4"]
+    expected = pool.run(resumed_later, earlier, str(tmp_path / "cut"), 6 * per_step, world=2)
+    for window in ("norms", "losses"):
+        assert len(found[0]["guard"][window]) == 4 and found[0]["guard"][window] == expected[0]["guard"][window]
 
 
 @pytest.mark.long
