@@ -248,7 +248,7 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
 
 
 def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_path):
-    argv = [*ROLLBACK, "--fault.spike_window=4", "--training.steps=7"]
+    argv = [*ROLLBACK, "--fault.spike_window=4", "--fault.spike_sigma=100", "--training.steps=7"]
     found = pool.run(end_of, argv, str(tmp_path / "back"), {6: 1e4}, world=2)
     pool.run(end_of, argv, str(tmp_path / "cut"), {}, world=2)
     per_step = found[0]["consumed"] // 9
