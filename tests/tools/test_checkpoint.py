@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import titanlite
 from tests.checkpoint.saved import SAVING, run_until, steps_in
@@ -125,6 +126,22 @@ def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, to
     assert steps_in(run) == ["step-4"] and [*(run / "checkpoint").glob(".*")] == []
     assert {path: path.stat().st_size for path in archive.rglob("*")} == before
     assert tool("checkpoint", "verify", archive)[0] == 0
+
+
+def test_a_checkpoint_of_torch_is_recognized_with_the_way_across(tool, tmp_path):
+    folder = tmp_path / "outputs/checkpoint/step-10"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    export = "export", folder, tmp_path / "out"
+    for words in (
+        ("ls", tmp_path / "outputs"),
+        ("verify", folder.parent),
+        ("show", folder),
+        ("verify", folder),
+        export,
+    ):
+        code, out = tool("checkpoint", *words)
+        assert code in (1, 2) and "torch's DCP format" in out and "checkpoint.last_save_in_hf" in out, (words, out)
+        assert "is not a complete checkpoint" not in out
 
 
 def test_show_prints_position_tensors_and_config(saved, tool):

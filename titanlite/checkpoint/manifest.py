@@ -113,11 +113,26 @@ def committed(root: Path) -> list[int]:
     return sorted(step for step, path in steps.items() if step is not None and store.exists(path / MANIFEST))
 
 
+FOREIGN = (
+    "a checkpoint in torch's DCP format, as TorchTitan writes, which titanlite does not read. Weights can be brought "
+    "over: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the model's config.json put into that folder, "
+    "then --model.flavor hf --checkpoint.initial_load_path FOLDER; optimizer states cannot"
+)
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of torch's own format, without any document of titanlite's."""
+    own = any(store.exists(folder / name) for name in (MANIFEST, STATE, CONFIG))
+    return store.exists(folder / ".metadata") and not own
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as written."""
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
+        if is_foreign(folder):
+            raise UserError(f"{folder}: {FOREIGN}") from None
         hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(folder / "config.json")
         why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None

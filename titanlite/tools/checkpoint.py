@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
+    FOREIGN,
     MANIFEST,
     STATE,
     CorruptCheckpoint,
@@ -28,6 +29,7 @@ from titanlite.checkpoint.manifest import (
     committed,
     faults,
     is_complete,
+    is_foreign,
     latest_complete,
     read_manifest,
     read_state,
@@ -123,6 +125,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     for root in (path, saved_root(path), path / "checkpoint"):
         if steps := committed(root):
             return [step_folder(root, step) for step in steps]
+    for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
+        if is_foreign(folder):
+            raise UserError(f"{folder}: {FOREIGN}")
     raise UserError(f"no checkpoint in {path}")
 
 
@@ -175,7 +180,7 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     try:
         manifest = read_manifest(folder)
         return manifest, faults(folder, manifest, manifest.files if full else _DOCUMENTS)
-    except (CorruptCheckpoint, OSError) as error:
+    except (UserError, OSError) as error:
         return None, [str(error)]
 
 
