@@ -7,6 +7,7 @@ import pytest
 from tests.jobs import TINY
 from tests.lanes import sample
 from tests.launch.run import finish, records, start, train
+from titanlite.cli import main
 from titanlite.errors import UserError
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
 from titanlite.runtime.cluster import rank_info, store_address
@@ -152,3 +153,9 @@ def test_processes_on_a_node():
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     with pytest.raises(UserError, match="NGPU=0 must be a whole number >= 1"):
         count_processes({"NGPU": "0"}, "cpu", 0)
+
+
+def test_a_wrong_max_restarts_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MAX_RESTARTS", "abc")
+    assert main(["train", *TINY, f"--job.dump_folder={tmp_path / 'run'}"]) == 2
+    assert "MAX_RESTARTS=abc must be a whole number" in capsys.readouterr().err and not (tmp_path / "run").exists()

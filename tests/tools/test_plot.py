@@ -149,6 +149,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
     assert main(["plot", run]) == 2 and "-m pip install matplotlib" in capsys.readouterr().err
 
 
+def test_of_several_files_those_that_are_no_run_are_skipped_with_a_line(tmp_path, capsys):
+    write(tmp_path / "run", [record(1, 2.0)])
+    (tmp_path / "stray.log").write_text("no record\nat all\n")
+    words = [str(tmp_path / "stray.log"), str(tmp_path / "run"), "--out", str(tmp_path / "curves.svg")]
+    assert main(["plot", *words]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "titanlite: skipped: line 1 of" in said and (tmp_path / "curves.svg").exists()
+    assert main(["plot", words[0], words[0], *words[2:]]) == 2
+
+
 def test_torch_is_not_imported(tmp_path):
     code = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     argv = ["plot", str(write(tmp_path / "run", [record(1, 4.0)])), "--out", str(tmp_path / "out.svg")]

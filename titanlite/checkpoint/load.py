@@ -131,7 +131,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(
-            f"{folder} does not fit this run; nothing was loaded. List what may differ in "
+            f"{folder} does not fit this run; nothing was loaded. A new run: give another job.dump_folder, and "
+            "checkpoint.initial_load_path to start from weights that fit. This run: list what may differ in "
             f"checkpoint.exclude_from_loading:{some_of(differences)}"
         )
     _read(folder, manifest, {name: tensor for name, tensor in tensors.items() if name in loaded}, group)

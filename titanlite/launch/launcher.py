@@ -120,6 +120,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
     check_torch()
     nodes = find_nodes(environ)
+    read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
     device, processes = _device_and_processes(loaded.config.job.device, environ)
     try:
         job = job_from(loaded, world=nodes.count * processes, training=True, device=device)

@@ -69,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Draw the runs into a file, and print how far each has come."""
-    out, runs, svg = arguments.out, [read_run(dump) for dump in arguments.dumps], io.StringIO()
+    out, runs, svg = arguments.out, read_runs(arguments.dumps), io.StringIO()
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
     figure, table = draw(runs, arguments.x), summarize(runs)
@@ -83,6 +83,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--out {out} can't be written: {error.strerror}") from error
     print(f"{table}\nwrote {out}")
     return 0
+
+
+def read_runs(dumps: list[Path]) -> list[Run]:
+    """Read the runs, of several skipping what is none, such as a log that a pattern of the shell matched."""
+    runs: list[Run] = []
+    for dump in dumps:
+        try:
+            runs.append(read_run(dump))
+        except UserError as error:
+            if dump == dumps[-1] and not runs:
+                raise
+            print(f"titanlite: skipped: {error}", file=sys.stderr)
+    return runs
 
 
 def read_run(dump: Path) -> Run:
