@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Scale = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Scale = Annotated[float, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)]
 """Bounds of the fields of flavors, which `--model.overrides` may change."""
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["sequence", "bias", "none"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from titanlite.models.common import Balance, Epsilon, Scale, Size
 from titanlite.models.common.table import GATED, HF_KEYS, decoder_rules, feed_forward_rules
@@ -19,9 +19,9 @@ class QwenConfig:
     n_kv_heads: Size
     hidden_dim: Size
     """The width of a feed-forward layer; unused in blocks with experts, as in Hugging Face's config.json."""
-    expert_dim: int = 0
+    expert_dim: Size | Literal[0] = 0
     """The width of an expert."""
-    experts: int = 0
+    experts: Size | Literal[0] = 0
     top_k: Size = 8
     """The number of experts that a token meets."""
     normalize: bool = True
@@ -134,6 +134,12 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 _UNCHECKED = ("max_position_embeddings", "num_local_experts", "router_aux_loss_coef", "sliding_window")
 _UNCHECKED += ("max_window_layers", "layer_types")  # no effect without use_sliding_window
 HF = HuggingFace(hf_config, _UNCHECKED, defaults=hf_defaults, fields=_KEYS)
+
+
+def idle(c: QwenConfig) -> dict[str, str]:
+    return {"hidden_dim": "where all layers have experts"} if c.experts else {}
+
+
 _PATHS = {"build": "titanlite.models.qwen3.model:Qwen", "core": "attention.core"}
 _COUNTS = {"parameters": parameters, "active_parameters": active_parameters}
-SPEC = register_model(ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, **_COUNTS))
+SPEC = register_model(ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, idle=idle, **_COUNTS))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
+from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, read_manifest
 from titanlite.checkpoint.resume import saved_model
@@ -124,6 +125,20 @@ def test_load_step_archives_later_checkpoints(pool, run):
     assert steps_in(run) == ["step-1"] and (run / "checkpoint/latest").read_text() == "step-1\n"
     kept = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(kept) == {1}
+
+
+def test_metrics_and_tensorboard_before_an_earlier_load_step_are_the_checkpoints_and_after_it_the_new_runs(pool, run):
+    argv = [*SAVING, "--metrics.enable_tensorboard", "--optimizer.lr=1e-3", "--training.steps=3"]
+    shutil.rmtree(run)
+    pool.run(run_until, argv, str(run), world=2)
+    rates = [json.loads(line).get("lr") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = [rate for rate in rates if rate]
+    pool.run(run_until, [*argv, "--checkpoint.load_step=1", "--optimizer.lr=2e-3"], str(run), world=2)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {record["step"]: record["lr"] for record in records if "lr" in record}
+    assert found == {1: first[0], 2: 2 * first[1], 3: 2 * first[2]}
+    assert len([record for record in records if "lr" in record]) == 3, "no step twice"
+    assert tensorboard(run / "tb")["lr"] == pytest.approx(found)
 
 
 def weights_of(argv: list[str], folder: str) -> dict:

@@ -105,7 +105,21 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
         (["--training.lr", "1"], "unknown key; did you mean optimizer.lr?"),
         (["--optimizer.steps", "1"], "unknown key; did you mean training.steps?"),
         (["--training.Steps", "1"], "unknown key; did you mean training.steps?"),
+        (
+            ["-training.steps", "10"],
+            "1 configuration error; nothing was started\n  -training.steps\n      is not an op",
+        ),
+        (["-training.steps", "-x.y", "1"], "  -x.y\n      is not an option; did you mean --x.y?"),
         (["-training.steps", "10"], "is not an option; did you mean --training.steps?"),
+        (
+            ["--parallelism.context_parallel_sequence=ulysses"],
+            "did you mean parallelism.context_parallel_rotate_meth",
+        ),
+        (
+            ["--inference.a=1", "--encoder.b=2", "--inference.c=3"],
+            "1 configuration error; nothing was started\n  [inference], [encoder]   (command line)\n"
+            "      unknown sections; known are: job, model",
+        ),
         (["--config", "debug.toml", "-training.steps", "10"], "is not an option; did you mean --training.steps?"),
         (["--model.flavor", "8b"], 'did you mean "8B"?'),
         (["--parallelism.pipeline_parallel_schedule", "1f1b2"], 'did you mean "1F1B"?'),

@@ -125,7 +125,10 @@ GPT2 = ["--model.name=gpt2", "--model.overrides.dropout=0.0"]
     [
         ([f"{PP}_schedule=PipelineScheduleMulti"], 'one of "GPipe", "1F1B"'),
         ([f"{PP}_microbatch_size=3"], "does not divide training.local_batch_size 8; legal: 1, 2, 4, 8"),
-        ([f"{PP}_degree=8"], "as 1) leave some of them empty; legal: 1, 2, 4"),
+        (
+            [f"{PP}_degree=8"],
+            "(the embedding counts as 1, the head as 1) leave some of them empty; legal: 1, 2, 4",
+        ),
         ([f"{PP}_first_stage_less_layers=9"], "give 2 stages 7 or 8; legal: 0, 1, 2, 3, 4"),
         ([f"{PP}_last_stage_less_layers=9"], "give 2 stages 7 or 8; legal: 0, 1, 2, 3, 4"),
         ([f"{PP}_layers_per_stage=2"], "make 3 stages, and 1F1B runs one stage on each of 2 ranks; legal: 3, 4, 5"),

@@ -26,7 +26,7 @@ from titanlite.data import prepare as module
 from titanlite.data.documents import Documents, pieces, segments, standard_library, text_files
 from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import Concatenated
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import prepare, prepare_in_cache
 from titanlite.data.shards import ShardSource
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import load_tokenizer, open_tokenizer
@@ -149,6 +149,27 @@ def test_shards_left_by_a_run_on_other_sources_are_discarded(library, assets, tm
     prepare({"x": documents}, str(assets), tmp_path / "out", 1, log=messages.append)
     assert "made from different data; starting over" in messages[0]
     assert ShardSource("x", tmp_path / "out", 500, 0).tokens > 1000
+
+
+def test_of_a_linked_leftover_the_link_is_removed_and_the_target_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ".plan.json").write_text("{}")
+    (tmp_path / ".out.preparing").symlink_to(elsewhere)
+    assert not module._open_staging(tmp_path / "out", "other data", lambda line: None).is_symlink()
+    assert (elsewhere / ".plan.json").read_text() == "{}"
+
+
+def test_a_token_cache_may_be_a_link(assets, tmp_path):
+    disk, text = tmp_path / "disk", tmp_path / "text"
+    disk.mkdir()
+    text.mkdir()
+    (disk / "kept").touch()
+    (text / ".titanlite").symlink_to(disk)
+    for words in ("some text", "some other text"):
+        (text / "a.txt").write_text(words * 20)
+        prepare_in_cache("text", text_files("x", str(text)), load_tokenizer(str(assets)))
+    assert (text / ".titanlite").is_symlink() and (disk / "kept").exists()
 
 
 def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path):

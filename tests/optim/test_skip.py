@@ -15,6 +15,7 @@ from tests.checkpoint.saved import SAVING, digests, keeping_log, steps_in
 from tests.jobs import MOE, TINY, job, trainer
 from tests.lanes import sample
 from tests.launch.run import train
+from tests.observe.test_sinks import tensorboard
 from titanlite.config.load import ConfigError
 from titanlite.errors import GivenUp, RunFailed, UserError
 from titanlite.fault.bad_step import BadSteps, build_guard
@@ -233,7 +234,8 @@ ROLLBACK = [*SAVING, *SPIKES, "--fault.on_spike=rollback", "--checkpoint.interva
 @pytest.mark.parametrize("bad", sample([5, 6], 6))
 def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later_data(pool, tmp_path, bad):
     """Step 6 is due to be saved, and is not; the step after a spike of step 5 is taken before it is known."""
-    found = pool.run(end_of, ROLLBACK, str(tmp_path / "back"), {bad: 1e4}, world=2)
+    traced = [*ROLLBACK, "--metrics.enable_tensorboard"]
+    found = pool.run(end_of, traced, str(tmp_path / "back"), {bad: 1e4}, world=2)
     pool.run(end_of, [*ROLLBACK, "--training.steps=4"], str(tmp_path / "cut"), {}, world=2)
     per_step = found[0]["consumed"] // 10
     expected = pool.run(resumed_later, ROLLBACK, str(tmp_path / "cut"), 6 * per_step, world=2)
@@ -244,7 +246,9 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
     (line,) = [line for line in found[0]["log"] if "rollback" in line]
     assert line.startswith(f"step {bad}: its gradient norm ") and "(rollback 1; fault.rollback_budget = 2)" in line
     records = [json.loads(text) for text in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert [record["step"] for record in records if "loss" in record] == [*range(1, 9)]
+    assert tensorboard(tmp_path / "back/tb")["loss_metrics/global_avg_loss"] == pytest.approx(losses)
 
 
 def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_path):

@@ -18,18 +18,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import titanlite
-from tests.checkpoint.saved import SAVING, run_until, steps_in
+from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
 from tests.data.assets import make_assets
-from tests.jobs import PARROT, TINY
+from tests.jobs import PARROT, TINY, trainer
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
+from titanlite.errors import UserError
 from titanlite.models import llama3
 from titanlite.tools import tour
 from titanlite.tools.evaluate import Counted
 from titanlite.tools.generate import Show, narrowing
+from titanlite.train.generate import _sample
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 5
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
@@ -99,17 +101,43 @@ def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
     assert (next(run.glob("previous/*")) / "checkpoint/step-9/manifest.json").exists(), "moved, not deleted"
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "config.toml", "state.json", "environment.json"])
-@pytest.mark.parametrize("content", ["missing", "empty", "another step's"])
-def test_a_document_that_is_not_the_steps_own_is_named(run, tool, name, content):
-    file = run / "checkpoint/step-3" / name
-    file.unlink()
-    if content != "missing":
-        file.write_bytes(b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes() + b"\n")
-    for verb in ("ls", "verify", "show"):
-        code, out = tool("checkpoint", verb, run / "checkpoint/step-3")
-        assert "Traceback" not in out and code == {"ls": 0, "verify": 1, "show": 2}[verb]
-        assert "step-3" in out and (name in out or "a copy of step 2" in out), out
+def starts(argv: list[str], folders: list[str]) -> list[tuple[int, list[str]]]:
+    """Return the step at which a run in each folder starts, and its log."""
+    found = []
+    for folder in folders:
+        log, lines = keeping_log()
+        found.append((trainer(argv, folder, log).step, lines))
+    return found
+
+
+@pytest.mark.parametrize("content", ["missing", "empty", "another step's", "a folder"])
+def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(saved, tool, tmp_path, pool, content):
+    names = ["manifest.json", "config.toml", "state.json", "environment.json", ".metadata", "__0_0.distcp"]
+    if content == "another step's":  # some are the same in both
+        first, second = (saved / f"checkpoint/step-{step}" for step in (2, 3))
+        names = [name for name in names if (first / name).read_bytes() != (second / name).read_bytes()]
+    folders = []
+    for name in names:
+        run = Path(shutil.copytree(saved, tmp_path / name))
+        folders.append(str(run))
+        file = run / "checkpoint/step-3" / name
+        file.unlink()
+        if content == "a folder":
+            file.mkdir()
+        elif content != "missing":
+            file.write_bytes(b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes())
+        hidden = content == "another step's" and name == "__0_0.distcp"  # it has the same size: every byte is read
+        for words in (("ls", run), ("ls", run, "--full"), ("verify", run), ("show", run / "checkpoint/step-3")):
+            code, out = tool("checkpoint", *words)
+            if words[1:] == (run,) and words[0] == "ls" and hidden:
+                continue
+            if words[0] != "show" or not hidden:
+                assert code == {"ls": 0, "verify": 1, "show": 2}[words[0]], (name, words, out)
+                assert "step-3" in out and (name in out or "a copy of step 2" in out), (name, words, out)
+    for name, (step, log) in zip(names, pool.run(starts, [*SAVING, *MESH[:1]], folders, world=1)[0], strict=True):
+        (line,) = [line for line in log if line.startswith("skipping checkpoint: ")]
+        assert step == 2 and "step-3" in line and (name in line or "a copy of step 2" in line), line
+        assert any("later checkpoints (3) are now in" in line for line in log), "its number is free again"
 
 
 def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, tool, pool, tmp_path):
@@ -126,6 +154,36 @@ def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, to
     assert steps_in(run) == ["step-4"] and [*(run / "checkpoint").glob(".*")] == []
     assert {path: path.stat().st_size for path in archive.rglob("*")} == before
     assert tool("checkpoint", "verify", archive)[0] == 0
+
+
+def test_no_deletion_follows_a_link_at_any_level(run, pool, tmp_path):
+    """The dump folder, the checkpoints' folder, a step, a file of a step, what killed saves left, earlier files."""
+    archive = tmp_path / "archive"
+
+    def move(path: Path) -> None:
+        """Put a link in the place of what is archived."""
+        target = archive / path.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+        path.symlink_to(target)
+
+    left = [f"checkpoint/{name}" for name in (".step-7.0123abcd.staging", ".step-8.deleted", "hf-step-4")]
+    for name in (*left, "checkpoint/.hf-step-4.replaced", "previous"):
+        (run / name).mkdir()
+        (run / name / "kept").touch()
+        move(run / name)
+    for name in ("step-1", "step-2/__0_0.distcp", "step-3/__1_0.distcp", "latest"):
+        move(run / "checkpoint" / name)
+    before = {path: path.read_bytes() for path in archive.rglob("*") if path.is_file()}
+    disk = tmp_path / "disk"
+    shutil.move(run / "checkpoint", disk)
+    (run / "checkpoint").symlink_to(disk)
+    (tmp_path / "entry").symlink_to(run)
+    argv = [*SAVING, *MESH, "--checkpoint.keep_latest_k=1", "--training.steps=4", "--checkpoint.last_save_in_hf"]
+    assert pool.run(run_until, argv, f"{tmp_path}/entry", world=4)[0]["begun"] == 3
+    assert sorted(path.name for path in disk.iterdir()) == ["hf-step-4", "latest", "step-4"]
+    assert (run / "checkpoint").is_symlink() and (run / "previous").is_symlink() and (tmp_path / "entry").is_symlink()
+    assert {path: path.read_bytes() for path in archive.rglob("*") if path.is_file()} == before
 
 
 def test_a_checkpoint_of_torch_is_recognized_with_the_way_across(tool, tmp_path):
@@ -229,6 +287,9 @@ def test_a_model_without_hugging_face_names_is_exported_as_safetensors(pool, too
     pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
     code, out = tool("checkpoint", "export", tmp_path, tmp_path / "out", "--model.package", "parrot")
     assert code == 2 and "parrot has no Hugging Face names" in out and "--format safetensors" in out
+    with pytest.raises(UserError, match='--model.package parrot, in Python package="parrot"'):
+        titanlite.load(tmp_path)
+    assert titanlite.load(tmp_path, package="parrot")[0]
     code, out = tool(
         "checkpoint", "export", tmp_path, tmp_path / "out", "--format", "safetensors", "--dtype=bfloat16"
     )
@@ -354,7 +415,8 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
     assert kept(None, 1.0) == [0, 1, 2, 3] == kept(9, 1.0) and kept(2, 1.0) == [1, 3]
     assert kept(None, 0.6) == [1, 3] and kept(None, 0.75) == [1, 2, 3] and kept(None, 0.39) == [1]
     assert kept(2, 0.56) == [1] and kept(2, 0.58) == [1, 3], "the chances are those among the two likeliest"
-    assert kept(None, 0.6, temperature=0.1) == [1]
+    assert kept(None, 0.6, temperature=0.1) == [1] == kept(None, 0.6, temperature=1e-300)
+    assert _sample(logits, 1e-300, torch.Generator()) == 1
 
 
 def test_text_is_printed_as_its_tokens_come_and_never_half_a_character(capsys):

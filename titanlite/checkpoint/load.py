@@ -58,8 +58,8 @@ def latest_verified(
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
             return resume
-        for problem in problems:
-            log.warning(f"skipping checkpoint: {problem}")
+        more = f"; and {len(problems) - 4} more" * (len(problems) > 4)
+        log.warning(f"skipping checkpoint: {'; '.join(problems[:4])}{more}")
     if steps:
         raise UserError(
             f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log says what is wrong with "

@@ -108,9 +108,9 @@ def step_of(name: str) -> int | None:
 
 
 def committed(root: Path) -> list[int]:
-    """Return the steps that were published here, in order; `read_manifest` and `faults` check what they hold."""
-    steps = {step_of(name): path for name, path in store.list_folder(root).items()}
-    return sorted(step for step, path in steps.items() if step is not None and store.exists(path / MANIFEST))
+    """Return the steps whose folders are here, in order; `read_manifest` and `faults` check what they hold."""
+    steps = [step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)]
+    return sorted(step for step in steps if step is not None)
 
 
 FOREIGN = (
@@ -132,10 +132,12 @@ def read_manifest(folder: Path) -> Manifest:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
         if is_foreign(folder):
-            raise UserError(f"{folder}: {FOREIGN}") from None
+            raise CorruptCheckpoint(f"{folder}: {FOREIGN}") from None
         hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(folder / "config.json")
         why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
+    except OSError as error:
+        raise CorruptCheckpoint(f"{folder / MANIFEST}: {error.strerror}") from None
     try:
         document = json.loads(raw)
         body = document["manifest"]
@@ -158,9 +160,9 @@ def _canonical(value: dict[str, Any]) -> bytes:
 def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
     """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
     the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
-    problems, present = list[str](), store.list_folder(folder)
     if step_of(folder.name) not in (None, manifest.step):
-        problems.append(f"{folder}: a copy of step {manifest.step} under another name")
+        return [f"{folder}: a copy of step {manifest.step} under another name"]
+    problems, present = list[str](), store.list_folder(folder)
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
     for name, file in sorted(manifest.files.items()):
@@ -194,7 +196,7 @@ def is_complete(folder: Path, resumable: bool = False) -> bool:
     """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more than weights."""
     try:
         return not faults(folder, read_manifest(folder), resumable=resumable)
-    except CorruptCheckpoint:
+    except (CorruptCheckpoint, OSError):
         return False
 
 

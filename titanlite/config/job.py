@@ -32,6 +32,12 @@ class Job:
     stages: Stages
 
     @property
+    def remarks(self) -> list[str]:
+        """Return lines about what is legal and may surprise."""
+        config, bare = self.config, pipeline.bare_stages(self.stages, self.spec.blocks)
+        return [*filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))]
+
+    @property
     def validation_seq_len(self) -> int:
         return self.config.validation.seq_len or self.config.training.seq_len
 
@@ -66,6 +72,9 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
     off = switched_off.keys_of_what_is_off(resolved)
     idle = parallel.keys_without_effect(resolved, layout, batch) | off
+    if resolved.model.flavor != "hf":  # whose folder gives all fields
+        fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
+        idle |= {key: why for key, why in fields.items() if key in loaded.entries}
     reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
     no_effect = "no effect " + "; ".join(reasons) if idle else ""
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]

@@ -96,6 +96,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
                 hint = f"did you mean --config {argument}?"
             elif argument.startswith("-"):
                 hint = f"did you mean --{argument.lstrip('-')}?"
+                del rest[: bool(rest) and not rest[0].startswith("-")]  # its value
             line.faults.append(Fault(argument, f"is not an option; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
@@ -204,9 +205,9 @@ def _is_known(key: str) -> bool:
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
     """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing.
 
-    An unknown section is one fault, however many keys it has.
+    Unknown sections are one fault, however many keys they have.
     """
-    unknown: dict[str, Fault] = {}
+    unknown: dict[str, str] = {}
     for key, entry in list(tree.items()):
         if _is_known(key) and key not in _TABLES:
             continue
@@ -221,9 +222,10 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
         elif (section := key.rpartition(".")[0]) in SECTIONS:
             yield entry.fault(key, f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}")
         else:
-            why = f"unknown section; known are: {', '.join(SECTIONS)}"
-            unknown.setdefault(section or key, Fault(f"[{section or key}]", why, origin=entry.origin))
-    yield from unknown.values()
+            unknown[f"[{section or key}]"] = entry.origin
+    if unknown:
+        why = f"unknown section{'s' * (len(unknown) > 1)}; known are: {', '.join(SECTIONS)}"
+        yield Fault(", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values())))
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:

@@ -70,7 +70,7 @@ class Dataloader(Section):
     """Keep the worker processes between validations."""
     pin_memory: bool = False
     """Page-lock batches for the copy to a GPU: always done with a GPU, refused on a CPU."""
-    prefetch_factor: Positive = 2
+    prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 2
     """Batches that each worker process reads ahead."""
     stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 10.0
     """Reopen a streamed data set that delivers nothing for this long, up to five times, and name it."""
@@ -97,7 +97,7 @@ class Training(Section):
     """Folder or file of the data set, for text and tokens."""
     local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
-    global_batch_size: Literal[-1] | Positive = -1
+    global_batch_size: Literal[-1] | BatchSize = -1
     """Sequences in one optimizer step over all ranks; -1 means local_batch_size x data-parallel degree, and more
     means gradient accumulation."""
     seq_len: Positive = 2048
@@ -148,7 +148,7 @@ class Optimizer(Section):
     """Decay of the running mean of gradients."""
     beta2: Decay = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Rate = 1e-8
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegative = 0.1
     """Weight decay of the parameters that `no_decay` does not exempt."""
@@ -339,7 +339,7 @@ class Fault(Section):
 class Debug(Section):
     """Reproducibility, and measuring."""
 
-    seed: Annotated[Natural | None, OrNone] = None
+    seed: Annotated[Annotated[int, Field(ge=0)] | None, OrNone] = None
     """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and logs one."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""

@@ -24,6 +24,7 @@ OTHER_NAMES = {
     "grad_clip": "training.max_norm",
     "max_grad_norm": "training.max_norm",
     "warmup": "lr_scheduler.warmup_steps",
+    "context_parallel_sequence": "parallelism.context_parallel_rotate_method",
     "output_dir": "job.dump_folder",
     "model_name": "model.name",
 }

@@ -9,7 +9,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +136,7 @@ def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
     plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES})
     if staging.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
         log(f"{staging} was made from different data; starting over")
-        shutil.rmtree(staging)
+        store.delete(staging)
     staging.mkdir(parents=True, exist_ok=True)
     plan_file.write_text(plan)
     if lock.works_on(plan_file):  # so the caller holds one: drafts are of a run that was killed

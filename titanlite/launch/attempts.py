@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import MANIFEST, committed, latest_complete, step_folder
+from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, STOPPED, RunFailed, first_line
@@ -187,7 +187,7 @@ def _newest(config: JobConfig) -> tuple[int, str]:
 def _saved(config: JobConfig) -> dict[int, int]:
     """Return the steps of the checkpoints there are, and when each was committed."""
     root = checkpoint_root(config)
-    return {step: (step_folder(root, step) / MANIFEST).stat().st_mtime_ns for step in committed(root)}
+    return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
 
 
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:

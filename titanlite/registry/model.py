@@ -154,6 +154,8 @@ class ModelSpec:
     """The number of a flavor's parameters, for `titanlite models`, which does not build it."""
     active_parameters: Callable[[Any], int] | None = None
     """Of these the number that a token meets, for a model with experts."""
+    idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
+    """Fields that have no effect in a flavor, and why; where one is given, the run says so."""
     unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
     """Fields that may differ from those that loaded weights were trained with, since these mean the same with any."""
 

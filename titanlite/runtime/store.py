@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-exists = Path.exists
+exists, is_folder = Path.exists, Path.is_dir
 read = Path.read_bytes
 size = os.path.getsize
 modified = os.path.getmtime

@@ -123,8 +123,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
         return [path]
     for root in (path, saved_root(path), path / "checkpoint"):
-        if steps := committed(root):
-            return [step_folder(root, step) for step in steps]
+        folders = [step_folder(root, step) for step in committed(root)]
+        if folders and not is_foreign(folders[-1]):
+            return folders
     for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
         if is_foreign(folder):
             raise UserError(f"{folder}: {FOREIGN}")

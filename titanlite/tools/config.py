@@ -7,7 +7,6 @@ from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.pipeline_order import describe
-from titanlite.config.rules.run import long_warmup
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 
@@ -74,7 +73,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     else:
         ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
-        for notice in filter(None, (job.no_effect, long_warmup(job.config))):
+        for notice in job.remarks:
             print(f"# {notice}")
         print(to_toml(job.given), end="")
     return 0

@@ -86,7 +86,7 @@ def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[
 
     def narrow(logits: torch.Tensor) -> torch.Tensor:
         ranked, order = logits.sort(descending=True, stable=True)
-        kept = (ranked[:top_k] / (temperature or 1)).softmax(-1)
+        kept = (ranked[:top_k] / max(temperature, 1e-6)).softmax(-1)
         kept = kept[(kept.cumsum(-1) - kept) < top_p]
         return logits.index_fill(0, order[len(kept) :], -float("inf"))
 

@@ -40,13 +40,15 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
 
 
-def load(checkpoint: str | os.PathLike[str], *overrides: str) -> tuple[torch.nn.Module, Tokenizer | None]:
-    """Return the model of a checkpoint, on the CPU and in evaluation mode, and its tokenizer if there is one."""
+def load(
+    checkpoint: str | os.PathLike[str], *overrides: str, package: str = ""
+) -> tuple[torch.nn.Module, Tokenizer | None]:
+    """Return what `titanlite.load` does."""
     import torch
 
     from titanlite.data.tokenizer import open_tokenizer
 
-    job, folder = saved_job(Path(checkpoint), overrides)
+    job, folder = saved_job(Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)])
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
@@ -75,7 +77,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     if package and "model.package" not in given.overrides:
         raise UserError(
             f'{folder}: the model is in the package "{package}", which is imported only if you name it: '
-            f"--model.package {package}"
+            f'--model.package {package}, in Python package="{package}"'
         )
     return job_from(loaded, world=None, training=False), folder
 

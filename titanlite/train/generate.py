@@ -83,6 +83,6 @@ def _whole(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    if temperature == 0:
+    if temperature < 1e-6:  # as good as 0, and a division by it would overflow
         return logits.argmax()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from titanlite import __version__
 from titanlite.config.pipeline_order import headline
-from titanlite.config.rules.run import long_warmup
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel.dtensor import local_part
@@ -52,7 +51,9 @@ def describe_start(trainer: Trainer) -> list[str]:
         "mesh": str(job.layout),
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
         "batch": f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
-        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all",
+        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all"
+        + f"; as data parallel, these ranks would take {batch.local * job.layout.world:,}"
+        * (training.global_batch_size == -1 and batch.total < batch.local * job.layout.world),
         "data": f"{data_sets}, "
         + ("streamed, " if data.samples is None else f"{data.samples:,} ")
         + f"windows of {training.seq_len:,} tokens, "
@@ -70,7 +71,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (job.no_effect, long_warmup(config), compiling))]
+    return [*lines, *filter(None, (*job.remarks, compiling))]
 
 
 def _describe_device(trainer: Trainer) -> str:

@@ -27,6 +27,14 @@ _PIPELINE, _FSDP = "parallelism.pipeline_parallel_", "parallelism.fsdp_"
 _SCHEDULE, _CSV, _NAMES = f"{_PIPELINE}schedule", f"{_PIPELINE}schedule_csv", "parallelism.module_fqns_per_model_part"
 
 
+def bare_stages(stages: Stages, blocks: str) -> str:
+    """Return a line about stages that have no layer, or an empty string."""
+    layers = [sum(name.startswith(f"{blocks}.") for name in names) for names in stages.names]
+    bare = [f"{stage}" for stage, number in enumerate(layers) if not number]
+    why = f"have none of the {sum(layers)} layers, so their ranks mostly wait"
+    return f"stages {_listed(bare)} of {len(layers)} {why}" * bool(bare)
+
+
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values)) or "none"
 
@@ -104,11 +112,12 @@ def _layers_fill_the_stages(context: RuleContext) -> Faults:
         context.stage_names = tuple(map(tuple, parts))
         return
     each = (layers + first + last) // stages
-    counted = f"{layers} layers (what runs before them counts as {first}, after them as {last})"
+    counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
     why = f"{counted} give {stages} stages {each} or {each + 1}"
     if not each:
-        why = f"makes {stages} stages, and {counted} leave some of them empty"
+        order = f"{settings.pipeline_parallel_schedule} at degree {context.layout.pp}"
         legal = legal_degrees(context, "pipeline_parallel_degree", context.world or 0)
+        why = f"{order} makes {stages} stages; {counted} leave some of them empty"
         yield f"{_PIPELINE}degree", f"{why}; legal: {_listed(legal)}"
     for end, weight in (("first", first), ("last", last)):
         if 0 < each < weight:

@@ -95,6 +95,13 @@ def _spikes_can_be_judged(context: RuleContext) -> Faults:
         yield "fault.spike_window", why
 
 
+def idle_spikes(config: JobConfig) -> str:
+    """Return a line about spikes that a run is too short to judge, or an empty string."""
+    fault, steps = config.fault, config.training.steps
+    why = f"a step is judged after {fault.spike_window} good ones (fault.spike_window), and the run has {steps}"
+    return f"no effect: fault.spike_sigma, since {why}" * bool(fault.spike_sigma and fault.spike_window >= steps)
+
+
 def long_warmup(config: JobConfig) -> str:
     """Return a line about a warm-up that the run does not finish, or an empty string."""
     schedule, steps = config.lr_scheduler, config.training.steps
