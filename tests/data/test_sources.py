@@ -93,10 +93,15 @@ def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
     fingerprints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
     fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
     (texts / "b" / "d.txt").write_text("the cats")
+    for changed in ("the cat.", "cat. the"):  # of the same size
+        (texts / "b" / "d.txt").write_text(changed)
+        fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
+        fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
+    (texts / "b" / "d.txt").write_text("the cats")
     fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
     (texts / "b" / "d.txt").rename(texts / "e.txt")
     fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
-    assert len(fingerprints) == 4
+    assert len(fingerprints) == 8
 
 
 def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_refused(tmp_path):

@@ -155,7 +155,8 @@ def test_processes_on_a_node():
         count_processes({"NGPU": "0"}, "cpu", 0)
 
 
-def test_a_wrong_max_restarts_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("MAX_RESTARTS", "abc")
+@pytest.mark.parametrize("name", ["MAX_RESTARTS", "OMP_NUM_THREADS"])
+def test_a_wrong_variable_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setenv(name, "abc")
     assert main(["train", *TINY, f"--job.dump_folder={tmp_path / 'run'}"]) == 2
-    assert "MAX_RESTARTS=abc must be a whole number" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert f"{name}=abc must be a whole number" in capsys.readouterr().err and not (tmp_path / "run").exists()

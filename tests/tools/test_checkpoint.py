@@ -22,6 +22,7 @@ from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY, trainer
+from tests.launch.run import train
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
@@ -228,8 +229,6 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
     assert code == 0, out
     assert {path.name for path in tmp_path.iterdir()} == {"hf", foreign.name}
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
-    assert set(modes.values()) == {modes["config.json"]}, "weights too follow the umask"
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     code, out = tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
     assert code == 0 and "initial_load_path" in out
@@ -249,6 +248,43 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
         and "num_hidden_layers 2, but the model has 3" in out
     )
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_what_is_written_follows_the_umask(tool, tmp_path, umask):
+    """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards, plots, plans."""
+    before = os.umask(umask)
+    try:
+        traces = ["--profiling.enable_profiling", "--profiling.profile_freq=2", "--profiling.profiler_warmup=0"]
+        argv = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--metrics.enable_tensorboard", *traces]
+        assert train(argv, tmp_path / "run", NGPU="1")[0] == 0
+        (tmp_path / "a.txt").write_text(TEXT)
+        for words in (
+            ("checkpoint", "export", tmp_path / "run", tmp_path / "hf"),
+            ("checkpoint", "export", tmp_path / "run", tmp_path / "plain", "--format", "safetensors"),
+            ("data", "prepare", tmp_path / "a.txt", "--out", tmp_path / "shards"),
+            ("plot", tmp_path / "run", "--out", tmp_path / "plot.png"),
+            ("plot", tmp_path / "run", "--out", tmp_path / "plot.html"),
+            ("plan", "--config", "debug.toml", "--world=1", "--gpu=h100-80g", "--html", tmp_path / "plan.html"),
+        ):
+            code, out = tool(*words)
+            assert code == 0, out
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    kinds = {path.suffix for path in files}
+    assert kinds >= {".safetensors", ".distcp", ".log", ".jsonl", ".json", ".toml", ".bin", ".npy", ".png", ".html"}
+    assert [path for path in files if path.stat().st_mode & 0o777 != 0o666 & ~umask] == []
+
+
+def test_exported_weights_follow_the_umask(saved, tool, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
 
 
 def test_an_export_is_of_the_model_that_was_trained_though_its_flavor_was_edited(saved, tool, tmp_path, monkeypatch):

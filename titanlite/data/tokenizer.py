@@ -46,7 +46,8 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f'{origin} = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
-                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir "{folder}"'
+                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir "{folder}". From vocab.json and '
+                "the like, transformers makes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))

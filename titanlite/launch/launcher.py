@@ -121,6 +121,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     check_torch()
     nodes = find_nodes(environ)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
+    read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP would take all cores instead
     device, processes = _device_and_processes(loaded.config.job.device, environ)
     try:
         job = job_from(loaded, world=nodes.count * processes, training=True, device=device)
