@@ -512,10 +512,8 @@ def test_a_run_starts_with_the_numbers_of_the_whole_model(pool, tmp_path):
     for name in ("model", "compute", "optimizer"):
         assert {found[name] for found in ranks} == {alone[name]}
     assert ranks[0]["memory"] == ranks[1]["memory"] != alone["memory"]
-    assert (
-        ranks[0]["batch"].endswith("; as data parallel, these ranks would take 4")
+    assert ranks[0]["batch"].endswith("; as data parallel, these ranks would take 4")
     assert "as data parallel" not in alone["batch"]
-    )
 
 
 def float8_step(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
