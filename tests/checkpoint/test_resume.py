@@ -228,8 +228,13 @@ def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
             resume.check_data(0, "aa+11")
 
 
-@pytest.mark.parametrize("options", sample([[], ["--parallelism.pipeline_parallel_degree=2"]], []))
-def test_a_stream_continues_where_each_reader_was(pool, tmp_path, options):
+TP2 = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
+
+
+@pytest.mark.parametrize(
+    ("world", "options"), sample([(2, []), (2, ["--parallelism.pipeline_parallel_degree=2"]), (4, TP2)], (2, []))
+)
+def test_a_stream_continues_where_each_reader_was(pool, tmp_path, world, options):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -238,9 +243,9 @@ def test_a_stream_continues_where_each_reader_was(pool, tmp_path, options):
         (texts / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     argv = [*SAVING, "--training.dataset=c4_test", f"--training.dataset_path={texts}", "--training.steps=8"]
     argv += options
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
-    first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=2)
-    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
-    for rank in range(2):
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=world)
+    first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=world)
+    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=world)
+    for rank in range(world):
         assert then[rank]["begun"] == 3 and then[rank]["state"] == straight[rank]["state"]
         assert first[rank]["data"] | then[rank]["data"] == straight[rank]["data"]

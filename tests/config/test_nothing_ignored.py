@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import titanlite
 from tests.conftest import PRELOAD
-from tests.jobs import TINY, job, trainer, weights
+from tests.jobs import MOE, TINY, job, trainer, weights
 from titanlite.config.load import ConfigError
 from titanlite.config.rules.parallel import DEGREES
 from titanlite.config.schema import KEYS, SECTIONS, Mixture
@@ -376,6 +376,8 @@ def test_keys_without_effect_are_named_in_one_line():
         "no effect without sharding: parallelism.fsdp_forward_prefetch; without data parallel: "
         "parallelism.defer_gradient_sync"
     )
+    experts = [*MOE, "--parallelism.tensor_parallel_degree=2", "--parallelism.fsdp_forward_prefetch=2"]
+    assert "fsdp_forward_prefetch" not in job(experts, 2).no_effect, "experts are sharded over both ranks"
     assert job(options, world=1).no_effect.partition("; ")[2] == (
         "without validation.enable: validation.freq, validation.steps; without checkpoint.enable: "
         "checkpoint.interval, checkpoint.async_mode, checkpoint.keep_latest_k; without generate.at_end: "

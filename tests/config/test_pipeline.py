@@ -161,7 +161,10 @@ GPT2 = ["--model.name=gpt2", "--model.overrides.dropout=0.0"]
         (["--parallelism.fsdp_backward_prefetch=1"], 'use fsdp_reshard_after_forward "always"'),
         (["--parallelism.defer_gradient_sync=replicas"], "summed once; remove the key"),
         ([SPLIT, "--compile.enable"], 'remove "model", or use Interleaved1F1B or LoopedBFS'),
-        ([SPLIT, "--activation_checkpoint.mode=full"], 'use "none", or use Interleaved1F1B or LoopedBFS'),
+        *(
+            ([SPLIT, f"--activation_checkpoint.mode={mode}"], 'use "none", or use Interleaved1F1B or LoopedBFS')
+            for mode in ("full", "selective")
+        ),
         ([SPLIT, *GPT2], "tok_embeddings.weight would be there twice"),
         (["--parallelism.fsdp_blocks_per_group=3"], "the largest stage has 2 blocks; at most 2"),
         (["--parallelism.pipeline_parallel_split_points=['layers.2']"], "name the modules of each stage in"),

@@ -300,6 +300,11 @@ def test_a_dead_stream_is_given_up_after_five_retries_with_growing_pauses(tmp_pa
             "training.dataloader.stall_timeout_seconds",
             "given up after 151 s, but a run counts as hung after comm.train_timeout_seconds = 100",
         ),
+        (
+            ["--training.dataset=c4", "--training.dataloader.stall_timeout_seconds=5", "--fault.stall_seconds=60"],
+            "training.dataloader.stall_timeout_seconds",
+            "given up after 61 s, but a run counts as hung after fault.stall_seconds = 60",
+        ),
     ],
 )
 def test_settings_that_a_stream_does_not_support_are_refused(argv, key, message):

@@ -135,3 +135,13 @@ def test_forced_balance_chooses_every_expert_equally():
     router.forced = True
     moe(inputs(tokens=6))
     assert router.counts.tolist() == [6] * EXPERTS
+    assert router.auxiliary == pytest.approx(2 * 0.001), "for each sequence, the least that there is"
+
+
+def test_the_router_of_bfloat16_computes_in_float32():
+    x = inputs(dtype=torch.bfloat16)
+    router: Any = build(dtype=torch.bfloat16).router
+    weights, chosen, _ = router(x)
+    best = F.linear(x.float(), router.weight.float()).softmax(-1).topk(2)
+    assert torch.equal(chosen, best.indices)
+    assert torch.equal(weights, best.values / best.values.sum(-1, keepdim=True)) and weights.dtype == torch.float32

@@ -239,31 +239,40 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     return loss, tokens
 
 
-def untrained(argv: list[str], folder: str) -> tuple[float, list[int]]:
-    """Validate and generate with the initial weights of a model with dropout."""
+def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
+    """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
+    on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     places = run.own_places(run.job.validation_seq_len)
     loss = validation_loss(
         run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
     )
-    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
-    tokens: list[int] = []
+    settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})
+    logits: list[list[float]] = []
+
+    def narrow(seen: torch.Tensor) -> torch.Tensor:
+        logits.append(seen.tolist())
+        return seen
+
     generate(
         *(run.parts, run.tokenizer, settings, 16, 0, run.device),
         multiple=context.sequence_multiple(run.job),
         own_places=run.own_places,
         group=run.mesh.world["cp"].get_group(),
         pipeline=run.runner.pipeline,
-        show=lambda text: tokens.append(text[-1]),
+        narrow=narrow,
     )
-    return loss, tokens
+    assert all(part.training for part in run.parts)
+    return loss, logits
 
 
 def test_validation_and_generation_draw_no_dropout_on_any_stage(pool, tmp_path):
     argv = [*GPT2, FOUR, "--model.overrides.dropout=0.5", "--training.local_batch_size=4"]
-    (loss, tokens), *_ = pool.run(untrained, argv, str(tmp_path), world=1)
-    for found in pool.run(untrained, [*argv, PP2, f"{SCHEDULE}Interleaved1F1B"], str(tmp_path), world=2):
-        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == tokens
+    (loss, expected), *_ = pool.run(untrained, argv, str(tmp_path), world=1)
+    ranks = pool.run(untrained, [*argv, PP2, f"{SCHEDULE}Interleaved1F1B"], str(tmp_path), world=2)
+    assert all(found == pytest.approx(loss, rel=1e-12) for found, _ in ranks)
+    (logits,) = [logits for _, logits in ranks if logits]
+    assert torch.allclose(torch.tensor(logits), torch.tensor(expected), atol=1e-6)
 
 
 @pytest.mark.parametrize(

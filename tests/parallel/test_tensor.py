@@ -20,6 +20,7 @@ from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.parallel import tensor
 from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.context import sequence_multiple
 from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.loss import token_loss_sum
@@ -84,7 +85,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validation_loss(run.parts, run.validation_loader, run.device, run.mesh.loss)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
-    text = generate(run.parts, run.tokenizer, settings, 16, 0, run.device, multiple=run.job.layout.tp)
+    text = generate(run.parts, run.tokenizer, settings, 16, 0, run.device, multiple=sequence_multiple(run.job))
     return loss, text
 
 
