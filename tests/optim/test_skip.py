@@ -159,8 +159,10 @@ def test_the_losses_by_which_spikes_are_judged_are_those_of_the_log_under_tensor
     assert found["guard"]["losses"] == pytest.approx([r["loss"] for r in records if "loss" in r][-3:], rel=1e-6)
 
 
-def test_the_first_of_several_bad_steps_is_named(pool, tmp_path):
-    found = pool.run(end_of, [*TINY, "--training.steps=6"], str(tmp_path), {3: math.nan, 4: math.nan}, world=2)
+@pytest.mark.parametrize("skips", sample([False, True], False))
+def test_the_first_of_several_bad_steps_is_named_also_where_only_spikes_are_skipped(pool, tmp_path, skips):
+    argv = [*TINY, "--training.steps=6", *[*SPIKES, "--fault.on_spike=skip"] * skips]
+    found = pool.run(end_of, argv, str(tmp_path), {3: math.nan, 4: math.nan}, world=2)
     assert found[0]["error"].startswith("NonFinite 1: at step 3 the gradient norm was not finite")
 
 
@@ -251,9 +253,11 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
     assert tensorboard(tmp_path / "back/tb")["loss_metrics/global_avg_loss"] == pytest.approx(losses)
 
 
-def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_path):
+@pytest.mark.parametrize("bad", sample([5, 6], 5))
+def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_path, bad):
+    """Of a spike of step 5, the loss of step 6 is not summed yet."""
     argv = [*ROLLBACK, "--fault.spike_window=4", "--fault.spike_sigma=100", "--training.steps=7"]
-    found = pool.run(end_of, argv, str(tmp_path / "back"), {6: 1e4}, world=2)
+    found = pool.run(end_of, argv, str(tmp_path / "back"), {bad: 1e4}, world=2)
     pool.run(end_of, argv, str(tmp_path / "cut"), {}, world=2)
     per_step = found[0]["consumed"] // 9
     earlier = [*argv, "--checkpoint.load_step=4"]
