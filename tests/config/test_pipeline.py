@@ -73,6 +73,7 @@ def test_layers_and_weights_are_split_as_torchtitan_splits_them(layers, stages, 
 
 
 ORDER = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
+OVERLAPPED = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1"
 
 
 @pytest.fixture
@@ -103,6 +104,7 @@ def test_a_csv_gives_the_order_and_the_number_of_stages(of_csv):
         (ORDER.replace("1W1", "1B1"), "has F, I, B for micro-batch 1 of stage 1; needed are F and B, or F, I and W"),
         (ORDER.replace("1F0,1B0", "1B0,1F0"), "row 1: 0B0 waits for 1B0; row 2: 1B0 waits for 1F0"),
         (ORDER.replace("1I1,1W1", "1W1,1I1"), "row 1: 0B1 waits for 1B1; row 2: 1W1 waits for 1I1"),
+        (OVERLAPPED, "row 1: (0F1;0B0)OVERLAP_F_B waits for 1B0; row 2: (1F1;1B0)OVERLAP_F_B waits for 0F1"),
         (ORDER.replace("1", "2"), "has 2 stages and 2 micro-batches; a step has 2 micro-batches, and both are"),
         ("0F0,0B0\n1F0,1B0", "has 2 stages and 1 micro-batches; a step has 2 micro-batches"),
         ("0F0,0F1,0B0,0B1\n\n", "row 2 has no action"),

@@ -102,29 +102,35 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
 
     Sends take no time. Raises ValueError if the actions wait for each other forever.
     """
-    rows = [[action for cell in row for action in parse(cell)] for row in order]
-    last = max(action.stage for row in rows for action in row)
+    rows = [[parse(cell) for cell in row] for row in order]
+    actions = [action for row in rows for cell in row for action in cell]
+    last = max(action.stage for action in actions)
     ends: dict[Action, float] = {}
     clocks, next_of = [0.0] * len(rows), [0] * len(rows)
-    while remaining := [rank for rank, row in enumerate(rows) if next_of[rank] < len(row)]:
-        before = sum(next_of)
-        for rank in remaining:
-            while next_of[rank] < len(rows[rank]):
-                action = rows[rank][next_of[rank]]
-                needed = [ends.get(key) for key in _waits_for(action, last, ends)]
-                if None in needed:
+    while len(ends) < len(actions):
+        before, reasons = len(ends), list[str]()
+        for rank, row in enumerate(rows):
+            for cell in row[next_of[rank] :]:
+                if missing := _missing(cell, last, ends):
+                    text = order[rank][next_of[rank]]
+                    reasons.append(f"row {rank + 1}: {text} waits for {' and '.join(map(str, missing))}")
                     break
-                start = max([clocks[rank], *filter(None, needed)])
-                clocks[rank] = ends[action] = start + cost[action.kind]
+                for action in cell:
+                    start = max([clocks[rank], *(ends[key] for key in _waits_for(action, last, ends))])
+                    clocks[rank] = ends[action] = start + cost[action.kind]
                 next_of[rank] += 1
-        if sum(next_of) == before:
-            reasons = []
-            for rank in remaining:
-                action = rows[rank][next_of[rank]]
-                missing = [str(key) for key in _waits_for(action, last, ends) if key not in ends]
-                reasons.append(f"row {rank + 1}: {action} waits for {' and '.join(missing)}")
+        if len(ends) == before:
             raise ValueError(f"the actions wait for each other forever: {'; '.join(reasons)}")
-    return 1 - sum(cost[action.kind] for row in rows for action in row) / (len(rows) * max(clocks))
+    return 1 - sum(cost[action.kind] for action in actions) / (len(rows) * max(clocks))
+
+
+def _missing(cell: Sequence[Action], last: int, ends: Mapping[Action, float]) -> list[Action]:
+    """Return what has not ended that a cell waits for: torch starts it when all its actions have what others send."""
+    missing = list[Action]()
+    for number, action in enumerate(cell):
+        own = [key for key in cell[:number] if key.stage == action.stage]
+        missing += [key for key in _waits_for(action, last, ends) if key not in ends and key not in own]
+    return missing
 
 
 def _waits_for(action: Action, last: int, ends: Mapping[Action, float]) -> list[Action]:
