@@ -228,7 +228,7 @@ def random_order(seed: int) -> str:
 
 
 def overlapped(order: str) -> str:
-    """Return the order with each forward pass and a backward pass behind it in one cell, where torch can execute it."""
+    """Return the order with each forward pass and a backward pass behind it in one cell, where torch can run it."""
     for pair in re.findall(r"\d+F\d+,\d+B\d+", order):
         cell = f"({pair.replace(',', ';')})OVERLAP_F_B"
         changed = order.replace(pair, cell)

@@ -13,7 +13,8 @@ from titanlite.config.load import parse_command_line
 from titanlite.planner import search as searching
 from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware
-from titanlite.planner.search import changed, changes, measured, overlay, search
+from titanlite.planner.search import Found, changed, changes, measured, overlay, search
+from titanlite.planner.tables import search_table
 
 SMALL = [*TINY, "--model.overrides.n_kv_heads=2", "--training.global_batch_size=8", "--training.seq_len=64"]
 
@@ -54,8 +55,12 @@ def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
     assert mixed and not searching._needs_no_less(mixed, least)
 
 
-def test_the_best_plan_is_laid_over_the_config(tmp_path):
-    found = search(job(SMALL, 2), load_hardware("h100-80g"), max_seconds=0)
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(job(SMALL, 2), load_hardware("h100-80g"), max_seconds=0)
+
+
+def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
     assert 1 <= found.rehearsed <= 6 and found.not_reached > 10, "those that share the first model"
     best = found.best[0]
     (tmp_path / "best.toml").write_text(overlay(best.settings))
@@ -65,6 +70,23 @@ def test_the_best_plan_is_laid_over_the_config(tmp_path):
     assert expected and (laid_over.layout, laid_over.batch) == (expected.layout, expected.batch)
     assert laid_over.config.activation_checkpoint == expected.config.activation_checkpoint
     assert plan_step(expected).peak == best.peak
+
+
+def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_column(found):
+    given, hardware = job(SMALL, 4), load_hardware("h100-80g")
+    space = [other for settings in searching._space(given, hardware) if (other := changed(given, settings))]
+    best = [replace(found.best[0], job=other) for other in space]
+    table = search_table(Found(best, rehearsed=2, ruled_out=0, not_reached=0), hardware, 4)
+    assert len({row[-1] for row in table.rows}) == len(space) > 30
+    assert "replicate2 dp2, batch 1, selective, kept, 8 chunks" in {row[-1] for row in table.rows}
+    above, _, assumed = str(table).partition("  assumed:\n")
+    assert max(map(len, above.splitlines())) <= 100
+    assert (
+        "reached" not in above and "ruled out" not in above and "measured" not in above and "assumed" not in assumed
+    )
+    timed = Found([replace(best[0], measured=0.25), *best], rehearsed=2, ruled_out=1, not_reached=7)
+    text = str(search_table(timed, hardware, 4))
+    assert "measured s" in text and " 0.250 " in text and "2 rehearsed, 1 ruled out, 7 not reached in time" in text
 
 
 def _without_batch(argv: list[str]) -> list[str]:

@@ -102,7 +102,13 @@ class Hardware:
         sources = {f"node {self.gpu.node}: {links}": self.node.source}
         for key in sorted(efficiencies):
             sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[key].source
-        return [f"{what} ({source})" for what, source in sources.items() if "assumed" in source]
+        return [with_source(what, source) for what, source in sources.items() if "assumed" in source]
+
+
+def with_source(what: str, source: str) -> str:
+    """Return an assumption and its source, without the word that stands above it."""
+    source = source.removeprefix("assumed").lstrip(",: ")
+    return f"{what} ({source})" if source else what
 
 
 def _type(dtype: str) -> str:

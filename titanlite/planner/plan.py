@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS
-from titanlite.planner.hardware import Hardware
+from titanlite.planner.hardware import Hardware, with_source
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.speed import Speed, ranks_in_a_node, speed_of
 
@@ -157,7 +157,7 @@ def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
 def reserve_text(hardware: Hardware) -> str:
     """Say what of a GPU's memory is kept free, and who says so."""
     reserve = hardware.reserve
-    return f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments ({reserve.source})"
+    return with_source(f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source)
 
 
 def is_upper_bound(job: Job) -> bool:

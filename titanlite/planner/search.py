@@ -33,7 +33,6 @@ TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
 GLOBAL, CHUNKS = "training.global_batch_size", "training.loss_chunks"
 RECOMPUTE, RESHARD = "activation_checkpoint.mode", "parallelism.fsdp_reshard_after_forward"
-PREFETCH = "parallelism.fsdp_forward_prefetch"
 
 RECOMPUTE_MODES = ("full", "selective", "none")
 """From the least memory to the most."""
@@ -80,14 +79,13 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
             groups[shared].append((settings, other, facts.least_seconds(other)))
     fitting, too_large, counts = list[Candidate](), list[Job](), Counter[str]()
-    estimates: dict[Any, float] = {}  # of those without prefetch: with it, the same is done in another order
     with FakeWorld() as world:
         for group in sorted(groups.values(), key=_first_what_may_be_fastest):
             slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else float("inf")
             tried = [
                 (settings, other)
                 for settings, other, least in group
-                if estimates.get(_without_prefetch(settings), least) < slowest
+                if least < slowest
                 and facts.state_bytes(other) <= hardware.usable_bytes
                 and not any(_needs_no_less(other, large) for large in too_large)
             ]
@@ -97,7 +95,6 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
                 continue
             counts["rehearsed"] += len(tried)
             found = _rehearse(job, tried, hardware, world)
-            estimates |= {_without_prefetch(candidate.settings): candidate.speed.estimate for candidate in found}
             too_large += [candidate.job for candidate in found if candidate.peak > hardware.usable_bytes]
             fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
             fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
@@ -105,12 +102,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
 
 
 def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> Any:
-    settings, job, _ = group[0]
-    return settings[PREFETCH], min(least for *_, least in group), _demand(job)
-
-
-def _without_prefetch(settings: Settings) -> Any:
-    return tuple(value for key, value in settings.items() if key != PREFETCH)
+    return min(least for *_, least in group), _demand(group[0][1])
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
@@ -180,7 +172,6 @@ def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
             LOCAL: [local for local in divisors(total // data_parallel) if local <= MOST_SAMPLES],
             RECOMPUTE: RECOMPUTE_MODES,
             RESHARD: ("always", "never") if data_parallel > replicate else ("default",),
-            PREFETCH: (0, 1) if data_parallel > replicate else (0,),
             CHUNKS: (1, CHUNKED),
         }
         yield from (mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
@@ -206,8 +197,7 @@ def _demand(job: Job) -> tuple[int, ...]:
     config, layout = job.config, job.layout
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
-    prefetch, chunks = config.parallelism.fsdp_forward_prefetch, config.training.loss_chunks
-    return layout.dp_replicate, job.batch.local, recompute, keeps, prefetch, -chunks
+    return layout.dp_replicate, job.batch.local, recompute, keeps, -config.training.loss_chunks
 
 
 def _needs_no_less(job: Job, other: Job) -> bool:

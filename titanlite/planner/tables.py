@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
+from textwrap import fill
 
 from titanlite.errors import format_table
-from titanlite.planner.hardware import GIB, Hardware
+from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
-from titanlite.planner.search import Candidate, Found
+from titanlite.planner.search import CHUNKS, GLOBAL, LOCAL, RECOMPUTE, REPLICATE, RESHARD, SHARD, TP, Candidate, Found
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Table:
             align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
             lines.append(format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2))
         lines += [f"  {self.note}"] if self.note else []
-        return "\n".join(line for line in [*lines, *(f"  assumed: {text}" for text in self.assumed)])
+        lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
+        return "\n".join(lines)
 
 
 def report(plan: Plan) -> str:
@@ -86,7 +88,7 @@ def tables(plan: Plan) -> Iterator[Table]:
         rows.append((row.dimension, row.kind, row.dtype, row.where, Number(row.number), gib(row.bytes), waits))
     header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
     note = "GiB of whole tensors; exposed: seconds in which compute waits for the dimension, in the estimate"
-    node = f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh ({hardware.node.source})"
+    node = with_source(f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source)
     yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
 
     columns = plan.rates(speed.bound), plan.rates(speed.estimate)
@@ -113,19 +115,40 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:
     """Return the ranking of a search."""
-    seen = f"{found.rehearsed} rehearsed, {found.ruled_out} ruled out, {found.not_reached} not reached in time"
+    counts = {"rehearsed": found.rehearsed, "ruled out": found.ruled_out, "not reached in time": found.not_reached}
+    seen = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     if not found.best:
         return Table("search", f"No plan fits on {world} x {hardware.name}: {seen}", (), ())
 
     def row(number: int, one: Candidate) -> list[str | Number]:
-        seconds = (one.measured or nan, one.speed.estimate, one.speed.bound)
-        return [Number(number), gib(one.peak), *(Number(time, 3) for time in seconds), one.speed.binding, one.option]
+        seconds = [one.measured or nan, one.speed.estimate, one.speed.bound][unmeasured:]
+        return [Number(number), gib(one.peak), *(Number(time, 3) for time in seconds), one.speed.binding, _name(one)]
 
-    header = ("", "peak GiB", "measured s", "estimate s", "bound s", "by", "changes")
+    unmeasured = not any(candidate.measured for candidate in found.best)
+    header = ("", "GiB", *("measured s", "estimate s", "bound s")[unmeasured:], "by", "plan")
     rows = [row(number, candidate) for number, candidate in enumerate(found.best, 1)]
     assumed = dict.fromkeys(text for candidate in found.best for text in candidate.speed.assumptions)
     title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
-    return Table("search", title, header, rows, [reserve_text(hardware), *assumed])
+    return Table(
+        "search", title, header, rows, [reserve_text(hardware), *assumed], fill(_KEYS, 98, subsequent_indent="  ")
+    )
+
+
+def _name(one: Candidate) -> str:
+    """Return a short name of a plan that a search found, in the words that `_KEYS` explains."""
+    layout, batch, config = one.job.layout, one.job.batch, one.job.config
+    degrees = {"replicate": layout.dp_replicate, "dp": layout.dp_shard, "tp": layout.tp}
+    mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+    parts = [mesh, f"batch {batch.local}", config.activation_checkpoint.mode.replace("none", "no recompute")]
+    parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
+    parts += [f"{config.training.loss_chunks} chunks"] if config.training.loss_chunks > 1 else []
+    return ", ".join(filter(None, parts))
+
+
+_KEYS = (
+    f"dp is {SHARD}, replicate {REPLICATE}, tp {TP}, batch {LOCAL}; full, selective or no recompute is {RECOMPUTE}, "
+    f'kept {RESHARD} = "never", chunks {CHUNKS}. {GLOBAL} stays as it is. --out writes the first as a config.'
+)
 
 
 def gib(size: float) -> Number:
