@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PLACE = VENV / "titanlite-place"
+HOST = "titanlite-host.pth"
 NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich", "matplotlib")
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = (
@@ -41,6 +43,7 @@ NEEDED_DEV = (
     "wandb",
     "torchao",
 )
+START_OVER = f"To start over: rm -r {shlex.quote(str(VENV))}"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -52,9 +55,9 @@ def main() -> None:
         sys.exit(not active_can_run(dev))
     if not active_can_run(dev):
         python = PYTHON
-        if not is_made(dev) and not made_by_others_can_run(dev):
+        if not can_run(dev):
             with lock():
-                if not is_made(dev):  # another process may have made it while this one waited
+                if not can_run(dev):  # another process may have made it while this one waited
                     make(dev)
     if browser:
         add_browser(python)
@@ -97,12 +100,17 @@ def active_can_run(dev: bool) -> bool:
     return all(importlib.util.find_spec(name) for name in modules)
 
 
-def made_by_others_can_run(dev: bool) -> bool:
-    """Return whether `.venv`, if something else such as uv made it, has this checkout's titanlite and its needs."""
-    if PLACE.exists() or not PYTHON.exists():
-        return False
+def can_run(dev: bool) -> bool:
+    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is asked each time."""
+    if not made_by_others():
+        return is_made(dev)
     command = [PYTHON, __file__, "--check", *["--dev"] * dev]
     return not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+
+
+def made_by_others() -> bool:
+    """Return whether something else made `.venv`, such as uv, conda or an older titanlite."""
+    return PYTHON.exists() and not PLACE.exists()
 
 
 def marker(dev: bool) -> Path:
@@ -114,7 +122,8 @@ def marker(dev: bool) -> Path:
 def is_made(dev: bool) -> bool:
     """Return whether `.venv` is complete; a copied or moved one runs another checkout's code, or none."""
     complete = PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
-    return complete and made_for() == this_place()
+    hosts = [Path(file.read_text().strip()) for file in VENV.glob(f"lib/*/site-packages/{HOST}")]
+    return complete and made_for() == this_place() and all(host.is_dir() for host in hosts)
 
 
 def this_place() -> str:
@@ -128,7 +137,32 @@ def made_for() -> str:
 
 
 def make(dev: bool) -> None:
-    """Make `.venv` and install titanlite in it, in place."""
+    """Make `.venv`, unless others did, and install titanlite in it, in place."""
+    if made_by_others():
+        if Path(sys.prefix).resolve() != VENV.resolve() and "--again" not in sys.argv[1:]:
+            os.execv(PYTHON, [str(PYTHON), __file__, *sys.argv[1:], "--again"])  # it may be of another version
+    else:
+        make_empty()
+    say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
+    # Float8's package is small, and any config may ask for it.
+    target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
+    if not installed("pip") and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode:
+        command = ["uv", "pip", "install", "--python", str(PYTHON)]  # it made an environment without pip
+        if not shutil.which("uv"):
+            fail(f"{VENV} has no pip, and there is no uv to install with. {START_OVER}")
+    command += ["-e", target]
+    done = threading.Event()
+    threading.Thread(target=show_unpacking, args=(done,), daemon=True).start()
+    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    done.set()
+    if code:
+        fail(f"the installation failed; see above. {START_OVER}")
+    marker(dev).touch()
+
+
+def make_empty() -> None:
+    """Make `.venv` with pip and, where the active interpreter has one, its torch."""
     try:
         import ensurepip  # noqa: F401  (Debian ships venv without it)
         import venv
@@ -145,25 +179,11 @@ def make(dev: bool) -> None:
             venv.create(VENV, with_pip=True, symlinks=True, clear=VENV.exists())
         except (OSError, subprocess.CalledProcessError) as error:
             fail(f"{sys.executable} could not make {VENV}: {error}")
+        PLACE.write_text(this_place())
+    host = site_packages() / HOST
+    host.unlink(missing_ok=True)
     if torch_folder := folder_of_active_torch():
-        (site_packages() / "titanlite-host.pth").write_text(f"{torch_folder}\n")
-    say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
-    # Float8's package is small, and any config may ask for it.
-    target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
-    if not installed("pip") and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode:
-        command = ["uv", "pip", "install", "--python", str(PYTHON)]  # it made an environment without pip
-        if not shutil.which("uv"):
-            fail(f"{VENV} has no pip, and there is no uv to install with. To start over: rm -r {VENV}")
-    command += ["-e", target]
-    done = threading.Event()
-    threading.Thread(target=show_unpacking, args=(done,), daemon=True).start()
-    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
-    done.set()
-    if code:
-        fail(f"the installation failed; see above. To start over: rm -r {VENV}")
-    PLACE.write_text(this_place())
-    marker(dev).touch()
+        host.write_text(f"{torch_folder}\n")
 
 
 def installed(module: str) -> bool:
@@ -226,7 +246,7 @@ class lock:
         except OSError as error:
             fail(
                 f"{VENV} cannot be made: {error}. Copy the checkout to a folder that can be written to, or activate "
-                f"an environment in which this ran: pip install -e {ROOT}"
+                f"an environment in which this ran: pip install -e {shlex.quote(str(ROOT))}"
             )
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,13 +2,19 @@
 
 import difflib
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
 """Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step saved or with
 some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
+
+PAGE = 110
+"""Columns of a page of help that goes to no terminal."""
 
 
 class UserError(Exception):
@@ -38,10 +44,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def install_command(*packages: str) -> str:
     """Return the command that installs packages into this environment; uv makes environments without pip."""
-    installer = [sys.executable, "-m", "pip", "install"]
-    if find_spec("pip") is None:
-        installer = ["uv", "pip", "install", "--python", sys.executable]
-    return shlex.join([*installer, *packages])
+    if find_spec("pip") is None and shutil.which("uv"):
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
+    python = shlex.quote(sys.executable)
+    first = "" if find_spec("pip") else f"{python} -m ensurepip && "
+    return f"{first}{python} -m pip install {shlex.join(packages)}"
+
+
+def command_line(command: str, *words: str) -> str:
+    """Return how to type a command of this environment, quoted for a shell."""
+    own = Path(sys.executable).with_name(command)
+    return shlex.join([str(own) if own.exists() and shutil.which(command) != str(own) else command, *words])
 
 
 def replace_unprintable() -> None:
@@ -70,9 +83,25 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
+def columns(piped: int = 1_000_000) -> int:
+    """Return the width of the terminal, or of pages that go elsewhere."""
+    return shutil.get_terminal_size((piped, 24)).columns
+
+
 def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0) -> str:
-    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends."""
+    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends.
+
+    Text in the last column takes several lines where the terminal is narrow.
+    """
     lines = [*([header] if header else []), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    room = columns() - indent - sum(width + 2 for width in widths[:-1])
+    if widths and 16 <= room < widths[-1] and align[len(widths) - 1 :] != ">":
+        lines = [
+            (*(first if number == 0 else [""] * len(first)), part)
+            for *first, last in lines
+            for number, part in enumerate(textwrap.wrap(last, room, break_on_hyphens=False) or [""])
+        ]
+        widths[-1] = room
     formats = [f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)]
     return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)

@@ -1,9 +1,12 @@
 """scripts/environment.py: the first start makes `.venv`, concurrent starts wait, later starts find it."""
 
 import importlib.util
+import os
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 
@@ -183,3 +186,178 @@ def test_titanlite_runs_in_the_folder_that_holds_its_checkout(tmp_path, command)
     )
     assert done.returncode == 0, done.stderr
     assert command != TRAIN or "step 1 reached" in done.stdout
+
+
+# ---------------------------------------------------------------- environments of all kinds
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+HERE = sysconfig.get_path("purelib")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """Return a copy of this checkout, without its environment."""
+    folder = tmp_path / "a copy ü"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", "*.egg-info", "build", "tests")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def uv(tmp_path_factory) -> str:
+    """Return a folder with the command uv."""
+    folder = tmp_path_factory.mktemp("uv")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "uv"]
+    if subprocess.run(pip, capture_output=True, check=False).returncode:
+        pytest.skip("uv cannot be installed without a package index")
+    return str(folder / "bin")
+
+
+def shell(command: str, folder: Path, *first_on_path: str | Path, **environ: str) -> subprocess.CompletedProcess:
+    """Run a command as a person who has not activated what runs these tests."""
+    system = [part for part in os.environ["PATH"].split(":") if not part.startswith(sys.prefix)]
+    variables = environment(**{"UV_OFFLINE": "1", "UV_NO_CONFIG": "1", **environ})
+    variables = {k: v for k, v in variables.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")}
+    variables["PATH"] = ":".join([*map(str, first_on_path), *system])
+    return subprocess.run(
+        ["bash", "-c", command], env=variables | environ, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def lend(environment: Path, *further: Path) -> None:
+    """Let an environment have the packages of the one that runs these tests, which are large."""
+    (place,) = environment.glob("lib/python3*/site-packages")
+    (place / "lent.pth").write_text("\n".join(map(str, [*further, HERE])) + "\n")
+
+
+def conda_like(folder: Path) -> Path:
+    """Make an interpreter with a library of its own, which no venv made: there is no pyvenv.cfg."""
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(Path(sys.executable).resolve(), folder / "bin/python3")
+    library = folder / "lib" / STDLIB.name
+    (library / "site-packages").mkdir(parents=True)
+    for path in STDLIB.iterdir():
+        if path.name != "site-packages":
+            (library / path.name).symlink_to(path)
+    for path in STDLIB.parent.glob("libpython*"):
+        (folder / "lib" / path.name).symlink_to(path)
+    return folder
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+TINY_RUN = shlex.join([*TINY, "--training.steps=1"])
+
+
+@pytest.mark.long
+def test_an_environment_of_uv_trains_by_run_train_and_stays_what_uv_made(copy, uv):
+    made = shell(f"uv venv -q --python {shlex.quote(sys.executable)}", copy, uv)
+    assert made.returncode == 0, made.stderr
+    lend(copy / ".venv")
+    made = shell("uv pip install -q --no-deps --no-build-isolation -e .", copy, uv)
+    assert made.returncode == 0 and not list(copy.glob(".venv/bin/pip*")), made.stderr
+    before = files_of(copy / ".venv")
+    for command in ("uv run --no-sync titanlite --version", f"NGPU=1 ./run_train.sh {TINY_RUN}"):
+        done = shell(command, copy, uv)
+        assert done.returncode == 0, done
+    assert "step 1 reached" in done.stdout and done.stderr == "", done
+    assert f"{copy}/.venv/bin/titanlite' plot" in done.stdout
+    assert files_of(copy / ".venv") == before
+    assert shell("uv run --no-sync titanlite --version", copy, uv).returncode == 0
+
+
+@pytest.mark.long
+def test_into_an_environment_of_uv_without_titanlite_it_is_installed_and_nothing_is_removed(checkout, uv):
+    """Whatever its Python's version, and whichever interpreter comes first on the path."""
+    others = [found for minor in (10, 12, 13, 11) if (found := shutil.which(f"python3.{minor}")) and works(found)]
+    made = shell(f"uv venv -q --python {others[0] if others else sys.executable} .venv", checkout, uv)
+    assert made.returncode == 0, made.stderr
+    kept = checkout / ".venv/kept"
+    kept.touch()
+    (checkout / "pyproject.toml").write_text(  # without a torch: another Python has none to lend
+        (checkout / "pyproject.toml").read_text().replace('["torch>=2.11,<2.16"]', '[]\n# "torch>=2.11,<2.16"')
+    )
+    for _ in range(2):
+        done = shell(f"{sys.executable} scripts/environment.py", checkout, uv)
+        assert done.stdout.strip() == str(checkout / ".venv/bin/python") and done.returncode == 0, done
+        assert "installing titanlite into" in done.stderr and kept.exists()  # its needs are still not there
+
+
+def works(python: str) -> bool:
+    return not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["conda", "venv"])
+def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_made(copy, tmp_path, kind):
+    """With plain pip titanlite is installed in place; the interpreter on the path is taken, activated or not."""
+    elsewhere = tmp_path / kind
+    if kind == "conda":
+        conda_like(elsewhere)
+    else:
+        subprocess.run([sys.executable, "-m", "venv", elsewhere], check=True)
+    lend(elsewhere, copy)
+    done = shell("./run_train.sh --help optimizer", copy, elsewhere / "bin")
+    assert done.returncode == 0 and "--optimizer.lr = " in done.stdout and done.stderr == "", done
+    assert not (copy / ".venv").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["conda", "venv"])
+def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(checkout, tmp_path, kind):
+    elsewhere = tmp_path / kind
+    if kind == "conda":
+        conda_like(elsewhere)
+    else:
+        subprocess.run([sys.executable, "-m", "venv", elsewhere], check=True)
+    torch = elsewhere / f"lib/{STDLIB.name}/site-packages/torch-2.14.0.dist-info/METADATA"
+    torch.parent.mkdir()
+    torch.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0\n")
+    before = files_of(elsewhere)
+    done = shell("python3 scripts/environment.py", checkout, elsewhere / "bin", VIRTUAL_ENV=str(elsewhere))
+    assert done.returncode == 0 and done.stdout.strip() == str(checkout / ".venv/bin/python"), done
+    assert files_of(elsewhere) == before
+    again = shell("python3 scripts/environment.py", checkout, elsewhere / "bin")
+    assert again.returncode == 0 and again.stderr == "", again
+    elsewhere.rename(tmp_path / "gone")
+    moved = shell(f"{sys.executable} scripts/environment.py", checkout)
+    assert "installing titanlite" in moved.stderr, "what was lent is gone, so it is installed"
+
+
+@pytest.mark.long
+def test_the_script_finds_itself_by_links_from_any_folder_and_by_sh(copy, tmp_path):
+    elsewhere, folder = tmp_path / "venv", tmp_path / "other folder"
+    subprocess.run([sys.executable, "-m", "venv", elsewhere], check=True)
+    lend(elsewhere, copy)
+    folder.mkdir()
+    (tmp_path / "link.sh").symlink_to(copy / "run_train.sh")
+    (folder / "train.sh").symlink_to("../link.sh")
+    script = shlex.quote(str(copy / "run_train.sh"))
+    for command in ("./train.sh", "sh train.sh", "../link.sh", f"sh {script}", f"bash {script}", script):
+        done = shell(f"{command} --help optimizer", folder, elsewhere / "bin")
+        assert done.returncode == 0 and "--optimizer.lr = " in done.stdout and done.stderr == "", (command, done)
+
+
+def installed_by(command: str, folder: Path, *first: str | Path) -> subprocess.CompletedProcess:
+    """Run the command that a hint names, for a package that is a folder here instead of one of an index."""
+    assert command.endswith(" wandb"), command
+    return shell(command.removesuffix("wandb") + "--no-deps --no-build-isolation .", folder, *first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tool", ["uv", "pip", "neither"])
+def test_a_hint_names_an_installer_that_is_there(copy, checkout, uv, tmp_path, tool):
+    """The package to install is the small project of `checkout`, so that no index is asked."""
+    elsewhere = tmp_path / "an env"
+    subprocess.run([sys.executable, "-m", "venv", *["--without-pip"] * (tool != "pip"), elsewhere], check=True)
+    (place,) = elsewhere.glob("lib/python3*/site-packages")
+    (place / "lent.pth").write_text(f"{copy}\n")
+    code = "from titanlite.errors import install_command; print(install_command('wandb'))"
+    first = [elsewhere / "bin", *[uv] * (tool == "uv")]
+    hint = shell(f'python -c "{code}"', tmp_path, *first)
+    assert hint.returncode == 0, hint
+    assert (tool == "uv") == hint.stdout.startswith("uv pip ") and (tool == "neither") == ("ensurepip" in hint.stdout)
+    done = installed_by(hint.stdout.strip(), checkout, *first)
+    assert done.returncode == 0 and list(place.glob("titanlite-0.0.dist-info")), done

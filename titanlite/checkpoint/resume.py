@@ -4,7 +4,6 @@ No torch: the launcher asks whether a run is finished before there is a worker. 
 """
 
 import json
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from titanlite.config.rules.resume import batch_changes
 from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
-from titanlite.errors import UserError
+from titanlite.errors import UserError, command_line
 from titanlite.observe.run_folder import archive_previous_files
 from titanlite.registry import ModelSpec
 from titanlite.runtime import lock, store
@@ -142,8 +141,8 @@ def finished_message(config: JobConfig) -> str:
         return ""
     missing = ""
     if settings.last_save_in_hf and not store.exists(target := export_folder(root, newest)):
-        command = ["titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target)]
-        missing = f"; its export is missing: {shlex.join(command)}"
+        command = command_line("titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target))
+        missing = f"; its export is missing: {command}"
     return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder{missing}"
 
 

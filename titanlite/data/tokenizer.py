@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f'{origin} = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
-                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir "{folder}". From vocab.json and '
-                "the like, transformers makes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir {shlex.quote(str(folder))}. From '
+                "vocab.json and the like, transformers makes one: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))

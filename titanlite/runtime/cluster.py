@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from titanlite.errors import UserError
+from titanlite.errors import UserError, install_command
 
 DEFAULT_PORT, PORTS = 29500, (1, 65535)
 
@@ -92,7 +92,7 @@ def check_torch() -> None:
         installed, requirements = version("torch"), requires("titanlite") or ()
     except PackageNotFoundError as error:
         if error.name == "torch":
-            raise UserError("torch is not installed in this environment: pip install torch") from None
+            raise UserError(f"torch is not installed in this environment: {install_command('torch')}") from None
         return  # a checkout on PYTHONPATH, not installed: nothing says the range
     requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))

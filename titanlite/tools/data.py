@@ -1,5 +1,6 @@
 """`titanlite data`: tokenize text into shards, and inspect what a folder of shards holds."""
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -52,8 +53,9 @@ def _prepare(arguments: Namespace) -> int:
         manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
-    vocabulary = f" --model.overrides.vocab_size {size}" if size != BYTE_VOCABULARY else ""
-    print(f'to train on them: --training.dataset tokens --training.dataset_path "{arguments.out}"{vocabulary}')
+    options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]
+    options += ["--model.overrides.vocab_size", str(size)] * (size != BYTE_VOCABULARY)
+    print(f"to train on them: {shlex.join(options)}")
     return 0
 
 
@@ -69,9 +71,12 @@ def _print_notice(text: str) -> None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """Yield a callback that draws a progress bar on stderr."""
+    """Yield a callback that draws a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
-    with progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with progress.Progress(
+        *columns, progress.TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("")
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import latest_complete
-from titanlite.errors import UserError
+from titanlite.errors import UserError, install_command
 
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
 RUN = f"--training.steps {STEPS} --training.seq_len 64 --training.global_batch_size 8 --training.local_batch_size 2"
@@ -110,7 +110,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             f"its logits differ from titanlite's by {worst:.1e}, and may differ by 1e-05",
         )
     else:
-        print("   skipped: transformers is not installed")
+        print(f"   skipped: transformers is not installed: {install_command('transformers')}")
 
     _print("6  Generate text with the model after so few steps:")
     print(_titanlite("generate --tokens 60 --prompt def --config", dump / "config.toml").rstrip())

@@ -1,28 +1,26 @@
 """The lines that a run prints at its end: where its files are, and what to type next. No torch: the launcher has them
 too."""
 
-import shlex
-import shutil
-import sys
 from pathlib import Path
 
 from titanlite.checkpoint.resume import last_saved_message
 from titanlite.config.schema import JobConfig
+from titanlite.errors import command_line
 from titanlite.runtime.rank_files import Left
 
 
 def describe_end(config: JobConfig) -> str:
     """Return the lines."""
-    folder, titanlite = Path(config.job.dump_folder), _installed("titanlite")
+    folder = Path(config.job.dump_folder)
     rows = {name: str(folder / file) for name, file in _FILES.items()} | {"checkpoints": last_saved_message(config)}
     if config.metrics.enable_tensorboard:
         logs = str(folder / config.metrics.save_tb_folder)
-        rows["TensorBoard"] = shlex.join([_installed("tensorboard"), "--logdir", logs])
+        rows["TensorBoard"] = command_line("tensorboard", "--logdir", logs)
     if config.profiling.enable_profiling:
         rows["traces"] = f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
-    rows["plot"] = shlex.join([titanlite, "plot", str(folder)])
+    rows["plot"] = command_line("titanlite", "plot", str(folder))
     if config.checkpoint.enable:
-        rows["generate"] = shlex.join([titanlite, "generate", "--config", str(folder / "config.toml")])
+        rows["generate"] = command_line("titanlite", "generate", "--config", str(folder / "config.toml"))
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
@@ -36,8 +34,3 @@ def describe_stop(config: JobConfig, left: Left) -> str:
 
 
 _FILES = {"metrics": "metrics.jsonl", "config": "config.toml", "logs": "logs"}
-
-
-def _installed(command: str) -> str:
-    """Return how to type a command of this environment."""
-    return command if shutil.which(command) else str(Path(sys.executable).parent / command)
