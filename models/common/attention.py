@@ -35,16 +35,15 @@ class RotaryAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps) if has_norms else None for _ in range(2))
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
         """Return what the tokens of (batch, tokens, dim) take from those before them."""
-
-        def heads(projected: Tensor) -> Tensor:  # -1: under tensor parallel a rank has some of the heads
-            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
+        # -1: under tensor parallel a rank has some of the heads.
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        values = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        # Transposed last: before, the norms and both backward passes would copy.
+        q, k, v = (heads.transpose(1, 2) for heads in (rotate(q, turns), rotate(k, turns), v))
+        values = self.core(q, k, v, mask)
         return self.wo(values.transpose(1, 2).flatten(-2))
 
 

@@ -9,45 +9,40 @@ from titanlite.models.common import RopeScaling
 
 
 class Rope(nn.Module):
-    """Tables of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
+    """A table of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
 
-    cos: Tensor
-    sin: Tensor
+    turns: Tensor  # (positions, 1, pairs, 2), of which the 1 is for the heads
 
     def __init__(self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(positions, head_dim // 2, dtype=torch.float32), persistent=False)
+        turns = torch.empty(positions, 1, head_dim // 2, 2, dtype=torch.float32)
+        self.register_buffer("turns", turns, persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill the tables, computing in float64 so that every device has the same float32 values."""
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device)
+        """Fill the table, computing in float64 so that every device has the same float32 values."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.turns.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
         if s := self.scaling:
             turns = frequencies * s.original_positions / (2 * math.pi)
             blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
             frequencies = frequencies * (blend + (1 - blend) / s.factor)
-        angles = torch.outer(torch.arange(self.cos.size(0), device=self.cos.device).double(), frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        angles = torch.outer(torch.arange(len(self.turns), device=pairs.device).double(), frequencies)
+        self.turns.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1))
 
-    def forward(self, positions: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines at positions (batch, tokens) with a head axis, or at 0 to tokens - 1."""
-        if positions is None:
-            return self.cos[:tokens], self.sin[:tokens]
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+    def forward(self, positions: Tensor | None, tokens: int) -> Tensor:
+        """Return cosines and sines at positions (batch, tokens), or at 0 to tokens - 1."""
+        return self.turns[:tokens] if positions is None else self.turns[positions]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each adjacent pair of (batch, heads, tokens, head_dim), in float32 or wider."""
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate each adjacent pair of (batch, tokens, heads, head_dim), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    pairs = wide.unflatten(-1, (-1, 2))
+    pairs, turns = wide.unflatten(-1, (-1, 2)), turns.to(wide.dtype)
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
-        a, b = pairs.unbind(-1)
+        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        turns = torch.complex(cos.to(wide.dtype), sin.to(wide.dtype))
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * turns)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
     return rotated.flatten(-2).to(x.dtype)

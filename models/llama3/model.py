@@ -17,8 +17,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+    def forward(self, h: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), turns, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -34,4 +34,4 @@ class Llama(Decoder):
             self.output.weight = self.tok_embeddings.weight
 
     def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
-        return self.rope(positions, length)
+        return (self.rope(positions, length),)

@@ -22,8 +22,8 @@ class Block(nn.Module):
         else:
             self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+    def forward(self, h: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), turns, mask)
         feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
         return h + feed_forward(self.ffn_norm(h))
 
@@ -40,4 +40,4 @@ class Qwen(Decoder):
             self.output.weight = self.tok_embeddings.weight
 
     def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
-        return self.rope(positions, length)
+        return (self.rope(positions, length),)

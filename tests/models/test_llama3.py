@@ -64,11 +64,11 @@ def test_document_mask_equals_separate_documents():
 def test_rotary_embedding_rounds_once_from_float32():
     """Angles and products are in float32, whatever the activations have: bfloat16 would tell few positions apart."""
     model: Any = build(SMALL)[0]
-    cos, sin = model.rope(None, 64)
-    x = torch.randn(2, 4, 64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = rotate(x.double(), cos.double(), sin.double())
-    found = rotate(x, cos, sin)
-    assert found.dtype == torch.bfloat16 and cos.dtype == torch.float32
+    turns = model.rope(None, 64)
+    x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = rotate(x.double(), turns.double())
+    found = rotate(x, turns)
+    assert found.dtype == torch.bfloat16 and turns.dtype == torch.float32
     assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
@@ -76,16 +76,20 @@ def test_rotary_embedding_rounds_once_from_float32():
 def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_last_digit(dtype):
     """To the bit in bfloat16; a CPU may fuse a product and a sum where a head is no multiple of its vectors."""
     model: Any = build(SMALL)[0]
-    cos, sin = model.rope(None, 64)
-    x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)
+    turns = model.rope(None, 64)
+    cos, sin = turns.unbind(-1)
+    x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     def by_pairs(x: torch.Tensor) -> torch.Tensor:
         a, b = x.to(torch.promote_types(dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(dtype)
 
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, turns)
+
     results = []
-    for rotation in (by_pairs, lambda x: rotate(x, cos, sin), torch.compile(by_pairs, backend="eager")):
+    for rotation in (by_pairs, turn, torch.compile(turn, backend="eager")):
         leaf = x.clone().requires_grad_()
         rotated = rotation(leaf)
         rotated.backward(weights)

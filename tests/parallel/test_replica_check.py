@@ -68,8 +68,8 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
 
 
 def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
-    for message in pool.run(spoiled, TINY, str(tmp_path), "rope.cos", world=3):
-        assert message.startswith("replicas out of sync after loading: rope.cos on rank 1 differs from rank 0, 2")
+    for message in pool.run(spoiled, TINY, str(tmp_path), "rope.turns", world=3):
+        assert message.startswith("replicas out of sync after loading: rope.turns on rank 1 differs from rank 0, 2")
 
 
 def test_replicas_over_tensor_parallel_ranks_are_compared(pool, tmp_path):

@@ -40,8 +40,8 @@ class Block(nn.Module):
             router = Router(c.dim, c.experts, c.top_k, score="sigmoid", balance=c.balance)
             self.mixture = MoE(router, Experts(c), Dense(c.dim, c.expert_dim))
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask)
+    def forward(self, h: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), turns, mask)
         return h + (self.dense if hasattr(self, "dense") else self.mixture)(self.ffn_norm(h))
 
 
@@ -55,4 +55,4 @@ class Mixed(Decoder):
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
-        return self.rope(positions, length)
+        return (self.rope(positions, length),)
