@@ -45,7 +45,9 @@ def run_offline(argv: list[str], folder: str, **environ: str) -> None:
 def tensorboard(folder: Path) -> Points:
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.scalars.Keys()}
+    points = {tag: events.Scalars(tag) for tag in events.scalars.Keys()}
+    assert all(len({each.step for each in found}) == len(found) for found in points.values()), "a step twice"
+    return {tag: {each.step: each.value for each in found} for tag, found in points.items()}
 
 
 def wandb_records(folder: Path) -> list[Any]:
