@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "outside"))  # packages that regi
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
 
+from tests.launch import run  # noqa: E402
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E402
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
@@ -45,6 +46,13 @@ def pool() -> Iterator[Pool]:
     ranks = RepeatingPool(4, PRELOAD)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_run() -> Iterator[None]:
+    since = len(run.STARTED)
+    yield
+    run.kill_started(since)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

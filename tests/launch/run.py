@@ -16,6 +16,7 @@ from typing import Any
 from tests.jobs import OUTSIDE
 
 ROOT = Path(__file__).parents[2]
+STARTED: list[subprocess.Popen] = []
 CLEARED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CONFIG_FILE")
 
 
@@ -28,7 +29,7 @@ def environment(**extra: str) -> dict[str, str]:
 def start(
     argv: list[str], folder: Path, module: str = "titanlite train", out: Any = subprocess.PIPE, **environ: str
 ) -> subprocess.Popen:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
         env=environment(**environ),
         stdout=out,
@@ -36,6 +37,18 @@ def start(
         text=True,
         cwd=ROOT,
     )
+    STARTED.append(process)
+    return process
+
+
+def kill_started(since: int) -> None:
+    """Kill what a test has started and not awaited: a failed one would leave a run that slows all that follow."""
+    for process in STARTED[since:]:
+        if process.poll() is None:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
 def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
