@@ -8,10 +8,14 @@ import torch
 
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import FLOAT64, TINY, job, relative_error, trainer, weights
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
+from titanlite.errors import UserError
 from titanlite.optim import optimizer_bytes
 from titanlite.parallel.dtensor import local_part
 from titanlite.train.summary import describe_start
+from titanlite.verify.command import table
+from titanlite.verify.model_under_test import read_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SIGNS = ["--model.package=signs", "--optimizer.name=Signs"]
@@ -64,3 +68,27 @@ def test_unknown_names_and_unused_keys_are_refused(package):
         job([*TINY, *SIGNS, "--optimizer.name=Sings"], 1)
     with pytest.raises(ConfigError, match="did you mean AdamW"):
         job([*TINY, "--optimizer.name=AdanW"], 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_local", [False, True], ids=["elementwise", "by the norm of the rank's part"])
+def test_verify_proves_it_and_names_what_is_not_that_of_one_process(tmp_path, package, capsys, is_local):
+    if is_local:
+        file = tmp_path / "signs" / "algorithm.py"
+        norm = 'state["momentum"].sign() / local_part(state["momentum"]).norm()'
+        code = file.read_text().replace('state["momentum"].sign()', norm)
+        file.write_text(f"from titanlite.parallel.dtensor import local_part\n{code}")
+    rows = table(read_model(SIGNS, {}))
+    eager = [n for n, row in rows.items() if (row.layout, row.precision, row.compile) == ("dp2", "float64", "off")]
+    assert main(["verify", *SIGNS, f"--only=#{eager[0]}"]) == is_local
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "verify: llama3 debugmodel with Signs, 1 row" in printed
+    if is_local:
+        assert "1 of 1 rows FAILED" in printed and "after 3 Signs steps: " in printed
+
+
+def test_verify_takes_no_other_key_of_an_optimizer(package):
+    with pytest.raises(ConfigError, match=r"optimizer.lr.*\n.*only keys of \[model\] and optimizer.name"):
+        read_model([*SIGNS, "--optimizer.lr=1"], {})
+    with pytest.raises(UserError, match="did you mean Signs"):
+        read_model([*SIGNS, "--optimizer.name=Sings"], {})

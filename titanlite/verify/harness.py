@@ -110,7 +110,7 @@ class InstrumentedTrainer(Trainer):
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.measured[measurements.after_steps(name)] = measurements.values(self.own_tensors())
+            self.measured[measurements.after_steps(name, steps)] = measurements.values(self.own_tensors())
         return self.measured
 
     def own_parameters(self) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
 from titanlite.parallel.expert import routers
-from titanlite.verify.table import SAMPLES
+from titanlite.verify.table import SAMPLES, STEPS
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}
 """Largest error of a row. bfloat16 mixed precision is compared with float32: by trial its 8 bits err by up to 5e-2 in
@@ -27,8 +27,6 @@ themselves are bfloat16, the reference's are too."""
 LOSS_BOUNDS = BOUNDS | {"bfloat16": 5e-4}
 """Of the loss, an average over tokens, with an error of 6e-5 where it is computed in float32 and 1e-3 in bfloat16."""
 FLOOR = 1e-3
-STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
-"""Steps of each optimizer, one optimizer after the other; Muon only in float64, where its error says most."""
 INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
 CHOICES, BALANCE = "choices of experts in", "loss of balance in"
 
@@ -59,13 +57,16 @@ def with_optimizer(config: JobConfig, name: str) -> JobConfig:
 
 
 def steps_of(config: JobConfig) -> dict[str, int]:
-    """Return those of STEPS that a row takes."""
-    return {name: steps for name, steps in STEPS.items() if name != "Muon" or config.training.dtype == "float64"}
+    """Return the optimizers of a row with their steps: one of the user's own takes AdamW's and Muon's place."""
+    own = config.optimizer.name
+    steps = STEPS if own in STEPS else {"SGD": 1, own: 3}
+    exact = config.training.dtype == "float64"
+    return {name: number for name, number in steps.items() if exact or name in ("SGD", "AdamW")}
 
 
-def after_steps(optimizer: str) -> str:
+def after_steps(optimizer: str, steps: int) -> str:
     """Return the kind of the weights after an optimizer's steps."""
-    return f"after {STEPS[optimizer]} {optimizer} step{'s' * (STEPS[optimizer] > 1)}:"
+    return f"after {steps} {optimizer} step{'s' * (steps > 1)}:"
 
 
 def ragged_batch(vocab_size: int, tokens: int, kind: str = "") -> MicroBatch:

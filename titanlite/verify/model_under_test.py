@@ -14,8 +14,8 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
-from titanlite.registry import ModelSpec, get_model
-from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, Row
+from titanlite.registry import ModelSpec, get_model, get_optimizer
+from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
@@ -29,17 +29,17 @@ FIXED = [
     "--training.dataset=tokens",
     f"--training.seq_len={SEQ_LEN}",
     f"--training.global_batch_size={SAMPLES}",
-    "--training.steps=5",  # those of measurements.STEPS: after them the learning rate is zero
+    "--training.steps=5",  # those of STEPS: after them the learning rate is zero
     "--optimizer.lr=0.01",
-    # AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for rounding, such as a key
-    # bias's under softmax, moves its weight by the whole learning rate, in the direction of the rounding; 1e-3, about
-    # the size of the gradients here, leaves errors about as large as they were.
-    "--optimizer.eps=1e-3",
     "--lr_scheduler.warmup_steps=1",
     "--job.device=cpu",
     "--debug.seed=0",
     "--fault.no_preflight",  # its collectives are not those of a step
 ]
+EPS = "--optimizer.eps=1e-3"
+"""AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for rounding, such as a key
+bias's under softmax, moves its weight by the whole learning rate, in the direction of the rounding; 1e-3, about the
+size of the gradients here, leaves errors about as large as they were."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class ModelUnderTest:
 
     name: str
     modules: tuple[str, ...]
-    """Where its class is defined, and the package that registers it if model.package is set."""
+    """Where it and the optimizer are defined, and the package that registers them if model.package is set."""
     overrides: tuple[str, ...]
-    """Its [model] section."""
+    """Its [model] section, the name of an optimizer of the user's own, and eps, if the optimizer has one."""
     variants: Mapping[str, tuple[str, ...]]
     """The further overrides of each variant that it has."""
     kept_whole: str
@@ -95,12 +95,13 @@ def build_job(overrides: list[str], world: int) -> Job:
 
 
 def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
-    """Return the model that a command line names; ConfigError or UserError says what is wrong with it."""
+    """Return the model and optimizer that a command line names; ConfigError or UserError says what is wrong."""
     line = parse_command_line(argv, environ)
     if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
         line.files = []  # not the debug config: without --config the defaults of [model] count
-    reason = "is set by the table; only keys of [model] can be set here"
-    line.faults += [Fault(f"--{key}", reason) for key in line.overrides if not key.startswith("model.")]
+    reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
+    is_free = lambda key: key.startswith("model.") or key == "optimizer.name"  # noqa: E731
+    line.faults += [Fault(f"--{key}", reason) for key in line.overrides if not is_free(key)]
     loaded = load(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)
@@ -117,6 +118,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     model = model.model_copy(update={"overrides": overrides, "hf_assets_path": ""})
     changed = [(key, value) for key, value in model if value != Model.model_fields[key].default]
     section = tuple(f"--model.{key}={toml_value(value)}" for key, value in changed)
+    optimizer = get_optimizer(loaded.config.optimizer.name, model.package)
+    own = () if optimizer.name in STEPS else (f"--optimizer.name={optimizer.name}",)
+    section += (*own, *([] if own and "eps" in optimizer.unused else [EPS]))
     variants = {"plain": (), "frozen": (_freezing(model, spec),)}
     if "tied" in fields:
         other = toml_value(not fields["tied"])
@@ -131,8 +135,8 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     tied = any(rule.tied for rule in rules)
     layouts, refused = _allowed_layouts(section)
     documents = ("off", "on") if spec.core else ("off",)
-    modules = (spec.build.partition(":")[0], *([model.package] if model.package else []))
-    name = f"{model.name} {model.flavor}"
+    modules = (*(each.build.partition(":")[0] for each in (spec, optimizer)), *filter(None, [model.package]))
+    name = f"{model.name} {model.flavor}" + (f" with {optimizer.name}" if own else "")
     table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
     return ModelUnderTest(name, modules, section, *table, layouts, refused)
 

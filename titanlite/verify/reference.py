@@ -63,7 +63,7 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()
             _balance(model)
-        measured[measurements.after_steps(name)] = measurements.values(tensors)
+        measured[measurements.after_steps(name, steps)] = measurements.values(tensors)
     torch.save(measured, path)
     return max_norm
 

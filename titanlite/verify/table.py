@@ -20,6 +20,10 @@ SAMPLES = 36
 MICRO_BATCH = 3
 """Samples of a pipeline's micro-batch: divides those of a rank, whatever the accumulation."""
 
+STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
+"""Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in float64, where its
+error says most: of another precision's rounding, an algorithm may make anything."""
+
 LAYOUTS = {
     "1": Layout(),
     "dp2": Layout(dp_shard=2),
