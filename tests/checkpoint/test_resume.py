@@ -12,7 +12,7 @@ from tests.checkpoint.test_load import plant
 from tests.data.assets import make_assets
 from tests.jobs import QUIET, job, trainer
 from tests.lanes import sample
-from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position
+from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position, read_state
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.rules.resume import batch_changes
 from titanlite.config.schema import Training
@@ -52,6 +52,8 @@ def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
     assert [part["state"] for part in parts] == [part["state"] for part in straight]
     assert logged(tmp_path / "cut") == logged(tmp_path / "straight")
     assert steps_in(tmp_path / "cut") == ["step-11", "step-12"]
+    position = read_state(tmp_path / "cut/checkpoint/step-12")["position"]
+    assert (position["consumed"], position["epoch"]) == (12 * 8, 12 * 8 // 27)
 
 
 @pytest.mark.long
@@ -161,6 +163,7 @@ def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):
     (then,) = pool.run(run_until, [*SAVING, "--debug.seed=none"], str(tmp_path), world=1)
     assert then["begun"] == 2
     seeds = {json.loads(p.read_text())["position"]["seed"] for p in tmp_path.glob("checkpoint/*/state.json")}
+    seeds |= {json.loads(p.read_text())["seed"] for p in tmp_path.glob("checkpoint/*/environment.json")}
     assert len(seeds) == 1 and seeds != {0}
 
 

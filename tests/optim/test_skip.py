@@ -326,6 +326,23 @@ def test_an_optimizer_whose_count_is_no_tensor_is_refused():
         step_unless(kept, optimizer)
 
 
+class Drifting(torch.optim.AdamW):
+    """Does more than what torch's class skips by itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(1)
+
+
+def test_a_skipped_step_of_a_class_derived_from_torchs_changes_nothing():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    for skipped in (True, False):
+        parameter.grad = torch.ones(3)
+        step_unless(torch.tensor(skipped), Drifting([parameter], fused=True))
+        assert bool(parameter.any()) != skipped
+
+
 def test_skips_older_than_a_thousand_steps_are_forgotten():
     settings = job([*TINY, SKIP, "--fault.skip_budget=1"], 1).config.fault
     guard = build_guard(settings, torch.device("cpu"), 1)

@@ -293,7 +293,8 @@ def test_dropout_is_that_of_the_stage_and_micro_batch_in_any_order(pool, tmp_pat
 
 
 def seeds_and_phases(argv: list[str], folder: str) -> dict[str, Any]:
-    """Return the seeds that blocks of this rank meet in a step, the phases, and the numbers without a valid token."""
+    """Return the seeds that blocks of this rank meet in two steps, the phases, and the numbers of the second step,
+    without a valid token."""
     run = trainer([*argv, *FLOAT64, *SGD, "--model.overrides.dropout=0.2"], folder)
     seeds, phases = set[int](), set[str]()
 
@@ -309,16 +310,17 @@ def seeds_and_phases(argv: list[str], folder: str) -> dict[str, Any]:
     forward_backward(run, own)
     ignored = [MicroBatch(torch.stack([b.tokens, torch.full_like(b.tokens, IGNORED)], dim=1)) for b in own]
     run.runner.optimizer.zero_grad()
+    run.step += 1
     loss = forward_backward(run, ignored).item()
     return {"seeds": seeds, "phases": phases, "loss": loss, "norm": run.runner.clip_gradients().item()}
 
 
-def test_each_stage_and_micro_batch_has_dropout_and_phases_of_its_own_and_no_valid_token_gives_no_gradient(
+def test_each_step_stage_and_micro_batch_has_its_own_dropout_and_phases_and_no_valid_token_gives_no_gradient(
     pool, tmp_path
 ):
     ranks = pool.run(seeds_and_phases, [*MODELS["gpt2"], PP2, *HALF], str(tmp_path), world=2)
     seeds = [seed for found in ranks for seed in found["seeds"]]
-    assert len(set(seeds)) == len(seeds) == 2 * 12, "stages x micro-batches"
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 12, "steps x stages x micro-batches"
     assert all(found["phases"] == {"forward", "backward"} for found in ranks)
     assert all((found["loss"], found["norm"]) == (0.0, 0.0) for found in ranks)
 

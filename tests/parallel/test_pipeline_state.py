@@ -31,6 +31,7 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
 from titanlite.parallel import context
+from titanlite.runtime.progress import PROGRESS
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
 from titanlite.train.validate import validation_loss
@@ -77,9 +78,9 @@ class DropoutInBlocks(Trainer):
             part.dropout = torch.nn.Identity()
 
 
-def log_of_a_resume(argv: list[str], folder: str) -> list[str]:
+def log_of_a_start(argv: list[str], folder: str, kind: type[Trainer] = Trainer) -> list[str]:
     log, lines = keeping_log()
-    trainer(argv, folder, log, DropoutInBlocks)
+    trainer(argv, folder, log, kind)
     return lines
 
 
@@ -91,7 +92,7 @@ def test_a_change_of_dropout_masks_in_later_stages_is_in_the_log_of_all_ranks(po
     argv.append("--training.local_batch_size=4")
     pool.run(run_until, [*argv, "--training.steps=1"], str(tmp_path), world=2)
     changed = [*argv, "--training.steps=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
-    for lines in pool.run(log_of_a_resume, changed, str(tmp_path), world=2):
+    for lines in pool.run(log_of_a_start, changed, str(tmp_path), DropoutInBlocks, world=2):
         assert any(line.startswith("dropout masks will differ") for line in lines)
 
 
@@ -182,6 +183,16 @@ def test_weights_alone_are_saved_and_loaded_by_stages(pool, tmp_path):
 
 
 @pytest.mark.long
+def test_the_room_that_checkpoints_of_stages_need_is_that_of_the_whole_model(pool, tmp_path):
+    argv, sizes = [*EVEN, *SAVES, "--checkpoint.keep_latest_k=1000000000"], set[str]()
+    for world, options in ((1, []), (2, [PP2])):
+        lines = pool.run(log_of_a_start, [*argv, *options], str(tmp_path / str(world)), world=world)[0]
+        (warning,) = [line for line in lines if "room for" in line]
+        sizes |= {*re.findall(r"more checkpoints of (.*);", warning)}
+    assert len(sizes) == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("exclude", [[], ["optimizer"]])
 def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(pool, tmp_path, exclude):
     pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
@@ -243,10 +254,12 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
     """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
     on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    places = run.own_places(run.job.validation_seq_len)
+    places, before = run.own_places(run.job.validation_seq_len), PROGRESS.sequence
     loss = validation_loss(
         run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
     )
+    assert PROGRESS.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
+    assert all(part.training for part in run.parts)
     settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})
     logits: list[list[float]] = []
 
@@ -293,6 +306,9 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
     """Sequences of other lengths and batches of other sizes than in training, also on ranks with two stages."""
     argv = [*EVEN, FOUR, "--training.global_batch_size=8", "--training.local_batch_size=4"]
     argv += ["--validation.local_batch_size=3", "--validation.seq_len=24"]
+    if "document_mask" in options:  # documents that end inside the windows
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"abc" * (n % 4)} {n}"}}\n' for n in range(99)))
+        argv += ["--validation.dataset=text", f"--validation.dataset_path={tmp_path / 'a.jsonl'}"]
     alone = [word for word in options.split() if "training" in word]
     (loss, tokens), *_ = pool.run(validation_and_sample, [*argv, *alone], str(tmp_path), world=1)
     ranks = pool.run(validation_and_sample, [*argv, *options.split()], str(tmp_path), world=world)
