@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,17 @@ from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E40
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
+ABORTS = Path(tempfile.gettempdir(), "titanlite-test-aborts.log")
 
 
 class RepeatingPool(Pool):
-    """Runs once more, with a warning in pytest's summary, what ended by an abort of a rank.
+    """Runs once more, with a warning in pytest's summary, what ended by an abort of a rank, and records it in ABORTS.
 
     On 23 November 2026 glibc ended a rank of torch 2.15.0 in two of three runs of the long lane ("malloc(): unaligned
     fastbin chunk detected"), in other tests each time, in a thread without Python frames, and in none of the next
     three. The same tests passed alone, with MALLOC_CHECK_=3, and with freed blocks kept back and examined for writes;
-    the cause is not known. A second abort fails, as does any other end.
+    the cause is not known. A second abort fails, as does any other end. The record has the test and the Python stack
+    of each thread; there is no core file.
     """
 
     def run(self, *args: Any, **options: Any) -> list[Any]:
@@ -37,7 +41,9 @@ class RepeatingPool(Pool):
         except RankFailed as failure:
             if "died, exit code -6" not in str(failure):
                 raise
-            warnings.warn(f"run again: {failure}", stacklevel=2)
+            with ABORTS.open("a") as file:
+                file.write(f"{datetime.now():%F %T} {os.environ.get('PYTEST_CURRENT_TEST')}\n{failure}\n\n")
+            warnings.warn(f"run again: {failure}\nrecorded in {ABORTS}", stacklevel=2)
             return super().run(*args, **options)
 
 

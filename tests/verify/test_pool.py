@@ -69,11 +69,14 @@ def abort_until(marker: str, times: int) -> str:
 
 
 @pytest.mark.long
-def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path):
-    marker = tmp_path / "aborts"
+def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path, monkeypatch):
+    marker, record = tmp_path / "aborts", tmp_path / "record"
     marker.write_text("")
-    with pytest.warns(UserWarning, match="run again: rank 1 died, exit code -6"):
+    monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
+    with pytest.warns(UserWarning, match=f"(?s)run again: rank 1 died, exit code -6.*recorded in {record}"):
         assert pool.run(abort_until, str(marker), 1, world=2) == ["fine"] * 2
+    assert "test_the_pool_of_the_suite_runs_again_once_and_says_so" in record.read_text()
+    assert "Fatal Python error: Aborted" in record.read_text() and "in abort_until" in record.read_text()
     marker.write_text("")
     with (
         pytest.warns(UserWarning, match="run again: rank 1 died, exit code -6"),
@@ -83,9 +86,10 @@ def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path):
 
 
 def die_after_a_peer_raised() -> None:
+    dist.barrier()
     if dist.get_rank() == 0:
         raise ValueError("connection closed by peer")
-    time.sleep(0.3)
+    time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -94,7 +94,9 @@ class Pool:
                     error, answers[rank] = self._connections[rank].recv()
                 except EOFError:
                     self._processes[rank].join()
-                    return answers, f"rank {rank} died, exit code {self._processes[rank].exitcode}\n{failure}".strip()
+                    stack = self._stack_file(rank).read_text()  # of a signal that faulthandler takes
+                    died = f"rank {rank} died, exit code {self._processes[rank].exitcode}"
+                    return answers, "\n".join(filter(None, (died, failure, stack)))
                 if error and not failure:
                     failure = f"rank {rank} of {world} raised:\n{error}"
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -144,9 +146,9 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str], 
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    faulthandler.enable(all_threads=False)
     current_generation = 0
     with open(stack_file, "w") as stack:
+        faulthandler.enable(file=stack)
         faulthandler.register(signal.SIGUSR1, file=stack)
         while True:
             try:
