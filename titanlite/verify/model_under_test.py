@@ -36,10 +36,6 @@ FIXED = [
     "--debug.seed=0",
     "--fault.no_preflight",  # its collectives are not those of a step
 ]
-EPS = "--optimizer.eps=1e-3"
-"""AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for rounding, such as a key
-bias's under softmax, moves its weight by the whole learning rate, in the direction of the rounding; 1e-3, about the
-size of the gradients here, leaves errors about as large as they were."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class ModelUnderTest:
     modules: tuple[str, ...]
     """Where it and the optimizer are defined, and the package that registers them if model.package is set."""
     overrides: tuple[str, ...]
-    """Its [model] section, the name of an optimizer of the user's own, and eps, if the optimizer has one."""
+    """Its [model] section, and the name of an optimizer of the user's own."""
     variants: Mapping[str, tuple[str, ...]]
     """The further overrides of each variant that it has."""
     kept_whole: str
@@ -119,8 +115,8 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     changed = [(key, value) for key, value in model if value != Model.model_fields[key].default]
     section = tuple(f"--model.{key}={toml_value(value)}" for key, value in changed)
     optimizer = get_optimizer(loaded.config.optimizer.name, model.package)
-    own = () if optimizer.name in STEPS else (f"--optimizer.name={optimizer.name}",)
-    section += (*own, *([] if own and "eps" in optimizer.unused else [EPS]))
+    is_own = optimizer.name not in STEPS
+    section += (f"--optimizer.name={optimizer.name}",) if is_own else ()
     variants = {"plain": (), "frozen": (_freezing(model, spec),)}
     if "tied" in fields:
         other = toml_value(not fields["tied"])
@@ -136,7 +132,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     layouts, refused = _allowed_layouts(section)
     documents = ("off", "on") if spec.core else ("off",)
     modules = (*(each.build.partition(":")[0] for each in (spec, optimizer)), *filter(None, [model.package]))
-    name = f"{model.name} {model.flavor}" + (f" with {optimizer.name}" if own else "")
+    name = f"{model.name} {model.flavor}" + (f" with {optimizer.name}" if is_own else "")
     table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
     return ModelUnderTest(name, modules, section, *table, layouts, refused)
 
