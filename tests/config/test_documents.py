@@ -41,6 +41,7 @@ def test_a_model_is_described_by_its_flavors_parameters_and_fields(capsys):
         and "rope_scaling.factor 32.0" in out
         and "rope_scaling.original_positions  8192" in out
     )
+    assert ["n_layers", "required"] in map(str.split, out.splitlines())
     assert "gpt2" not in out and main(["models", "lama3"]) == 2
     assert "did you mean llama3?" in capsys.readouterr().err
 

@@ -122,6 +122,6 @@ def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:
     types = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         has_none = field.default is dataclasses.MISSING
-        yield f"{path}{field.name}", "" if has_none else toml_value(field.default)
+        yield f"{path}{field.name}", "required" if has_none else toml_value(field.default)
         for nested in filter(dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))):
             yield from _defaults(nested, f"{path}{field.name}.")
