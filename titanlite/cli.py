@@ -11,11 +11,12 @@ import importlib
 import os
 import re
 import sys
+import textwrap
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import UserError, format_table, nearest, replace_unprintable
+from titanlite.errors import PAGE, UserError, columns, format_table, nearest, replace_unprintable
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["help"] and argv[1:]:
             argv = [*argv[1:], "--help"]
         if not argv or argv[0] in ("--help", "-h", "help"):
-            print(OVERVIEW, end="")
+            print(wrap(OVERVIEW, columns(PAGE)), end="")
         elif argv[0] in ("--version", "version"):
             print(f"titanlite {__version__}")
         else:
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"titanlite: {error}", file=sys.stderr)
+        print(fit(f"titanlite: {error}"), file=sys.stderr)
         return error.code
     except BrokenPipeError:  # `titanlite … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,11 +110,38 @@ def _command(name: str) -> Any:
     return importlib.import_module(COMMANDS[name][0])
 
 
+class _Page(argparse.RawDescriptionHelpFormatter):
+    """Help whose paragraphs are as wide as the terminal, like argparse's own part."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=columns(PAGE))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrap(text, width)
+
+
+def wrap(text: str, width: int) -> str:
+    """Wrap the paragraphs of a text; indented lines and examples stay as they are."""
+    text = re.sub(r"(?<=\S)\n(?=\S)(?!example)", " ", text)
+    return re.sub("(?m)^(?! |example).+", lambda line: textwrap.fill(line[0], width, break_on_hyphens=False), text)
+
+
+def fit(message: str) -> str:
+    """Break lines wider than the terminal behind punctuation, which leaves commands whole."""
+    options: Any = {"width": columns(), "break_long_words": False, "break_on_hyphens": False}
+    lines: list[str] = []
+    for line in message.splitlines():
+        glued = re.sub("(?<![,;:]) |(?<=^titanlite:) ", "\0", line)
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines.append(textwrap.fill(glued, subsequent_indent=indent, **options).replace("\0", " "))
+    return "\n".join(lines)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors with the nearest right spelling."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=_Page, **options)
         self.set_defaults(parser=self)  # that of a sub-command replaces its parent's
 
     def error(self, message: str) -> NoReturn:

@@ -11,6 +11,7 @@ import torch
 
 from tests.jobs import TINY, job, trainer
 from tests.lanes import sample
+from tests.launch.run import train
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
 from titanlite.data.loader import BatchPrefetcher, build_loader
@@ -36,6 +37,15 @@ def folder(tmp_path_factory) -> Path:
         lines = [json.dumps({"text": f"{file}:{i} " + "ab" * (i % 5), "url": "x"}) for i in range(size)]
         (folder / f"{file}.jsonl").write_text("\n".join([*lines, '{"text": "", "url": "an empty document"}', ""]))
     return folder
+
+
+@pytest.mark.long
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    argv = [*TINY, "--training.dataset=c4", "--model.hf_assets_path="]
+    code, out = train(argv, tmp_path / "run", NGPU="2", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    assert code == 2 and len(out.splitlines()) == 2 and not (tmp_path / "run").exists(), out
+    assert 'training.dataset = "c4" can\'t be streamed: http://127.0.0.1:9 does not answer: ' in out
+    assert out.rstrip().endswith("; training.dataset_path names a copy")
 
 
 def documents() -> list[str]:

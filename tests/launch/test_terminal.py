@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -11,9 +12,12 @@ import time
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, environment
+from tests.launch.run import ROOT, environment, train
+from titanlite.cli import main
+from titanlite.config.job import job_from
+from titanlite.config.load import SHIPPED, load, parse_command_line
 from titanlite.errors import UserError
-from titanlite.launch.terminal import Follower, Terminal
+from titanlite.launch.terminal import Follower, Terminal, known_facts
 from titanlite.observe.console import colored
 from titanlite.runtime.cluster import shown_ranks
 
@@ -107,3 +111,75 @@ def test_a_run_outlives_its_terminal(tmp_path):
     os.close(controller)
     (tmp_path / "log").write_text("step:  1\n")
     assert process.communicate() == (None, b"") and process.returncode == 0
+
+
+BANNER = "titanlite  0.1.0\nmodel      llama3\nmesh       dp_shard 2\nlr_scheduler.warmup_steps is long\n"
+
+
+def test_of_facts_that_the_last_start_logged_too_only_the_names_are_shown(tmp_path, capsys):
+    planned = ["titanlite: planned peak 2 GiB", "titanlite: planned communication: none"]
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before/rank-0.log").write_text(f"{BANNER}step:  1\nmesh       dp_shard 4\n")
+    (tmp_path / "before/launcher.log").write_text(planned[0].replace("2", "1") + f"\n{planned[1]}\n")
+    log = tmp_path / "rank-0.log"
+    log.write_text(BANNER.replace("dp_shard 2", "dp_shard 4"))
+    notices = [planned]
+    known = known_facts(tmp_path / "before", [0])
+    with Terminal({0: log}, tmp_path / "metrics", 9, False, lambda: notices.pop() if notices else [], known):
+        while notices:
+            time.sleep(0.01)
+        with log.open("a") as file:
+            file.write("step:  1\nmodel      llama3\n")
+    assert capsys.readouterr().out.splitlines() == [
+        planned[0],
+        "mesh       dp_shard 4",
+        "lr_scheduler.warmup_steps is long",
+        f"unchanged since the last start: plan, titanlite, model (in {tmp_path})",
+        "step:  1",
+        "model      llama3",
+    ]
+    assert (tmp_path / "launcher.log").read_text().splitlines() == planned
+
+
+@pytest.mark.long
+def test_a_second_start_is_short_and_its_log_has_all(tmp_path):
+    argv = [word for word in TINY if word != "--checkpoint.no_enable"]
+    first = train([*argv, "--training.steps=2"], tmp_path, NGPU="2")[1]
+    full = (tmp_path / "logs/rank-0.log").read_text()
+    second = train([*argv, "--training.steps=3"], tmp_path, NGPU="2")[1]
+    heads = [out.partition("\nstep:")[0].splitlines() for out in (first, second)]
+    (line,) = [line for line in heads[1] if line.startswith("unchanged since the last start: ")]
+    assert {"model", "mesh", "data", "optimizer", "seed"} <= set(re.findall(r"[a-z]+", line))
+    assert len(heads[1]) <= len(heads[0]) - 8 and not [line for line in heads[1] if line.startswith("model ")]
+    (batch,) = [line for line in heads[1] if line.startswith("batch ")]
+    assert batch not in heads[0], "what changed is shown"
+    logged = (tmp_path / "logs/rank-0.log").read_text().splitlines()
+    facts = [line for line in full.partition("\nstep:")[0].splitlines() if re.match(r"(model|mesh|data|seed) ", line)]
+    assert len(facts) == 4 and {*facts} <= {*logged}
+
+
+def test_keys_without_effect_are_told_if_the_user_set_them_and_config_lists_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = "[validation]\nenable = false\nsteps = 7\n[checkpoint]\nenable = false\n"
+    (tmp_path / "own.toml").write_text(own)
+    loaded = load(
+        parse_command_line(["--config", "debug.toml", "own.toml", "--generate.no_at_end", "--generate.tokens=3"], {})
+    )
+    job = job_from(loaded, world=1, training=True)
+    assert job.no_effect_of(loaded.given) == (
+        "no effect without validation.enable: validation.steps; without generate.at_end: generate.tokens"
+    )
+    assert main(["config", "--config", "debug.toml", "own.toml"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# no effect"))
+    assert "validation.freq" in line and "checkpoint.interval" in line
+    (tmp_path / "debug.toml").write_text((SHIPPED / "debug.toml").read_text())
+    loaded = load(parse_command_line(["--validation.no_enable"], {}))
+    assert "validation.freq" in job_from(loaded, world=1, training=True).no_effect_of(loaded.given), "one's own copy"
+
+
+@pytest.mark.long
+def test_the_start_names_only_what_the_user_set_without_effect(tmp_path):
+    code, out = train([*TINY, "--training.steps=1", "--generate.tokens=3"], tmp_path, NGPU="1")
+    assert code == 0 and "validation.freq" not in out, out
+    assert out.count("no effect") == 1 and "no effect without generate.at_end: " in out
+    assert "validation.freq" in (tmp_path / "logs/rank-0.log").read_text()

@@ -8,6 +8,7 @@ know is refused unless it is switched off or known to change no value.
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -117,7 +118,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 def _overrides(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace) -> str:
     """Return the overrides that give the model the value of a key of config.json, if there are any."""
     options = [
-        f"--model.overrides.{field} {json.dumps(_value(theirs, dotted))}"
+        shlex.join([f"--model.overrides.{field}", json.dumps(_value(theirs, dotted))])
         for field, dotted in hf.fields.items()
         if f"{dotted}.".startswith(f"{key}.") and _value(theirs, dotted) not in (None, _value(ours, dotted))
     ]

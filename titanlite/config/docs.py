@@ -10,6 +10,7 @@ from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 from titanlite.config.section import MOST
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
+from titanlite.errors import PAGE, columns
 
 _INTRODUCTION = """# Config keys
 
@@ -37,10 +38,11 @@ def help_text(search: str = "") -> str:
         rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
         if not rows:
             continue
-        lines.append(f"[{name}]  {_one_line(cls.__doc__)}")
+        head, indent = f"[{name}]  {_one_line(cls.__doc__)}", " " * 6
+        lines += textwrap.wrap(head, columns(PAGE), subsequent_indent=indent)
         for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
-            lines += textwrap.wrap(meaning, 104, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent)
         lines.append("")
     return "\n".join(lines)
 

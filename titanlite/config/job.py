@@ -1,5 +1,6 @@
 """The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,8 @@ class Job:
     """What the run does: keys that have no effect in it have their defaults."""
     given: JobConfig
     """The config as it was given: what is written to files and compared with other runs."""
-    no_effect: str
-    """One line that names the keys without effect and why, or nothing."""
+    idle: dict[str, str]
+    """The keys without effect, each with the reason."""
     layout: Layout
     batch: Batch
     spec: ModelSpec
@@ -36,6 +37,17 @@ class Job:
         """Return lines about what is legal and may surprise."""
         config, bare = self.config, pipeline.bare_stages(self.stages, self.spec.blocks)
         return [*filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))]
+
+    @property
+    def no_effect(self) -> str:
+        """One line that names the keys without effect and why, or nothing."""
+        return self.no_effect_of(self.idle)
+
+    def no_effect_of(self, keys: Iterable[str]) -> str:
+        """Return the line for some of the keys."""
+        idle = {key: why for key, why in self.idle.items() if key in {*keys}}
+        reasons = [f"{why}: {', '.join(k for k in idle if idle[k] == why)}" for why in dict.fromkeys(idle.values())]
+        return "no effect " + "; ".join(reasons) if idle else ""
 
     @property
     def validation_seq_len(self) -> int:
@@ -75,9 +87,7 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     if resolved.model.flavor != "hf":  # whose folder gives all fields
         fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
         idle |= {key: why for key, why in fields.items() if key in loaded.entries}
-    reasons = [f"{why}: {', '.join(key for key in idle if idle[key] == why)}" for why in dict.fromkeys(idle.values())]
-    no_effect = "no effect " + "; ".join(reasons) if idle else ""
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
     config = config_of({key: value_of(resolved, key) for key in KEYS if key not in idle or key in used})
     found = (context.spec, context.model, context.shape, context.stages)
-    return Job(config, given, no_effect, layout, batch, *found)
+    return Job(config, given, idle, layout, batch, *found)

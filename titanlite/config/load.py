@@ -149,6 +149,12 @@ class Loaded:
     invalid: set[str]
     faults: list[Fault]
 
+    @property
+    def given(self) -> list[str]:
+        """The keys that the user gave, not a config that ships."""
+        shipped = [name for name in shipped_configs() if not Path(name).is_file()]
+        return [key for key, entry in self.entries.items() if entry.origin not in shipped]
+
 
 def load(line: CommandLine) -> Loaded:
     """Read the files, lay the overrides over them, and check every key by itself."""

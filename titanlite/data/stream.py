@@ -84,12 +84,27 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
     if not path and not repo:
         raise UserError(f"{setting} is a local sample of C4: name its folder in {key}.dataset_path")
+    if not path:
+        _require_hub(key, setting)
     try:
         stream = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
     except Exception as error:  # the library raises all kinds
         setting += f' with dataset_path = "{path}"' if path else ""
         raise UserError(f"{setting} can't be streamed: {first_line(error)}") from None
     return f"{path or repo}{':' * bool(config)}{config}@{split}", stream
+
+
+def _require_hub(key: str, setting: str) -> None:
+    """Ask the hub once, since the library asks for half a minute before it says that nothing answers."""
+    from huggingface_hub import constants  # type: ignore[import-not-found]
+    from huggingface_hub.utils import get_session  # type: ignore[import-not-found]
+
+    try:
+        if not constants.HF_HUB_OFFLINE:  # there is a cache
+            get_session().head(constants.ENDPOINT, timeout=constants.DEFAULT_REQUEST_TIMEOUT)
+    except Exception as error:  # of whichever library it uses for HTTP
+        why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
+        raise UserError(f"{setting} can't be streamed: {why}; {key}.dataset_path names a copy") from None
 
 
 class Reader:

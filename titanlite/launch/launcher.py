@@ -73,7 +73,8 @@ class _KeysHelp(Action):
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare --help; everything else is --config and config keys."""
     parser.set_defaults(takes_overrides=True)
-    parser.epilog, parser.usage = EPILOG, "titanlite train [--config FILE.toml …] [--section.key VALUE …]"
+    parser.epilog = EPILOG
+    parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
     about = "list every config key, or those that mention WORD"
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about)
 
@@ -184,7 +185,7 @@ def _run(
     from titanlite.launch.attempts import Attempts
     from titanlite.launch.elastic import run_workers
     from titanlite.launch.rendezvous import NodeRendezvous
-    from titanlite.launch.terminal import Terminal
+    from titanlite.launch.terminal import Terminal, known_facts
     from titanlite.launch.watch import Watch
 
     folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
@@ -201,7 +202,9 @@ def _run(
         nonlocal terminal
         ranks = sorted(shown & {*attempt.ranks}) or attempt.ranks[:1]
         logs = {rank: rank_log(folder, rank) for rank in ranks}
-        terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices)
+        before = [folder / "logs" / f"attempt-{attempt.number - 1}", *(archive / "logs" for archive in moved or ())]
+        known = known_facts(next(filter(Path.exists, before), None), ranks)
+        terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices, known)
         config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
         part = attempt.ranks, attempt.world
         asked = stopping.during(rendezvous, Path(private))
@@ -223,6 +226,8 @@ def _run(
         say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")
         if nodes.count == 1 and job.config.fault.rejoin_seconds != Fault().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
+        if nodes.rank == 0 and (line := job.no_effect_of(loaded.given)):
+            say(f"titanlite: {line}")
         rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
         members = rendezvous.call_roll(fits)
         archives = {*folder.glob("previous/*")}

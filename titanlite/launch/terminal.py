@@ -3,15 +3,20 @@
 import errno
 import json
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from titanlite.observe.console import colored
 from titanlite.observe.metrics import format_duration
+
+NOTICES = "launcher.log"
+"""Of the launcher, beside the logs of ranks: what it planned."""
+_FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 
 class Follower:
@@ -41,10 +46,22 @@ class Terminal:
     """Shows logs from a thread inside `with`, at whose end everything written so far has been shown."""
 
     def __init__(
-        self, logs: dict[int, Path], metrics: Path, steps: int, color: bool, notices: Callable[[], list[str]] = list
+        self,
+        logs: dict[int, Path],
+        metrics: Path,
+        steps: int,
+        color: bool,
+        notices: Callable[[], list[str]] = list,
+        known: Iterable[str] = (),
     ) -> None:
+        """Of the facts that are `known`, only the names are shown, in one line before the first step."""
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
+        self._folder, self._known, self._unchanged = (
+            next(iter(logs.values()), metrics).parent,
+            {*known},
+            dict[str, None](),
+        )
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()
         self._color = color and self._live
@@ -72,8 +89,10 @@ class Terminal:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.text import Text
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
-        with Progress(*columns, console=Console(), transient=True, refresh_per_second=4) as progress:
+        console = Console()
+        bar = BarColumn(bar_width=max(4, min(24, console.width - 36)))
+        columns = (TextColumn("{task.description}"), bar, TextColumn("{task.fields[text]}"))
+        with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
             task = progress.add_task("starting", total=self._steps, text="")
 
             def show(line: str) -> None:
@@ -84,24 +103,56 @@ class Terminal:
                 if record := self.last_record:
                     eta = format_duration((self._steps - record["step"]) * record["step_seconds"])
                     loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
-                    text = f"eta {eta}  loss {loss}  {record['tps']:,.0f} tokens/s per device"
                     title = f"step {record['step']}/{self._steps}"
+                    text = f"eta {eta}  loss {loss}"
+                    if console.width >= 80:  # the line of the step has it too
+                        text += f"  {record['tps']:,.0f} tokens/s per device"
                     progress.update(task, completed=record["step"], description=title, text=text)
             self._show(show, last=True)
 
     def _show(self, show: Any, last: bool = False) -> None:
         for line in [] if last else self._notices():
-            show(line)
+            with suppress(OSError), (self._folder / NOTICES).open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+            if not self._is_known(line):
+                show(line)
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
+                if self._is_known(line) or line.startswith("no effect "):  # the launcher has said what was asked for
+                    continue
+                if line.startswith("step:"):
+                    self._show_unchanged(show)
                 line = colored(line) if self._color else line
                 show(line if len(self._logs) == 1 else f"[rank {rank}] {line}")
+        if last:
+            self._show_unchanged(show)
         for line in self._metrics.lines():
             with suppress(ValueError):  # a resume may have put another file in its place
                 record = json.loads(line)
                 if "loss" in record:
                     self.last_record = record
         sys.stdout.flush()
+
+    def _is_known(self, line: str) -> bool:
+        fact = _FACT.match(line) if line in self._known else None
+        if fact:
+            self._unchanged[fact[1]] = None
+        return bool(fact)
+
+    def _show_unchanged(self, show: Any) -> None:
+        if self._unchanged:
+            show(f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})")
+        self._known, self._unchanged = set(), {}
+
+
+def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
+    """Return the facts that an earlier start logged before its first step, if `logs` are of one."""
+    files = [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
+    lines: set[str] = set()
+    for path in files:
+        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+            lines |= {*file.read(1 << 16).partition("\nstep:")[0].splitlines()}
+    return lines
 
 
 def say(text: str) -> None:
