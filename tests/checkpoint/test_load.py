@@ -119,6 +119,12 @@ def test_a_missing_checkpoint_is_an_error(pool, run, tmp_path):
         assert step == -1 and says in message
 
 
+def test_latest_names_the_newest_step_from_the_next_start_on_if_a_kill_came_before_it_was_written(pool, run):
+    (run / "checkpoint/latest").write_text("step-2\n")
+    assert pool.run(start, SAVING, str(run), world=1)[0][0] == 3
+    assert (run / "checkpoint/latest").read_text() == "step-3\n"
+
+
 def test_load_step_archives_later_checkpoints(pool, run):
     ((step, _, log),) = pool.run(start, [*SAVING, "--checkpoint.load_step=1"], str(run), world=1)
     assert step == 1 and any("later checkpoints (2, 3) are now in" in line for line in log)
