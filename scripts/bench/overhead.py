@@ -1,17 +1,19 @@
 """The framework's overhead: titanlite's Trainer beside a plain PyTorch loop of the same training, as ratios.
 
-    python scripts/bench/overhead.py [--steps 300] [--ranks 1 2] [--replicas] [--json benchmarks/cpu.json]
+    python scripts/bench/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas] [--json FILE]
 
-Both train the same model on the same data with the same optimizer and initial values, step by step in turn in the
-same processes, and must have the same losses. A step of the Trainer includes all that its loop does between two plain
-steps: data, logging, and checking what is due. Then each runs without the other to measure its peak memory, and the
-debug config is started to measure the time from the command to the first step. With --replicas nothing is sharded:
-HSDP with a shard degree of 1 beside DistributedDataParallel.
+Both train a model of the same sizes, the plain loop one of the usual form (usual.py), on the same data with the same
+optimizer and initial values, step by step in turn in the same processes, and must have the same losses. The time of a
+clock and the processor time are compared; other work on the machine disturbs the latter less. A step of the Trainer
+includes all that its loop does between two plain steps: data, logging, and checking what is due. Then each runs
+without the other to measure its peak memory, and the debug config is started to measure the time from the command to
+the first step. With --replicas nothing is sharded: HSDP with a shard degree of 1 beside DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -30,17 +32,18 @@ import torch.distributed as dist  # noqa: E402
 
 from scripts.bench.plain import LOG, Plain, write_tokens  # noqa: E402
 from scripts.bench.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
+from scripts.bench.usual import BATCH, SEQ, SIZES, WARM_UP, build  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
-SEQ, BATCH, VOCAB, TOKENS = 256, 4, 256, 1 << 20
-SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
-WARM_UP = 5
+VOCAB, TOKENS = 256, 1 << 20
 SAME = 1e-3
 """Largest relative difference of the losses, which float32 lets grow over hundreds of steps."""
 PRELOAD = ["titanlite.train.trainer", "torch._dynamo"]
 TORCH = ("-c", "import torch")
+Times = tuple[float, float]
+"""Seconds by the clock, and of the process's threads on processors."""
 FIRST_STEP = (
     "--training.steps=1",
     "--job.device=cpu",
@@ -53,23 +56,32 @@ FIRST_STEP = (
 # ------------------------------------------------------------------------------ in turn
 
 
+def now() -> Times:
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Times) -> Times:
+    clock, processor = now()
+    return clock - began[0], processor - began[1]
+
+
 class InTurn(Trainer):
     """Takes a step of the plain loop before each of its own, and times both."""
 
     plain: Plain
-    ours: list[float]
-    theirs: list[float]
-    _since = 0.0
+    ours: list[Times]
+    theirs: list[Times]
+    _since: Times
 
     def train_step(self) -> None:
         if self.step > 1:
-            self.ours.append(time.perf_counter() - self._since)
+            self.ours.append(since(self._since))
         dist.barrier()
-        began = time.perf_counter()
+        began = now()
         self.plain.step()
-        self.theirs.append(time.perf_counter() - began)
+        self.theirs.append(since(began))
         dist.barrier()
-        self._since = time.perf_counter()
+        self._since = now()
         super().train_step()
 
 
@@ -77,8 +89,9 @@ def data(folder: str) -> Path:
     return Path(folder) / "tokens.npy"
 
 
-def overrides(steps: int, folder: str, replicas: bool) -> list[str]:
-    sizes = [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
+def overrides(steps: int, folder: str, replicas: bool, model: str) -> list[str]:
+    sizes = [f"--model.name={model}", "--model.flavor=debugmodel"]
+    sizes += [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
     tokens = ["--training.dataset=tokens", f"--training.dataset_path={data(folder)}", f"--training.seq_len={SEQ}"]
     same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
     batch = [f"--training.local_batch_size={BATCH}", f"--training.steps={steps}", f"--metrics.log_freq={LOG}"]
@@ -86,35 +99,45 @@ def overrides(steps: int, folder: str, replicas: bool) -> list[str]:
     return [*QUIET, *sizes, *tokens, *same, *batch, *mesh]
 
 
-def in_turn(steps: int, folder: str, replicas: bool) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of our steps and of the plain ones, and the losses of the plain ones."""
-    run = trainer(overrides(steps, folder, replicas), f"{folder}/run", kind=InTurn)
+def in_turn(steps: int, folder: str, replicas: bool, model: str) -> tuple[list[Times], list[Times], list[float]]:
+    """Return the times of our steps and of the plain ones, and the losses of the plain ones."""
+    run = trainer(overrides(steps, folder, replicas, model), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
-    run.plain = Plain(run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas)
+    run.plain = Plain(run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas, build=build(model))
     run.ours, run.theirs = [], []
     run.train()
     return run.ours[WARM_UP:], run.theirs[WARM_UP:-1], run.plain.losses
 
 
-def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool) -> dict[str, Any]:
+def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool, model: str) -> dict[str, Any]:
     pool = Pool(ranks, PRELOAD)
-    ours, theirs, losses = pool.run(in_turn, steps, str(folder), replicas, world=ranks, timeout=3600)[0]
+    of_ranks = pool.run(in_turn, steps, str(folder), replicas, model, world=ranks, timeout=3600)
     pool.close()
+    losses = of_ranks[0][2]
+    ours, theirs = ([clock for clock, _ in of_ranks[0][which]] for which in (0, 1))
+    processor, plain_processor = (
+        [sum(seconds for _, seconds in step) for step in zip(*(rank[which] for rank in of_ranks), strict=True)]
+        for which in (0, 1)
+    )
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     pairs = list(zip((record["loss"] for record in records), losses, strict=True))
     worst = max(abs(ours / plain - 1) for ours, plain in pairs)
     assert worst < SAME, f"these are not the same training: {pairs}"
-    found, unsteady = ratio(ours, theirs), more_jitter(ours, theirs)
+    found, of_processor, unsteady = ratio(ours, theirs), ratio(processor, plain_processor), more_jitter(ours, theirs)
     data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
     kind = ("replica" if replicas else "rank") + "s" * (ranks > 1)
-    print(f"{ranks} {kind}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
+    print(f"{model}, {ranks} {kind}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
     print(f"  step, titanlite / plain         {found}")
+    print(
+        f"  processor time, of all ranks    {of_processor}, plain {1000 * statistics.median(plain_processor):.0f} ms"
+    )
     print(f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: larger by {unsteady}")
     print(f"  losses                          within {worst:.1e} of each other")
     print(f"  wait for data                   {100 * data:.2f} % of the step", flush=True)
     return {
-        "ratio": found.middle, "low": found.low, "high": found.high, "jitter": float(jitter(ours)),
+        "ratio": found.middle, "low": found.low, "high": found.high, "processor_ratio": of_processor.middle,
+        "processor_low": of_processor.low, "processor_high": of_processor.high, "jitter": float(jitter(ours)),
         "plain_jitter": float(jitter(theirs)), "more_jitter_low": unsteady.low, "more_jitter_high": unsteady.high,
         "losses_within": worst, "data_share": data,
     }  # fmt: skip
@@ -123,7 +146,7 @@ def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool) -> dict[
 # ------------------------------------------------------------------------------ each by itself
 
 
-def peak_by_itself(which: str, steps: int, folder: str, replicas: bool) -> tuple[float, float]:
+def peak_by_itself(which: str, steps: int, folder: str, replicas: bool, model: str) -> tuple[float, float]:
     """Return the peak MiB above those before anything was built: without and with pages of files."""
     own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
 
@@ -134,12 +157,12 @@ def peak_by_itself(which: str, steps: int, folder: str, replicas: bool) -> tuple
     watcher = threading.Thread(target=watch)
     watcher.start()
     if which == "plain":
-        flavor = job(overrides(steps, folder, replicas), dist.get_world_size()).model
-        plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas)
+        flavor = job(overrides(steps, folder, replicas, model), dist.get_world_size()).model
+        plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas, build=build(model))
         for _ in range(steps):
             plain.step()
     else:
-        trainer(overrides(steps, folder, replicas), f"{folder}/{which}").train()
+        trainer(overrides(steps, folder, replicas, model), f"{folder}/{which}").train()
     ended.set()
     watcher.join()
     return highest[0] - own, resident("VmHWM") - every
@@ -151,11 +174,11 @@ def resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def peaks(ranks: int, folder: Path, replicas: bool) -> dict[str, float]:
+def peaks(ranks: int, folder: Path, replicas: bool, model: str) -> dict[str, float]:
     found = dict[str, list[float]]()
     for which in ("plain", "titanlite"):
         pool = Pool(ranks, PRELOAD)
-        of_ranks = pool.run(peak_by_itself, which, 20, str(folder), replicas, world=ranks, timeout=600)
+        of_ranks = pool.run(peak_by_itself, which, 20, str(folder), replicas, model, world=ranks, timeout=600)
         found[which] = [max(kind) for kind in zip(*of_ranks, strict=True)]
         pool.close()
     (own, every), (plain_own, plain_every) = found["titanlite"], found["plain"]
@@ -201,15 +224,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--models", nargs="*", default=["llama3", "qwen3"])
     parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    for ranks in arguments.ranks:
+    for model, ranks in itertools.product(arguments.models, arguments.ranks):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             write_tokens(data(folder), VOCAB, TOKENS)
-            turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas)
-            found[f"ranks {ranks}"] = turns | peaks(ranks, Path(folder), arguments.replicas)
+            turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas, model)
+            found[f"{model}, ranks {ranks}"] = turns | peaks(ranks, Path(folder), arguments.replicas, model)
     if not arguments.replicas:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             found["start-up"] = start_up(Path(folder))

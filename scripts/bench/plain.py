@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,13 @@ class Plain:
         compiler: str = "",
         mixed: bool = False,
         replicas: bool = False,
+        build: Callable[[Any, int], torch.nn.Module] = SPEC.module,
     ) -> None:
         self.tokens, self.seq, self.batch, self.device = np.load(data, mmap_mode="r"), seq, batch, device
         self.order = Order((len(self.tokens) - 1) // seq, seed=0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         with torch.device(device):
-            self.model = SPEC.module(flavor, seq)
+            self.model = build(flavor, seq)
         if weights:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())

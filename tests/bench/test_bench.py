@@ -96,10 +96,11 @@ def test_failed_rows_run_again_after_the_remaining_ones(tmp_path, monkeypatch, c
     assert not started and "not enough time, run again: first" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("replicas", [False, True])
-def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas):
+@pytest.mark.parametrize(("replicas", "model"), [(False, "llama3"), (True, "llama3"), (False, "qwen3")])
+def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas, model):
+    """Although the plain loop has a model of the usual form, with nothing of titanlite's."""
     write_tokens(overhead.data(str(tmp_path)), overhead.VOCAB, 1 << 14)
-    _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), replicas, world=2)[0]
+    _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), replicas, model, world=2)[0]
     assert records(tmp_path / "run")[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -23,7 +23,10 @@ def agree_on_seed(configured: int | None) -> int:
 
 def reseed(seed: int, step: int, micro_batch: int, *coordinates: int) -> None:
     """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no generator state."""
-    torch.manual_seed(derive_seed("dropout", seed, step, micro_batch, *coordinates))
+    derived = derive_seed("dropout", seed, step, micro_batch, *coordinates)
+    torch.default_generator.manual_seed(derived)
+    if torch.cuda.is_initialized():  # torch.manual_seed would format the stack for each kind of device that is not
+        torch.cuda.manual_seed(derived)
 
 
 def use_deterministic_algorithms() -> None:
