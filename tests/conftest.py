@@ -7,6 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "outside"))  # packages that register models and converters
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+with suppress(ImportError):  # it writes the width of its terminal, or 80, into the environment of subprocesses
+    import readline  # noqa: F401
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+    os.unsetenv(_name)  # readline tells the C library only
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
 
 from tests.launch import run  # noqa: E402
