@@ -189,5 +189,7 @@ def test_earlier_names_are_accepted():
 
 def test_unknown_model_is_refused_with_a_suggestion():
     with pytest.raises(UserError, match="did you mean llama3"):
+        get_model("lama3")
+    with pytest.raises(UserError, match='"llama4"; known: gpt2, llama3'):  # another architecture
         get_model("llama4")
     assert get_model("llama3") is SPEC and register_model(SPEC) is SPEC
