@@ -85,7 +85,7 @@ class Attempts:
             raise
         except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
             host = socket.gethostname()
-            number = getattr(error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+            number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
             cause = signal.Signals(number).name if number else first_line(error)
             words = f"the launcher on {host} has ended: {cause}"
             code = 128 + number if number else getattr(error, "code", FAILED)

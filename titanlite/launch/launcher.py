@@ -1,6 +1,6 @@
 """`titanlite train` and ./run_train.sh: check everything, start the workers, own the terminal, return the exit code.
 
-The workers run under torch's elastic agent. None is started before the config and this machine have been checked.
+No worker is started before the config and this machine have been checked.
 When a run fails, the rank that failed first is named, with its traceback last.
 """
 
@@ -180,13 +180,11 @@ def _run(
     stopping: Stopping,
 ) -> int:
     """Start the workers, again where a failure allows it, and wait for them; Stopped if they were asked to end."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
     from titanlite.launch.attempts import Attempts
-    from titanlite.launch.elastic import run_workers
     from titanlite.launch.rendezvous import NodeRendezvous
     from titanlite.launch.terminal import Terminal, known_facts
     from titanlite.launch.watch import Watch
+    from titanlite.launch.workers import Signaled, Workers
 
     folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
     color = not job.config.metrics.disable_color_printing
@@ -206,10 +204,11 @@ def _run(
         known = known_facts(next(filter(Path.exists, before), None), ranks)
         terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices, known)
         config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
-        part = attempt.ranks, attempt.world
+        part = config, attempt.ranks, attempt.world, rendezvous.address
+        workers = Workers(argv, *part, folder, Path(private), environ)
         asked = stopping.during(rendezvous, Path(private))
         with terminal, Watch(attempt, rendezvous, Path(private)), asked as judge:
-            exits, reason = run_workers(argv, config, rendezvous, *part, folder, Path(private), environ)
+            exits, reason = workers.run(rendezvous.poll)
             judge(exits)
         return exits, reason
 
@@ -241,8 +240,8 @@ def _run(
             code = attempts.run(members, fits, lambda: stopping.reason, shown)
     except OSError as error:  # the disk or the network, rather than a bug
         raise RunFailed(str(error)) from None
-    except (KeyboardInterrupt, SignalException) as error:
-        number = getattr(error, "sigval", signal.SIGINT)
+    except (KeyboardInterrupt, Signaled) as error:
+        number = getattr(error, "number", signal.SIGINT)
         step = last_step()
         files = f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
         # What ranks have logged may show a hang.

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from titanlite.config.schema import Fault
 from titanlite.errors import FAILED, REFUSED, STOPPED, RunFailed, UserError
@@ -64,14 +62,15 @@ class Verdict:
     """The next attempt starts from a checkpoint of this run, whatever the first was told to start from."""
 
 
-class NodeRendezvous(StaticTCPRendezvous):
+class NodeRendezvous:
     """One store for the launchers of all nodes, on node 0, which the workers use too."""
 
     def __init__(self, nodes: Nodes, processes: int, fault: Fault, timeout_seconds: int) -> None:
         """Connect to node 0; RunFailed if it is missing, UserError if two launchers say that they are this node."""
-        super().__init__(nodes.master_addr, nodes.master_port, nodes.rank, nodes.count, "titanlite", timeout_seconds)
+        self.rank = nodes.rank
+        self._nodes, self._timeout = nodes, timedelta(seconds=timeout_seconds)
         self.on_poll: list[Callable[[], None]] = [self._look_around] if nodes.count > 1 else []
-        """Called ten times a second in the launcher's main thread while workers run; an error of a call ends them."""
+        """The calls of `poll`."""
         self._processes, self._fault = processes, fault
         self._deadline = time.monotonic() + timeout_seconds
         self._within = f"within {timeout_seconds} s (comm.init_timeout_seconds)"
@@ -80,8 +79,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self.rank == 0:
             self.launchers.set("run", uuid.uuid4().hex)
         run, port = self.launchers.get("run").decode(), self.launchers.port
-        self._link = Link(self.master_addr, port, run, self.launchers)
-        self._presence = Presence(Link(self.master_addr, port, run), self.rank, nodes.count, self._claim())
+        self._link = Link(nodes.master_addr, port, run, self.launchers)
+        self._presence = Presence(Link(nodes.master_addr, port, run), self.rank, nodes.count, self._claim())
         self._members: list[int] = []
         self.attempt = 1
         """The number of the attempt that runs, or comes next."""
@@ -89,12 +88,12 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def _open_store(self) -> dist.TCPStore:
         """Listen on node 0; on other nodes retry in short attempts, so that Ctrl-C is noticed between them."""
-        host, port, is_node_0 = self.master_addr, self.master_port, self.rank == 0
-        attempt = self.timeout if is_node_0 else timedelta(seconds=2)
+        host, port, is_node_0 = self._nodes.master_addr, self._nodes.master_port, self.rank == 0
+        attempt = self._timeout if is_node_0 else timedelta(seconds=2)
         while True:
             try:
                 store = dist.TCPStore(host, port, is_master=is_node_0, wait_for_workers=False, timeout=attempt)
-                store.set_timeout(self.timeout)
+                store.set_timeout(self._timeout)
                 return store
             except (dist.DistError, RuntimeError) as error:
                 if is_node_0:
@@ -104,6 +103,11 @@ class NodeRendezvous(StaticTCPRendezvous):
                     remedy = "that it is started, that MASTER_ADDR is its address, and that the port is open"
                     message = f"node 0 did not answer at {host}:{port} {self._within}: check {remedy}"
                     raise RunFailed(message) from None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return host and port of the store."""
+        return self._nodes.master_addr, self.launchers.port
 
     def _claim(self) -> int:
         """Return how many launchers have been this node; refuse to be the second one that lives."""
@@ -122,7 +126,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def connect_again(self) -> dist.TCPStore:
         """Return another connection to the launchers' store, for a thread: a wait in one blocks all who use it."""
-        return dist.TCPStore(self.master_addr, self.launchers.port, is_master=False, timeout=self.timeout)
+        return dist.TCPStore(*self.address, is_master=False, timeout=self._timeout)
 
     def wait_for_node_0(self, what: str) -> None:
         """Wait on all nodes until node 0 calls this too, when it has prepared `what`."""
@@ -170,7 +174,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.attempt += 1
 
     def _choose(self, fits: Callable[[int], str]) -> dict[str, object]:
-        count, first = self.world_size, self.attempt == 1
+        count, first = self._nodes.count, self.attempt == 1
         window = self._fault.rejoin_seconds
         deadline = self._deadline if first else time.monotonic() + window
         within = self._within if first else f"within {window} s (fault.rejoin_seconds)"
@@ -194,6 +198,11 @@ class NodeRendezvous(StaticTCPRendezvous):
         return {"nodes": [*here]}
 
     # ---------------------------------------------------------------- while workers run
+
+    def poll(self) -> None:
+        """Do what is due while workers run; an error ends them."""
+        for call in self.on_poll:
+            call()
 
     def _look_around(self) -> None:
         """End this node's workers when the attempt is over elsewhere."""
@@ -284,7 +293,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.rank == 0 and time.monotonic() < deadline:
             silent = self._presence.silent
-            others = [node for node in range(1, self.world_size) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
+            others = [node for node in range(1, self._nodes.count) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
             if all(self._read(f"left/{node}") is not None or not self._read(f"launcher/{node}") for node in others):
                 break
             time.sleep(0.1)
@@ -309,22 +318,3 @@ class NodeRendezvous(StaticTCPRendezvous):
                     raise RunEnded(f"the run has ended: {verdict.why or 'see node 0'}", verdict.code)
             time.sleep(0.1)
         return value
-
-    # ---------------------------------------------------------------- for torch's agent
-
-    def for_agent(self, _: object) -> NodeRendezvous:
-        return self
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Give the elastic agent a store of its own, where it finds itself alone, and the workers the launchers'."""
-        address = RendezvousStoreInfo(self.master_addr, self.launchers.port)
-        return RendezvousInfo(dist.HashStore(), 0, 1, address)
-
-    def num_nodes_waiting(self) -> int:  # type: ignore[bad-override]  # torch forgot its type
-        """Return that no node waits, after the calls that are due: the elastic agent asks in its loop."""
-        for call in self.on_poll:
-            call()
-        return 0
-
-    def get_backend(self) -> str:
-        return "titanlite"

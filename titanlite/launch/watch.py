@@ -12,8 +12,8 @@ from titanlite.fault.hang import HangWatch, beat_interval
 from titanlite.fault.inspection import RankProcess
 from titanlite.fault.stall import Stalled
 from titanlite.launch.attempts import Attempt
-from titanlite.launch.elastic import kill_group
 from titanlite.launch.rendezvous import NodeRendezvous
+from titanlite.launch.workers import kill_group
 from titanlite.runtime.distributed import attempt_store
 from titanlite.runtime.rank_files import PLACE, STACK, processes, rank_file
 
@@ -62,7 +62,7 @@ class Watch:
 
 
 def _leads_session(pid: int) -> bool:
-    """Return whether this is still a worker, which the elastic agent gives a session of its own."""
+    """Return whether this is still a worker, which leads a session of its own."""
     with suppress(ProcessLookupError, PermissionError):
         return os.getsid(pid) == pid
     return False

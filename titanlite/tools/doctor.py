@@ -56,22 +56,21 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         return _read_traces(arguments.traces)
     environ = dict(os.environ)
     job, nodes, device, processes = launcher.find_job(load(parse_command_line(overrides, environ)), environ)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from titanlite.launch.elastic import run_workers
     from titanlite.launch.failure import first_failure
     from titanlite.launch.rendezvous import NodeRendezvous, Verdict
+    from titanlite.launch.workers import Signaled, Workers
 
     ranks = range(nodes.rank * processes, (nodes.rank + 1) * processes)
     environ = {DEVICE: device, ATTEMPT: "1", **launcher.worker_environment(nodes, processes, environ)}
     rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
     rendezvous.call_roll(lambda _: "")
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
-        folder, work = Path(name), (overrides, to_toml(job.given), rendezvous, ranks, job.layout.world)
+        folder, part = Path(name), (to_toml(job.given), ranks, job.layout.world, rendezvous.address)
+        workers = Workers(overrides, *part, folder, folder, environ, __name__)
         try:
-            exits, _ = run_workers(*work, folder, folder, environ, __name__)
-        except SignalException as error:
-            return 128 + error.sigval
+            exits, _ = workers.run(rendezvous.poll)
+        except Signaled as signaled:
+            return 128 + signaled.number
         failure = first_failure(exits, folder, folder, socket.gethostname())
         if 0 in ranks:
             print(rank_log(folder, 0).read_text(encoding="utf-8", errors="replace"), end="")

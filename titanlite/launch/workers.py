@@ -1,0 +1,167 @@
+"""This node's workers: a process per rank, each in its own session and with its own log file. No torch.
+
+The launchers agree among themselves who takes part in an attempt, and what follows it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import RunFailed
+from titanlite.fault.inspection import HELD, process_state
+from titanlite.launch.failure import Exit
+from titanlite.observe.console import rank_log
+from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
+
+POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 2
+"""From SIGINT to SIGKILL, and until a killed process is gone."""
+CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)]
+"""Exit codes that the launcher does not cause, also where a rank still wrote its core when others had failed."""
+
+
+class Signaled(BaseException):
+    """A signal that ends the launcher and its workers."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = signal.Signals(number)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of this node in one attempt."""
+
+    argv: Sequence[str]
+    """The command line, for people who look at the processes; `config` is what counts."""
+    config: str
+    """The resolved config, since the files that `argv` names may change."""
+    ranks: range
+    world: int
+    address: tuple[str, int]
+    """Host and port of the store of all ranks."""
+    folder: Path
+    """The dump folder, for logs/rank-N.log."""
+    private: Path
+    """For the config and the files of runtime/rank_files.py."""
+    environ: Mapping[str, str]
+    module: str = "titanlite.train"
+
+    def run(self, poll: Callable[[], None]) -> tuple[dict[int, Exit], RunFailed | None]:
+        """Run until all workers are done or one has failed; return the exits, and the error of `poll` if that ended
+        them. A signal raises Signaled."""
+        (self.private / "config.toml").write_text(self.config, encoding="utf-8")
+        _raise_on_signals()
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        ending = signal.SIGKILL  # to a rank SIGTERM is a request to save and stop
+        exits: dict[int, Exit] = {}
+        reason = None
+        try:
+            for rank in self.ranks:
+                processes[rank] = self._start(rank)
+            while not _are_over(processes.values()):
+                poll()
+                time.sleep(POLL_SECONDS)
+        except RunFailed as error:
+            reason = error
+        except Signaled as signaled:
+            if signaled.number != signal.SIGTERM:
+                ending = signaled.number
+            raise
+        finally:
+            exits = _end(processes, ending)
+        return exits, reason
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        log = rank_log(self.folder, rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        host, port = self.address
+        environ = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(rank - self.ranks.start),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "GROUP_RANK": str(self.ranks.start // len(self.ranks)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher of node 0 has it
+            "TORCHELASTIC_ERROR_FILE": str(rank_file(self.private, rank, ERROR)),
+            RESOLVED_CONFIG: str(self.private / "config.toml"),
+        }
+        with log.open("wb") as output:  # the worker joins its stdout to its stderr
+            return subprocess.Popen(
+                [sys.executable, "-m", self.module, *self.argv],
+                env={**os.environ, **self.environ, **environ},
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+            )
+
+
+def _raise_on_signals() -> None:
+    """Let signals raise Signaled, but for those that request a save and a stop, and SIGHUP below nohup."""
+
+    def raise_signaled(number: int, _: Any) -> None:
+        raise Signaled(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, raise_signaled)
+
+
+def _are_over(processes: Iterable[subprocess.Popen[bytes]]) -> bool:
+    codes = [process.poll() for process in processes]
+    return any(codes) or None not in codes
+
+
+def _end(processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals) -> dict[int, Exit]:
+    """End the workers that still run, and what workers have forked, such as data loaders; return the exits."""
+    running = {rank: process for rank, process in processes.items() if process.poll() is None}
+    now = time.time()
+    stopped = {rank: process_state(process.pid) in HELD for rank, process in running.items()}
+    for number in (ending, signal.SIGKILL):
+        for process in running.values():
+            if process.poll() is None:
+                kill_group(process.pid, number)
+        _wait(running.values())
+    exits: dict[int, Exit] = {}
+    for rank, process in processes.items():
+        code = process.poll()
+        ended = rank in running and code not in CRASHES
+        exits[rank] = Exit(code, now, ended, ended and stopped[rank])
+    _kill_groups([process.pid for process in processes.values()])
+    return exits
+
+
+def _wait(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes, but not longer: a process that waits for a device in the kernel cannot be ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _kill_groups(groups: list[int]) -> None:
+    """Kill what is left of process groups, and wait for it: it may hold memory of the GPU."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while groups and time.monotonic() < deadline:
+        groups = [group for group in groups if kill_group(group)]
+        time.sleep(0.02)
+
+
+def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Signal a process group; return whether it has a process."""
+    try:
+        os.killpg(group, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
