@@ -12,20 +12,20 @@ from titanlite.fault.hang import beat_key
 from titanlite.fault.stall import Beat
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import attempt_store
-from titanlite.runtime.progress import PROGRESS, Progress, phase
+from titanlite.runtime.page import OWN_PAGE, Page, phase
 from titanlite.runtime.rank_files import STOP
 
 
 def test_a_phase_ends_in_the_one_around_it_and_an_error_keeps_it():
-    before, count = PROGRESS.phase, PROGRESS.sequence
+    before, count = OWN_PAGE.phase, OWN_PAGE.sequence
     with phase("validation"):
         with phase("forward"):
-            assert PROGRESS.phase == "forward"
-        assert PROGRESS.phase == "validation"
+            assert OWN_PAGE.phase == "forward"
+        assert OWN_PAGE.phase == "validation"
         with pytest.raises(ZeroDivisionError), phase("backward"):
             raise ZeroDivisionError
-        assert PROGRESS.phase == "backward"
-    assert PROGRESS.phase == before and PROGRESS.sequence == count + 3
+        assert OWN_PAGE.phase == "backward"
+    assert OWN_PAGE.phase == before and OWN_PAGE.sequence == count + 3
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_phase_ends_in_the_one_around_it_and_an_error_keeps_it():
 )
 def test_each_phase_has_its_limit(step, phase, stall, limit):
     config = config_of({"fault.stall_seconds": stall})
-    assert phase_limit(config, Progress(step=step, phase=phase, first_step=8))[0] == limit
+    assert phase_limit(config, Page(step=step, phase=phase, first_step=8))[0] == limit
 
 
 def test_a_rank_tells_the_launchers_where_it_is_and_hears_that_it_should_stop():

@@ -32,7 +32,7 @@ from titanlite.parallel.pipeline import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
 from titanlite.registry import Role
 from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.summary import describe_start
@@ -300,7 +300,7 @@ def seeds_and_phases(argv: list[str], folder: str) -> dict[str, Any]:
 
     def note(*_: object) -> None:
         seeds.add(torch.initial_seed())
-        phases.add(PROGRESS.phase)
+        phases.add(OWN_PAGE.phase)
 
     for part in run.parts:
         for block in part.get_submodule("layers").children():

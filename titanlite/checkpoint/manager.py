@@ -52,7 +52,7 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
-from titanlite.runtime.progress import PROGRESS, phase
+from titanlite.runtime.page import OWN_PAGE, phase
 
 
 class PendingSave(threading.Thread):
@@ -322,7 +322,7 @@ class Checkpoints:
                 self._copied.synchronize()
         lookup = copies.__getitem__
         commit.commit(self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group)
-        PROGRESS.saved = step
+        OWN_PAGE.saved = step
         pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
             try:

@@ -29,6 +29,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import cores
+from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
 
 T = TypeVar("T")
@@ -247,11 +248,10 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
 def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
     """Prepare a data set beside its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
-    from titanlite.runtime.progress import PROGRESS, phase  # torch, which the processes that tokenize do without
 
     def move(done: int, total: int) -> None:
         """Show the watch that this goes on: minutes of it are no hang."""
-        PROGRESS.enter("tokenization")
+        OWN_PAGE.enter("tokenization")
 
     with _locked_cache(documents.root, key) as folder, phase("tokenization"):
         prepare({name: documents}, tokenizer.assets, folder, workers=cores(), progress=move)

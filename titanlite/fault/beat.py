@@ -25,16 +25,16 @@ from titanlite.fault.inspection import RankProcess
 from titanlite.fault.stall import ENDED, Beat
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import attempt_store, connect_again
-from titanlite.runtime.progress import PROGRESS, Progress
-from titanlite.runtime.rank_files import LAUNCHED, PLACE, STOP, attempt_number, own_file
+from titanlite.runtime.page import OWN_PAGE, Page
+from titanlite.runtime.rank_files import LAUNCHED, STOP, attempt_number
 
 
-def phase_limit(config: JobConfig, progress: Progress) -> tuple[float, str]:
+def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
     """Return how many seconds the phase may take before the rank counts as stalled, and the key that says so."""
     comm, stall = config.comm, config.fault.stall_seconds
-    if progress.phase in ("load", "save"):
+    if page.phase in ("load", "save"):
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
-    if progress.phase == "start" or progress.step == progress.first_step:
+    if page.phase == "start" or page.step == page.first_step:
         return comm.init_timeout_seconds, "comm.init_timeout_seconds"
     return (stall, "fault.stall_seconds") if stall else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
 
@@ -54,8 +54,6 @@ class Heart(threading.Thread):
         super().__init__(name="beat", daemon=True)
         self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
         self._environ, self._ended = environ, threading.Event()
-        if place := own_file(environ, PLACE):
-            PROGRESS.share(place)
 
     def run(self) -> None:
         with suppress(dist.DistError, RuntimeError):  # the store went with its launcher
@@ -89,10 +87,10 @@ class Heart(threading.Thread):
         return {self._rank.rank: RankProcess(os.getpid(), stack, Path(os.devnull))}
 
     def beat(self) -> Beat:
-        here = PROGRESS
-        seconds = round(time.monotonic() - here.since, 1)
-        limit = phase_limit(self._config, here)
-        return Beat(here.step, here.phase, here.sequence, seconds, *limit, os.getpid(), self._rank.host, here.taken)
+        page, host = OWN_PAGE, self._rank.host
+        seconds = round(time.monotonic() - page.since, 1)
+        limit = phase_limit(self._config, page)
+        return Beat(page.step, page.phase, page.sequence, seconds, *limit, os.getpid(), host, page.completed)
 
     def end(self) -> None:
         """Tell that this rank has nothing left to do, and beat no more."""

@@ -1,7 +1,6 @@
 """Look at a rank's process from outside, also when it is stopped or one of its threads keeps the GIL."""
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.fault.stall import STOPPED, Inspection
+from titanlite.runtime.page import Page, read_page
 
 STACK_SECONDS = 2
 """How long a process has to write its stack."""
@@ -26,13 +26,12 @@ class RankProcess(NamedTuple):
     pid: int
     stack: Path
     """The file it answers into."""
-    place: Path
-    """The page in which it keeps its place: runtime/progress.py."""
+    page: Path
 
 
 def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
     """Return what is seen of each rank's process."""
-    found = {rank: (process_state(each.pid), _place(each.place)) for rank, each in processes.items()}
+    found = {rank: (process_state(each.pid), read_page(each.page)) for rank, each in processes.items()}
     for each in processes.values():
         _ask(each.pid)
     stopped = [each for rank, each in processes.items() if found[rank][0] == STOPPED]
@@ -43,7 +42,7 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
     for each in stopped:
         _send(each.pid, signal.SIGSTOP)
     stacks = {rank: _read(each.stack) or _spied(each.pid) for rank, each in processes.items()}
-    return {rank: Inspection(state, stacks[rank], place) for rank, (state, place) in found.items()}
+    return {rank: Inspection(state, stacks[rank], _place(page)) for rank, (state, page) in found.items()}
 
 
 def process_state(pid: int) -> str:
@@ -55,20 +54,11 @@ def process_state(pid: int) -> str:
     return STATES.get(letter, letter)
 
 
-def _place(file: Path) -> tuple[int, str, int, float] | None:
-    """Return step, phase, sequence, and the seconds in the phase: all processes of a host have one such clock."""
-    if place := read_place(file):
-        step, phase, sequence, since, _ = place
-        return step, phase, sequence, time.monotonic() - since
-    return None
-
-
-def read_place(file: Path) -> tuple[int, str, int, float, int] | None:
-    """Return what a rank's page says: step, phase, sequence, since when, and the last step taken."""
-    with suppress(ValueError):  # nothing yet, or half of it
-        step, phase, sequence, since, taken = json.loads(_read(file))
-        return step, phase, sequence, since, taken
-    return None
+def _place(page: Page | None) -> tuple[int, str, int, float] | None:
+    """Return step, phase, sequence, and the seconds in the phase."""
+    if page is None:
+        return None
+    return page.step, page.phase, page.sequence, time.monotonic() - page.since
 
 
 def _ask(pid: int) -> None:

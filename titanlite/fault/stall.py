@@ -41,8 +41,8 @@ class Beat:
     """The key of the config that says so."""
     pid: int
     host: str
-    taken: int = 0
-    """The last step that is complete."""
+    completed: int = 0
+    """The last complete step."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> "Beat":

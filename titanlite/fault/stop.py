@@ -15,16 +15,14 @@ from collections.abc import Mapping
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, OK, STOPPED
 from titanlite.runtime.cluster import RankInfo, read_number
-from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.page import OWN_PAGE, EarlyExit, read_pages
 from titanlite.runtime.rank_files import (
     LAUNCHED,
-    REASON,
+    PAGE,
     SAME_REQUEST_SECONDS,
     STARTED,
     STOP_SIGNALS,
-    Left,
     own_file,
-    read_left,
 )
 
 
@@ -36,7 +34,7 @@ class Stop(threading.Thread):
         self.reason = ""
         """Why to stop; empty without a request."""
         self._rank, self._grace = rank.rank, config.fault.grace_seconds
-        self._file = own_file(environ, REASON)
+        self._page = own_file(environ, PAGE)
         self._limit, self._limit_name = time_limit(config, environ)
         self._asked_at = self._signaled_at = math.inf
         self._pipe = -1
@@ -71,7 +69,7 @@ class Stop(threading.Thread):
             if now > self._asked_at + self._grace:
                 os._exit(self.leave(f"fault.grace_seconds = {self._grace} ran out"))
             # Without data no rank can take a step: what is left of the time would save nothing.
-            if PROGRESS.phase == "data" and now > max(self._asked_at, PROGRESS.since) + self._grace / 2:
+            if OWN_PAGE.phase == "data" and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2:
                 os._exit(self.leave(f"no data for half of fault.grace_seconds = {self._grace}"))
 
     def _hear(self, number: signal.Signals) -> None:
@@ -83,24 +81,21 @@ class Stop(threading.Thread):
 
     def others_may_have_left(self) -> bool:
         """Whether others, which were asked to stop, have left this one alone, so that an error is the consequence."""
-        if self._file and read_left(self._file.parent):
+        if self._page and any(page.ending for page in read_pages(self._page.parent).values()):
             return True
         return time.monotonic() > self._asked_at + self._grace / 2  # on other nodes
 
-    def left(self, cause: str = "") -> Left:
+    def left(self, cause: str = "") -> EarlyExit:
         """Return what a rank that leaves now tells: why, and what is lost."""
-        lost = max(0, PROGRESS.taken - PROGRESS.saved)
+        lost = max(0, OWN_PAGE.completed - OWN_PAGE.saved)
         reason = f"{self.reason}; {cause}" if cause else self.reason
-        return Left(CUT_SHORT if lost else STOPPED, PROGRESS.taken, reason, lost)
+        return EarlyExit(CUT_SHORT if lost else STOPPED, OWN_PAGE.completed, reason, lost)
 
     def leave(self, cause: str = "") -> int:
-        """Tell it; return the exit code. Under titanlite's launcher a file tells it, and the code is that of success:
-        the elastic agent would take any other for a failure."""
-        left = self.left(cause)
-        if self._file is None:
-            return left.code
-        left.write(self._file)
-        return OK
+        """Record the early exit; return the exit code, below titanlite's launcher that of success: no rank failed."""
+        ending = self.left(cause)
+        OWN_PAGE.end(ending)
+        return OK if self._page else ending.code
 
 
 def _hear_nothing() -> None:

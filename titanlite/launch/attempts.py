@@ -19,10 +19,10 @@ from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, STOPPED, RunFailed
 from titanlite.fault.stall import Stalled
 from titanlite.launch.failure import Exit, Failure, first_failure
 from titanlite.launch.rendezvous import NodeRendezvous, PeerFailed, Verdict
-from titanlite.launch.stopping import last_taken
+from titanlite.launch.stopping import last_completed
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
-from titanlite.runtime.rank_files import Left
+from titanlite.runtime.page import EarlyExit
 from titanlite.train.ending import describe_stop
 
 
@@ -150,11 +150,12 @@ class Attempts:
         self._failures.append(failure)
         if verdict.code is not None:
             return verdict
-        taken = max([last_taken(self._private), (failure.step or 1) - 1, *(beat.taken for beat in beats.values())])
+        told = [beat.completed for beat in beats.values()]
+        completed = max([last_completed(self._private), (failure.step or 1) - 1, *told])
         saved, source = _newest(attempt.config)
-        self._first_step, lost = saved + 1, max(0, taken - saved)
+        self._first_step, lost = saved + 1, max(0, completed - saved)
         if reason := asked():
-            left = Left(CUT_SHORT if lost else STOPPED, saved + lost, reason, lost)
+            left = EarlyExit(CUT_SHORT if lost else STOPPED, saved + lost, reason, lost)
             return replace(verdict, code=left.code, why=describe_stop(self._given, left))
         number = f"restart {len(self._failures)} of {self._max_restarts}"
         why = f"{number}, {source}; {lost} step{'s' * (lost != 1)} lost"

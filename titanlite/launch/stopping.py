@@ -19,18 +19,10 @@ from titanlite.checkpoint.manifest import latest_complete
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
-from titanlite.fault.inspection import read_place
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
-from titanlite.runtime.rank_files import (
-    PLACE,
-    SAME_REQUEST_SECONDS,
-    STARTED,
-    STOP_SIGNALS,
-    Left,
-    processes,
-    read_left,
-)
+from titanlite.runtime.page import EarlyExit, read_pages
+from titanlite.runtime.rank_files import SAME_REQUEST_SECONDS, STARTED, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from titanlite.launch.rendezvous import NodeRendezvous
@@ -43,7 +35,7 @@ EXTRA_SECONDS = 5
 class Stopped(BaseException):
     """The run has ended because it was asked to."""
 
-    def __init__(self, left: Left) -> None:
+    def __init__(self, left: EarlyExit) -> None:
         super().__init__(left.reason)
         self.left, self.code = left, left.code
 
@@ -100,16 +92,16 @@ class Stopping:
         if self.reason == CTRL_C and not self._announced:
             self._announced = True
             say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
-        if any(left.code == CUT_SHORT for left in read_left(self._private)):  # no other rank can save any more
+        if any(ending.code == CUT_SHORT for ending in _endings(self._private)):  # no other rank can save any more
             raise Stopped(self._ended())
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
             self._kill(f"fault.grace_seconds = {grace} ran out")
 
     def _kill(self, cause: str) -> None:
         self.reason += f"; {cause}"
-        for process in processes(self._private).values() if self._running else ():
+        for page in read_pages(self._private).values() if self._running else ():
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(page.pid, signal.SIGKILL)
         raise Stopped(self._ended())
 
     def _judge(self, exits: Mapping[int, Exit]) -> None:
@@ -123,24 +115,27 @@ class Stopping:
             self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
             raise Stopped(self._ended())
 
-    def _told_by_ranks(self) -> Left | None:
+    def _told_by_ranks(self) -> EarlyExit | None:
         """Return how the run ended by what the rank of this node wrote that knows best, None if none did.
 
         One rank that has saved its last step is enough: no other has taken a later one.
         """
-        return min(
-            read_left(self._private), key=lambda left: (left.code, "another rank" in left.reason), default=None
-        )
+        endings = _endings(self._private)
+        return min(endings, key=lambda ending: (ending.code, "another rank" in ending.reason), default=None)
 
-    def _ended(self) -> Left:
+    def _ended(self) -> EarlyExit:
         """Return how a run ends whose ranks could not tell it."""
-        step = last_taken(self._private) if self._running else 0
+        step = last_completed(self._private) if self._running else 0
         saved = latest_complete(checkpoint_root(self._config)) or 0
         lost = max(0, step - saved)
-        return Left(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)
+        return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)
 
 
-def last_taken(private: Path) -> int:
-    """Return the last step that a worker of this node has taken; 0 if none has."""
-    places = map(read_place, private.glob(f"*.{PLACE}"))
-    return max((place[-1] for place in places if place), default=0)
+def last_completed(private: Path) -> int:
+    """Return the last step that a worker of this node has completed; 0 if none has."""
+    return max((page.completed for page in read_pages(private).values()), default=0)
+
+
+def _endings(private: Path) -> list[EarlyExit]:
+    """Return the early exits of this node's workers."""
+    return [page.ending for page in read_pages(private).values() if page.ending]

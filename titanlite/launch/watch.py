@@ -15,7 +15,8 @@ from titanlite.launch.attempts import Attempt
 from titanlite.launch.rendezvous import NodeRendezvous
 from titanlite.launch.workers import kill_group
 from titanlite.runtime.distributed import attempt_store
-from titanlite.runtime.rank_files import PLACE, STACK, processes, rank_file
+from titanlite.runtime.page import read_pages
+from titanlite.runtime.rank_files import PAGE, STACK, rank_file
 
 
 class Watch:
@@ -46,9 +47,9 @@ class Watch:
     def _processes(self) -> dict[int, RankProcess]:
         """Return the processes of this node that are ready to be asked."""
         return {
-            rank: RankProcess(pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PLACE))
-            for rank, pid in processes(self._private).items()
-            if _leads_session(pid)
+            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PAGE))
+            for rank, page in read_pages(self._private).items()
+            if _leads_session(page.pid)
         }
 
     def _raise_if_hung(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from titanlite.runtime import torch_private
-from titanlite.runtime.progress import phase
+from titanlite.runtime.page import phase
 
 if TYPE_CHECKING:
     from titanlite.parallel.pipeline import Pipeline

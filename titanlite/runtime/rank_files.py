@@ -1,10 +1,8 @@
 """How a launcher and its workers talk: by variables, signals, and files in a folder of the launcher's. No torch."""
 
-import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
@@ -23,9 +21,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1
 """Signals within this time are one request: schedulers signal a launcher and its ranks, and some do so twice."""
 
-ERROR, PID, REASON, STACK, PLACE = "json", "pid", "reason", "stack", "place"
-"""Kinds of files: the error that ended a rank, its process id, why it stopped early without one, where its threads
-are, which SIGUSR2 asks for, and the place that it is in now: step, phase, sequence, since when, last step taken."""
+ERROR, STACK, PAGE = "json", "stack", "page"
+"""Kinds of files: the error that ended a rank, its stack, which SIGUSR2 asks for, and its page (runtime/page.py)."""
 
 
 def attempt_number(environ: Mapping[str, str]) -> str:
@@ -49,29 +46,3 @@ def own_file(environ: Mapping[str, str], kind: str) -> Path | None:
     if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run
         return None
     return rank_file(Path(environ[RESOLVED_CONFIG]).parent, int(environ["RANK"]), kind)
-
-
-@dataclass(frozen=True)
-class Left:
-    """Why a rank left before the target step."""
-
-    code: int
-    """STOPPED, or CUT_SHORT if steps are lost."""
-    step: int
-    """The last that it took."""
-    reason: str
-    lost: int
-    """Steps since the newest checkpoint."""
-
-    def write(self, file: Path) -> None:
-        write_whole(file, json.dumps(asdict(self)))
-
-
-def read_left(private: Path) -> list[Left]:
-    """Return what the workers of this node that left early wrote."""
-    return [Left(**json.loads(file.read_text())) for file in sorted(private.glob(f"*.{REASON}"))]
-
-
-def processes(private: Path) -> dict[int, int]:
-    """Return the process ids of this node's workers by rank, as far as they have started."""
-    return {int(file.stem): int(text) for file in private.glob(f"*.{PID}") if (text := file.read_text())}

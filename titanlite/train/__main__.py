@@ -12,13 +12,14 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
-    from titanlite.runtime.rank_files import PID, STACK, own_file
+    from titanlite.runtime.page import OWN_PAGE
+    from titanlite.runtime.rank_files import PAGE, STACK, own_file
 
     replace_unprintable()
-    if (file := own_file(os.environ, PID)) and (stack := own_file(os.environ, STACK)):
-        # For the launcher, before torch takes its seconds; it signals only who has told that it is ready.
+    if (page := own_file(os.environ, PAGE)) and (stack := own_file(os.environ, STACK)):
+        # Before torch takes its seconds: the launcher signals processes that have a page.
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
-        file.write_text(str(os.getpid()))
+        OWN_PAGE.share(page)
     from titanlite.train.worker import main
 
     code = main(sys.argv[1:])

@@ -6,7 +6,7 @@ from pathlib import Path
 from titanlite.checkpoint.resume import last_saved_message
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
-from titanlite.runtime.rank_files import Left
+from titanlite.runtime.page import EarlyExit
 
 
 def describe_end(config: JobConfig) -> str:
@@ -26,7 +26,7 @@ def describe_end(config: JobConfig) -> str:
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
 
 
-def describe_stop(config: JobConfig, left: Left) -> str:
+def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     """Return the line of a run that was asked to stop."""
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"

@@ -13,7 +13,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.runtime.determinism import derive_seed
-from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.page import OWN_PAGE
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def generate(
     source = pipeline.first_with_loss if pipeline else 0
     nn.ModuleList(parts).eval()
     for _ in range(settings.tokens):
-        PROGRESS.enter("sample")
+        OWN_PAGE.enter("sample")
         show(tokens)
         context = tokens[-positions:]
         padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)

@@ -21,7 +21,7 @@ from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
-from titanlite.runtime.progress import phase
+from titanlite.runtime.page import phase
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import token_loss_sum
 

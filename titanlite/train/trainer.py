@@ -40,7 +40,7 @@ from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import gather_objects, set_collective_timeout
-from titanlite.runtime.progress import PROGRESS, phase
+from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid
 from titanlite.train.report import Report
@@ -72,7 +72,7 @@ class Trainer:
         with phase("load"):
             self.resume = self.checkpoints.find()
         self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
-        PROGRESS.taken = PROGRESS.saved = self.step
+        OWN_PAGE.completed = OWN_PAGE.saved = self.step
         self.consumed = self.resume.consumed
         self.seed = agree_on_seed(self.resume.seed if config.debug.seed is None else config.debug.seed)
         self._open_data()
@@ -179,14 +179,14 @@ class Trainer:
 
     def _run_steps(self) -> None:
         config, steps, first = self.job.config, self.job.config.training.steps, self.step + 1
-        PROGRESS.first_step = first
-        PROGRESS.enter("step")
+        OWN_PAGE.first_step = first
+        OWN_PAGE.enter("step")
         with Profiler(config.profiling, self.folder, self.rank_info.rank, self.device, self.step) as profiler:
             while self.step < steps and not self.stopped:
                 self.step += 1
-                PROGRESS.step = self.step
+                OWN_PAGE.step = self.step
                 self.train_step()
-                PROGRESS.taken = self.step
+                OWN_PAGE.completed = self.step
                 self.stopped = self.nonfinite.read() and self.step < steps
                 if self.step == first:
                     dist.barrier()  # or a rank would start the shorter clock while another still compiles
@@ -275,7 +275,7 @@ class Trainer:
         self.checkpoints.restore(resume, self.state)
         self.runner.notify_converters()
         self.step, self.tokens = resume.position.step, resume.position.tokens
-        PROGRESS.taken = PROGRESS.saved = self.step
+        OWN_PAGE.completed = OWN_PAGE.saved = self.step
         self.nonfinite.load_state_dict(resume.guard)
         self.report.close()
         self.report.open_sinks(self.seed, self.step)  # as a resume does: what is later is dropped

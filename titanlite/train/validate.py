@@ -10,7 +10,7 @@ from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.runtime.progress import PROGRESS
+from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
 
@@ -47,7 +47,7 @@ def validation_loss(
     with torch.no_grad():
         abandoned = False
         for number, batch in enumerate(batches, start=1):
-            PROGRESS.enter("validation")  # each batch is progress: a long validation is no hang
+            OWN_PAGE.enter("validation")  # each batch is progress: a long validation is no hang
             if asked and number % 8 == 0 and (abandoned := asked()):
                 break
             batch = batch.to(device, places)

@@ -25,8 +25,8 @@ from titanlite.observe.console import open_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
+from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.parent import exit_with_parent
-from titanlite.runtime.progress import PROGRESS
 from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG, write_whole
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.summary import describe_start
@@ -83,7 +83,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "py_callstack": traceback.format_exc(),
         "timestamp": str(int(now)),
         "time": now,
-        "step": PROGRESS.step,
+        "step": OWN_PAGE.step,
         "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
@@ -126,6 +126,6 @@ def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
             stopped = f"\ntitanlite: {describe_stop(config, stop.left())}"
             log.info(stopped if trainer.stopped else describe_end(config))
-        PROGRESS.enter("end")
+        OWN_PAGE.enter("end")
     heart.end()
     return stop.leave() if trainer.stopped else OK

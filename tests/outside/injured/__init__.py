@@ -56,10 +56,10 @@ def suffer(kind: str) -> None:
 def prepare() -> None:
     import torch.distributed as dist
 
-    from titanlite.runtime.progress import PROGRESS, Progress
+    from titanlite.runtime.page import OWN_PAGE, OwnPage
     from titanlite.train.step import StepRunner
 
-    planned, enter, clip = injuries(), Progress.enter, StepRunner.clip_gradients
+    planned, enter, clip = injuries(), OwnPage.enter, StepRunner.clip_gradients
     destroy = dist.destroy_process_group
 
     def injured_enter(self: Any, phase: str) -> None:
@@ -72,7 +72,7 @@ def prepare() -> None:
 
     def injured_clip(self: Any, *arguments: Any) -> Any:
         for injury in [*planned]:
-            if injury[0] in ("nan", "spike") and injury[2] == PROGRESS.step:
+            if injury[0] in ("nan", "spike") and injury[2] == OWN_PAGE.step:
                 planned.remove(injury)
                 gradient = next(p.grad for p in self.parameters if p.grad is not None)
                 gradient.mul_(float("nan") if injury[0] == "nan" else 1e4)
@@ -85,7 +85,7 @@ def prepare() -> None:
                 suffer(kind)
 
     mock.patch.object(dist, "destroy_process_group", injured_destroy).start()
-    mock.patch.object(Progress, "enter", injured_enter).start()
+    mock.patch.object(OwnPage, "enter", injured_enter).start()
     mock.patch.object(StepRunner, "clip_gradients", injured_clip).start()
     for kind, phase, _ in planned:
         if phase == "start":

@@ -1,0 +1,131 @@
+"""A rank's page: its process, where its main thread is, and how it ended early; others read it from a mapped file.
+
+One value for the process, like the profiler's regions, whose names are the same. The file is readable while the
+process is stopped, keeps the GIL, or is dead. No torch before the first phase.
+"""
+
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from titanlite.runtime.rank_files import PAGE
+
+PAGE_BYTES = 1024
+MOST_CHARACTERS = 150
+_MOST_READS = 20
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """The end of a rank before the target step."""
+
+    code: int
+    """STOPPED, or CUT_SHORT if steps are lost."""
+    step: int
+    """The last complete step."""
+    reason: str
+    lost: int
+    """Steps since the newest checkpoint."""
+
+
+@dataclass
+class Page:
+    """What a page says."""
+
+    step: int = 0
+    phase: str = "start"
+    sequence: int = 0
+    """Phases entered so far: the same on ranks that did the same."""
+    since: float = field(default_factory=time.monotonic)
+    """The start of the phase, by the clock that all processes of a host share."""
+    completed: int = 0
+    """The last complete step of this rank."""
+    saved: int = 0
+    """The last step that is in a committed checkpoint, as far as this rank knows."""
+    first_step: int = 0
+    """The first step of this process, which compiles and connects; 0 before it."""
+    pid: int = 0
+    """The process, once it answers SIGUSR2 with its stack."""
+    ending: EarlyExit | None = None
+
+
+class OwnPage(Page):
+    """This process's page. The main thread changes it, but for `saved` (a save's thread) and `ending` (a stop's)."""
+
+    _file: mmap.mmap | None = None
+    _lock = threading.Lock()
+    _writes = 0
+
+    def share(self, file: Path) -> None:
+        """Keep the page in a file too."""
+        file.write_bytes(b" " * PAGE_BYTES)
+        with file.open("r+b") as opened:
+            self._file = mmap.mmap(opened.fileno(), PAGE_BYTES)
+        self.pid = os.getpid()
+        self._write()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.sequence += 1
+        self.stand_in(phase)
+
+    def stand_in(self, phase: str) -> None:
+        """Be in the phase, without counting it again."""
+        self.phase = phase
+        self.since = time.monotonic()
+        self._write()
+
+    def end(self, ending: EarlyExit) -> None:
+        """Record an early exit."""
+        self.ending = replace(ending, reason=ending.reason[:MOST_CHARACTERS])
+        self._write()
+
+    def _write(self) -> None:
+        """Write the page with a number at both ends, by which a reader notices half of it."""
+        if self._file is None:
+            return
+        with self._lock:
+            self._writes += 1
+            text = json.dumps([self._writes, asdict(self), self._writes], ensure_ascii=False).encode()
+            assert len(text) <= PAGE_BYTES, text
+            self._file[:] = text.ljust(PAGE_BYTES)
+
+
+OWN_PAGE = OwnPage()
+
+
+def read_page(file: Path) -> Page | None:
+    """Return what a rank's file says; None before it says anything."""
+    for _ in range(_MOST_READS):
+        try:
+            first, values, last = json.loads(file.read_bytes())
+        except (OSError, ValueError):  # none yet, or half of one
+            continue
+        if first == last:
+            ending = values.pop("ending")
+            return Page(**values, ending=EarlyExit(**ending) if ending else None)
+    return None
+
+
+def read_pages(private: Path) -> dict[int, Page]:
+    """Return the pages of this node's workers by rank, as far as they have started."""
+    pages = {int(file.stem): read_page(file) for file in private.glob(f"*.{PAGE}")}
+    return {rank: page for rank, page in sorted(pages.items()) if page}
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name a part of a step, for the profiler too; an error leaves the name as it is, to say where it happened."""
+    from torch.profiler import record_function
+
+    around = OWN_PAGE.phase
+    OWN_PAGE.enter(name)
+    with record_function(name):
+        yield
+    OWN_PAGE.stand_in(around)
