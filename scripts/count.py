@@ -1,15 +1,33 @@
-"""Print the lines of the reading core and of every room: python scripts/count.py. Only the standard library is used.
+"""Count titanlite: python scripts/count.py [--style | --ring 1]. Only the standard library is used.
 
-The core is what a reader must know to trust a training step; its files are listed in CONTRIBUTING.md.
+Prints the tokens of every ring and room; with --style how densely the rings are written, with --ring the files of one
+ring in reading order. Tokens are those of Python's lexer without comments, docstrings, line ends and indentation:
+lines can be packed, tokens can't. A ring is a block of files in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import sys
+import tokenize
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LONG_LINE = 100
 
 
 def source_files() -> list[Path]:
@@ -18,22 +36,61 @@ def source_files() -> list[Path]:
     return sorted({path.resolve().relative_to(ROOT) for path in files})
 
 
-def core_files() -> list[Path]:
-    """Return the files of the reading core: the paths in CONTRIBUTING.md's block, less those after a minus sign."""
-    block = re.search(r"```reading-core\n(.+?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert block, "CONTRIBUTING.md has a block ```reading-core"
-    files: list[Path] = []
-    for line in block[1].split("\n"):
-        for pattern in line.split():
-            excluded = pattern.removeprefix("-")
-            matching = [path for path in source_files() if f"{path}".startswith(excluded)]
-            assert matching, f"{pattern} in CONTRIBUTING.md's reading core matches no file"
-            files = [f for f in files if f not in matching] if excluded != pattern else [*files, *matching]
-    return files
+@cache
+def rings() -> dict[int, list[Path]]:
+    """Return the files of each ring in reading order.
+
+    A line of a block in CONTRIBUTING.md names a file or a folder, and what it holds. A folder stands for the files in
+    it that no other line names.
+    """
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {int(n): block.split("\n") for n, block in re.findall(r"```ring-(\d)\n(.+?)\n```", text, re.DOTALL)}
+    patterns = {ring: [line.split()[0] for line in lines] for ring, lines in named.items()}
+    files = {Path(pattern) for lines in patterns.values() for pattern in lines if not pattern.endswith("/")}
+    found: dict[int, list[Path]] = {}
+    for ring, lines in patterns.items():
+        found[ring] = []
+        for pattern in lines:
+            matching = [Path(pattern)]
+            if pattern.endswith("/"):
+                matching = [f for f in source_files() if f"{f}".startswith(pattern) and f not in files]
+            assert matching and all((ROOT / f).is_file() for f in matching), f"ring {ring}: no file {pattern}"
+            found[ring] += matching
+    return found
 
 
-def lines(path: Path) -> int:
-    return len((ROOT / path).read_text(encoding="utf-8").splitlines())
+def source(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@cache
+def tokens(path: Path) -> int:
+    """Return the tokens of a file."""
+    lexed = tokenize.generate_tokens(io.StringIO(source(path)).readline)
+    count = sum(token.type not in LAYOUT for token in lexed)
+    for node in ast.walk(ast.parse(source(path))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            count -= isinstance(node.value.value, str)  # a docstring
+    return count
+
+
+def style(paths: Iterable[Path]) -> dict[str, float]:
+    """Return how often dense statements occur per 1,000 tokens, and the number of long lines."""
+    found = Counter[str]()
+    size = 0
+    for path in paths:
+        size += tokens(path)
+        found["lines > 100"] += sum(len(line) > LONG_LINE for line in source(path).splitlines())
+        for node in ast.walk(ast.parse(source(path))):
+            found["tuple assignments"] += (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Tuple)
+                and isinstance(node.targets[0], ast.Tuple)
+            )
+            found["comprehensions"] += isinstance(node, LOOPS)
+            found["ternaries"] += isinstance(node, ast.IfExp)
+    names = ("tuple assignments", "comprehensions", "ternaries")
+    return {name: 1000 * found[name] / size for name in names} | {"lines > 100": found["lines > 100"]}
 
 
 def room(path: Path) -> str:
@@ -41,19 +98,26 @@ def room(path: Path) -> str:
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 
-def main() -> None:
-    core = set(core_files())
-    in_core = Counter[str]()
-    beside = Counter[str]()
-    for path in source_files():
-        (in_core if path in core else beside)[room(path)] += lines(path)
-    for title, counts in (("reading core", in_core), ("other files", beside)):
-        print(f"{title:<24} {counts.total():>7,}")
-        for name, count in sorted(counts.items()):
-            print(f"  {name:<22} {count:>7,}")
-    whole = sum(lines(path) for path in source_files() if path.parts[0] == "titanlite")
-    print(f"{'titanlite/ as a whole':<24} {whole:>7,}")
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--ring"]:
+        for path in rings()[int(arguments[1])]:
+            print(f"{tokens(path):>7,}  {path}")
+        return
+    if arguments == ["--style"]:
+        for ring, paths in rings().items():
+            values = ", ".join(f"{name} {value:.1f}" for name, value in style(paths).items())
+            print(f"ring {ring}: {values}")
+        return
+    for ring, paths in rings().items():
+        rooms = Counter[str]()
+        for path in paths:
+            rooms[room(path)] += tokens(path)
+        print(f"{f'ring {ring}, {len(paths)} files':<24} {rooms.total():>8,}")
+        for name, count in sorted(rooms.items()):
+            print(f"  {name:<22} {count:>8,}")
+    whole = sum(tokens(path) for path in source_files() if path.parts[0] == "titanlite")
+    print(f"{'titanlite/ as a whole':<24} {whole:>8,}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
