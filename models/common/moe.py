@@ -1,4 +1,7 @@
-"""A mixture of experts: a router chooses some for each token, and no token is dropped. No parallelism in here."""
+"""A mixture of experts: a router chooses some for each token, and no token is dropped.
+
+There is no parallelism in this file.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +16,17 @@ from titanlite.models.common import Balance, Score
 class Router(nn.Module):
     """Choose `top_k` experts for each token, and their weights, in float32 or wider.
 
-    Balance "sequence" adds a loss: experts x sum over them of (share of a sequence's choices x mean probability),
-    times `coefficient`. "bias" counts for the choice alone; after a step the framework moves it by `rate`.
+    Balance "sequence" adds a loss: experts x sum over them of (share of a sequence's choices x mean
+    probability), times `coefficient`. Balance "bias" adds a bias to the scores for the choice
+    alone, not for the weights; after a step the framework moves it by `rate`.
     """
 
     bias: Tensor | None
-    counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes it, and the next
-    auxiliary: Tensor  # this rank's part of this step's loss of balance
+    counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes them
+    auxiliary: Tensor  # this rank's part of this step's loss of balance; zeroed likewise
     sequences: int = 1  # of the whole global batch: the loss is their mean
-    coefficient, rate = 1e-3, 1e-3
+    coefficient = 1e-3
+    rate = 1e-3
     forced: bool = False  # choose all experts in turn, whatever their scores
 
     def __init__(
@@ -34,13 +39,21 @@ class Router(nn.Module):
         normalize: bool = True,
     ) -> None:
         super().__init__()
-        self.top_k, self.score, self.normalize, self.balance = top_k, score, normalize, balance
+        self.top_k = top_k
+        self.score = score
+        self.normalize = normalize
+        self.balance = balance
         self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.register_buffer("bias", torch.zeros(experts) if balance == "bias" else None)
-        self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("auxiliary", torch.zeros((), dtype=torch.float64), persistent=False)
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts  # over ranks that share sequences
-        self.runs_again: Callable[[], bool] = lambda: False  # this forward pass repeats a counted one: recomputation
+        bias = torch.zeros(experts) if balance == "bias" else None
+        self.register_buffer("bias", bias)
+        counts = torch.zeros(experts, dtype=torch.int64)
+        self.register_buffer("counts", counts, persistent=False)
+        auxiliary = torch.zeros((), dtype=torch.float64)
+        self.register_buffer("auxiliary", auxiliary, persistent=False)
+        # Replaced by the framework: the sum over the ranks that share sequences, and whether this
+        # forward pass is a recomputation, which was counted already.
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.runs_again: Callable[[], bool] = lambda: False
 
     def reset_buffers(self) -> None:
         """Start without bias and counts."""
@@ -48,26 +61,41 @@ class Router(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights and numbers of the chosen experts (batch, tokens, top_k), and counts (batch, experts)."""
+        """Return weights and numbers of the chosen experts (batch, tokens, top_k).
+
+        With them come counts of the choices (batch, experts).
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits, experts = F.linear(x.to(wide), self.weight.to(wide)), len(self.counts)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        chosen = (scores.detach() + (0 if self.bias is None else self.bias)).topk(self.top_k).indices
+        bias = 0 if self.bias is None else self.bias
+        chosen = (scores.detach() + bias).topk(self.top_k).indices
+        experts = len(self.counts)
         if self.forced:
-            chosen = (torch.arange(chosen.numel(), device=x.device) % experts).view_as(chosen)
-        weights, choices = scores.gather(-1, chosen), chosen.flatten(1)
-        weights = weights / weights.sum(-1, keepdim=True) if self.normalize else weights
-        counts = choices.new_zeros(len(x), experts).scatter_add_(1, choices, torch.ones_like(choices))
-        if self.training and torch.is_grad_enabled():
-            loss = self._loss(scores, counts) if self.balance == "sequence" else scores.new_zeros(())
-            weights = _WithLoss.apply(weights, loss)
-            if not self.runs_again():
-                self.counts += counts.sum(0)
-                self.auxiliary += loss.detach()
+            in_turn = torch.arange(chosen.numel(), device=x.device) % experts
+            chosen = in_turn.view_as(chosen)
+        weights = scores.gather(-1, chosen)
+        choices = chosen.flatten(1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        counts = choices.new_zeros(len(x), experts)
+        counts.scatter_add_(1, choices, torch.ones_like(choices))
+        if not (self.training and torch.is_grad_enabled()):
+            return weights, chosen, counts
+        loss = self._loss(scores, counts)
+        weights = _WithLoss.apply(weights, loss)
+        if not self.runs_again():
+            self.counts += counts.sum(0)
+            self.auxiliary += loss.detach()
         return weights, chosen, counts
 
     def _loss(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return the part of this rank's tokens: as it is linear in their probabilities, the ranks' parts add up."""
+        """Return the auxiliary loss of this rank's tokens.
+
+        It is linear in their probabilities, so that the ranks' parts add up.
+        """
+        if self.balance != "sequence":
+            return scores.new_zeros(())
         probabilities = (scores / scores.sum(-1, keepdim=True)).sum(1)
         total = self.sum_over_sequence(counts).to(scores.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
@@ -76,54 +104,71 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers, of which each has its own tokens."""
+    """Gated feed-forward layers; each has its own tokens."""
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.empty(experts, hidden, dim)) for _ in range(2))
+        self.w1 = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.w3 = nn.Parameter(torch.empty(experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return what the experts make of tokens (n, dim) in the order of their experts; `counts` sum to n."""
-        gates, values = (grouped_product(tokens, weight, counts) for weight in (self.w1, self.w3))
+        """Return the experts' outputs for tokens (n, dim), which are in the order of their experts.
+
+        `counts` has the number of tokens for each expert.
+        """
+        gates = grouped_product(tokens, self.w1, counts)
+        values = grouped_product(tokens, self.w3, counts)
         return grouped_product(F.silu(gates) * values, self.w2, counts)
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply the rows of each group by its matrix of (groups, outputs, inputs)."""
-    if x.dtype != torch.float64 and not any(size * x.element_size() % 16 for size in weight.shape[1:]):
+    outputs, inputs = weight.shape[1:]
+    is_aligned = outputs * x.element_size() % 16 == 0 and inputs * x.element_size() % 16 == 0
+    if is_aligned and x.dtype != torch.float64:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    groups = x.split(counts.tolist())  # waits for a GPU: only sizes for tests are not multiples of 16 bytes
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind(), strict=True)])
+    # This waits for a GPU: only sizes for tests are not multiples of 16 bytes.
+    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
 
 class MoE(nn.Module):
-    """Send every token to the experts that the router chose, and add up what they make of it by its weights."""
+    """Send every token to its chosen experts, and sum their outputs by the router's weights."""
 
     def __init__(self, router: Router, experts: nn.Module, shared: nn.Module | None = None) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = router, experts, shared  # every token meets the shared one
+        self.router = router
+        self.experts = experts
+        self.shared = shared  # every token goes to it
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output of (batch, tokens, dim)."""
         weights, chosen, counts = self.router(x)
         order = chosen.flatten().argsort(stable=True)
         place = inverse(order)
-        tokens = GatherRows.apply(x.flatten(0, 1), order // self.router.top_k, place.view(-1, self.router.top_k))
-        outputs = GatherRows.apply(self.experts(tokens, counts.sum(0)), place.view_as(chosen), order)
+        top_k = self.router.top_k
+        tokens = GatherRows.apply(x.flatten(0, 1), order // top_k, place.view(-1, top_k))
+        outputs = GatherRows.apply(
+            self.experts(tokens, counts.sum(0)), place.view_as(chosen), order
+        )
         mixed = (weights.to(x.dtype).unsqueeze(-2) @ outputs).squeeze(-2)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        if self.shared is None:
+            return mixed
+        return mixed + self.shared(x)
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Return where each number is in a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    """Return the place of each number in a permutation."""
+    place = torch.empty_like(order)
+    return place.scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class GatherRows(torch.autograd.Function):
     """Return rows by their numbers.
 
-    `uses` says where: one place for each row, or (rows, times), so that the backward pass adds in one order.
+    `uses` has the places of each row in the result: one place, or as (rows, times) several, so that
+    the backward pass adds in one order.
     """
 
     @staticmethod
@@ -135,11 +180,13 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (uses,) = ctx.saved_tensors
         own = gradients[0].flatten(0, -2)[uses]
-        return own.sum(1) if uses.dim() > 1 else own, None, None
+        if uses.dim() > 1:
+            own = own.sum(1)
+        return own, None, None
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `x`; the backward pass gives `loss` the gradient 1, as if the model's loss had it added."""
+    """Return `x`; the backward pass gives `loss` the gradient 1, as a term of the model's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

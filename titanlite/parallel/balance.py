@@ -1,4 +1,4 @@
-"""Balance of experts: after every step all ranks' choices are counted, and biases favor what too few tokens chose."""
+"""Expert load balance: choices are counted over all ranks; a bias favors underused experts."""
 
 from collections.abc import Sequence
 
@@ -15,37 +15,58 @@ class Balance:
     """The routers of this rank's parts."""
 
     def __init__(self, parts: Sequence[nn.Module], context: Context) -> None:
-        self.context, self.sums = context, torch.zeros(0)  # of a layer: the choices of each expert, auxiliary loss
+        self.context = context
         self.routers = [*routers(*parts).values()]
         self.has_biases = any(router.bias is not None for router in self.routers)
+        self.sums = torch.zeros(0)
+        """Of the last step, for each layer: every expert's choices, then the auxiliary loss."""
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
         """Move the biases, unless the step is skipped, and begin to count the next step."""
         if not self.routers:
             return
-        self.sums = torch.stack([torch.cat([r.counts.double(), r.auxiliary.double()[None]]) for r in self.routers])
-        for buffer in (buffer for router in self.routers for buffer in (router.counts, router.auxiliary)):
-            buffer.zero_()
-        if self.has_biases:
-            dist.all_reduce(self.sums, group=self.context.mesh.stage)
-            counts = self.sums[:, :-1]
-            moves = (counts.mean(-1, keepdim=True) - counts).sign()
-            moves = torch.where(skipped, 0, moves - moves.mean(-1, keepdim=True))
-            for router, move in zip(self.routers, moves, strict=True):
-                router.bias.add_(move, alpha=router.rate)
+        rows = []
+        for router in self.routers:
+            rows.append(torch.cat([router.counts.double(), router.auxiliary.double()[None]]))
+            router.counts.zero_()
+            router.auxiliary.zero_()
+        self.sums = torch.stack(rows)
+        if not self.has_biases:
+            return
+        dist.all_reduce(self.sums, group=self.context.mesh.stage)
+        counts = self.sums[:, :-1]
+        moves = (counts.mean(-1, keepdim=True) - counts).sign()
+        moves = torch.where(skipped, 0, moves - moves.mean(-1, keepdim=True))
+        for router, move in zip(self.routers, moves, strict=True):
+            router.bias.add_(move, alpha=router.rate)
 
     def load(self) -> dict[str, float]:
-        """Return how the last step's tokens were spread, by the keys of metrics.jsonl; all ranks ask once, or not."""
+        """Return the spread of the last step's tokens, by the keys of metrics.jsonl.
+
+        A collective: all ranks must call it, and once a step.
+        """
         if not self.context.job.shape.experts:
             return {}
-        mesh, own = self.context.mesh, [0.0] * 3
+        own = [0.0, 0.0, 0.0]
         if self.routers:
-            if not self.has_biases:
-                dist.all_reduce(self.sums, group=mesh.stage)
-            counts = self.sums[:, :-1]
-            worst = (counts.amax(-1) / counts.mean(-1)).max()
-            own = torch.stack([worst, (counts == 0).sum(), self.sums[:, -1].sum()]).tolist()
-        stages = gather_objects(own, mesh.world["pp"].get_group() if self.context.job.layout.pp > 1 else None)
+            own = self._load_of_stage()
+        pipeline_ranks = None
+        if self.context.job.layout.pp > 1:
+            pipeline_ranks = self.context.mesh.world["pp"].get_group()
+        stages = gather_objects(own, pipeline_ranks)
         worsts, idle, losses = zip(*stages, strict=True)
-        return {"expert_load_max": max(worsts), "experts_idle": int(sum(idle)), "auxiliary_loss": sum(losses)}
+        return {
+            "expert_load_max": max(worsts),
+            "experts_idle": int(sum(idle)),
+            "auxiliary_loss": sum(losses),
+        }
+
+    def _load_of_stage(self) -> list[float]:
+        """Return the largest load over the mean, the idle experts, and the auxiliary loss."""
+        if not self.has_biases:
+            dist.all_reduce(self.sums, group=self.context.mesh.stage)
+        counts = self.sums[:, :-1]
+        worst = (counts.amax(-1) / counts.mean(-1)).max()
+        idle = (counts == 0).sum()
+        return torch.stack([worst, idle, self.sums[:, -1].sum()]).tolist()

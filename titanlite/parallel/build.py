@@ -1,6 +1,7 @@
-"""The plain model on the meta device with its table, what every technique receives, and ties between modules.
+"""The plain model on the meta device with its table; the Context of techniques; ties of parameters.
 
-The table covers the whole model, so that names and patterns mean the same on a rank that holds a part of it.
+The table covers the whole model, so that names and patterns mean the same on a rank that holds a
+part of it.
 """
 
 import re
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """What every technique receives beside a part of the model."""
+    """The input of every technique, with a part of the model."""
 
     job: Job
     mesh: "Mesh"
@@ -34,30 +35,44 @@ class Context:
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
         """Return a part's blocks by their number in the whole model."""
-        return {int(n): block for n, block in part.get_submodule(self.job.spec.blocks).named_children()}
+        blocks = part.get_submodule(self.job.spec.blocks)
+        return {int(number): block for number, block in blocks.named_children()}
 
 
 def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
-    """Return the whole model on the meta device, in training.dtype and with model.freeze applied, and its table."""
+    """Return the whole model on the meta device and its table.
+
+    It is in training.dtype, and model.freeze is applied.
+    """
     model, table = build_meta_model(job.spec, job.model, job.positions)
+    dtype = getattr(torch, job.config.training.dtype)
     for parameter in model.parameters():  # buffers keep their own types
-        parameter.data = parameter.data.to(getattr(torch, job.config.training.dtype))
+        parameter.data = parameter.data.to(dtype)
     for name in match_parameters(table, "model.freeze", job.config.model.freeze):
         model.get_parameter(name).requires_grad_(False)
     return model, table
 
 
-def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, dict[str, Rule]]:
+def build_meta_model(
+    spec: ModelSpec, flavor: Any, positions: int = 1
+) -> tuple[nn.Module, dict[str, Rule]]:
     """Return a model on the meta device and the row of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)
-    names = [name for name, _ in model.named_parameters()]
+    names = list(dict(model.named_parameters()))
     return model, assign(spec.rules(flavor), names, ties=shared_names(model))
 
 
 def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str]) -> list[str]:
-    """Return the parameters that a key's patterns match, by either name of a tie; each pattern must match one."""
-    first_names = {alias: name for name, rule in table.items() for alias in (name, rule.tied) if alias}
+    """Return the parameters that a key's patterns match, by either name of a tie.
+
+    Each pattern must match one.
+    """
+    first_names: dict[str, str] = {}
+    for name, rule in table.items():
+        first_names[name] = name
+        if rule.tied:
+            first_names[rule.tied] = name
     matched: dict[str, None] = {}
     for pattern in patterns:
         names = [name for alias, name in first_names.items() if fnmatchcase(alias, pattern)]
@@ -67,8 +82,13 @@ def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str
     return list(matched)
 
 
-def named_parameters(part: nn.Module, table: Mapping[str, Rule]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a part's parameters by their names in the table: a part may hold only the second of a tie."""
+def named_parameters(
+    part: nn.Module, table: Mapping[str, Rule]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a part's parameters by their names in the table.
+
+    A part may hold only the second of a tie, which the table has under the name of the first.
+    """
     first_names = {rule.tied: name for name, rule in table.items()}
     for name, parameter in part.named_parameters():
         yield first_names.get(name, name), parameter
@@ -88,8 +108,12 @@ def layer_pattern(name: str, blocks: str) -> str:
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Map the second name of every parameter that two modules share to its first."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
-    all_names = model.named_parameters(remove_duplicate=False)
-    return {name: first_names[parameter] for name, parameter in all_names if name != first_names[parameter]}
+    shared: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names[parameter]
+        if name != first:
+            shared[name] = first
+    return shared
 
 
 def tie(model: nn.Module, ties: Mapping[str, str]) -> None:

@@ -1,8 +1,9 @@
-"""Context parallel: each rank has some tokens of every sequence, and attention sees the others' keys and values.
+"""Context parallel: ranks split each sequence; attention sees the keys and values of all.
 
-Only attention's core mixes tokens, so only it communicates: "allgather" gathers keys and values, and attends from a
-rank's own tokens; "ulysses" exchanges tokens for heads, and attends from all tokens for some of the heads. Whatever
-else a model computes, it computes for each token by itself, at the position that it is given.
+Only attention's core mixes tokens, so only it communicates: "allgather" gathers keys and values,
+and attends from a rank's own tokens; "ulysses" exchanges tokens for heads, and attends from all
+tokens for some of the heads. The rest of a model treats each token by itself, at the position that
+it is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,98 +25,158 @@ HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
 
 
 def places(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
-    """Return a rank's chunks of a sequence: one, or balanced one from its head and one from its tail.
+    """Return a rank's chunks of a sequence: one, or if balanced one each from head and tail.
 
-    Together these see (2 x degree + 1) x chunk^2 pairs of tokens on every rank, counting the last chunk seen whole.
+    Two together see (2 x degree + 1) x chunk^2 pairs of tokens on every rank, if all pairs of the
+    last chunk are counted.
     """
-    chunk = tokens // degree // (1 + balanced)
-    numbers = (rank, 2 * degree - 1 - rank) if balanced else (rank,)
+    numbers = [rank]
+    if balanced:
+        numbers.append(2 * degree - 1 - rank)
+    chunk = tokens // degree // len(numbers)
     return [range(number * chunk, (number + 1) * chunk) for number in numbers]
 
 
 def own_places(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
-    """Return the places in a sequence of the tokens that a rank has; None if all, and no later stage must be told."""
+    """Return the places of a rank's tokens in a sequence.
+
+    None if the rank has all of them, and no later pipeline stage needs to know.
+    """
     if job.layout.cp == job.layout.pp == 1:
         return None
-    chunks = places(tokens, job.layout.cp, job.layout.coordinates(rank)["cp"], is_balanced(job))
+    rank_of_sequence = job.layout.coordinates(rank)["cp"]
+    chunks = places(tokens, job.layout.cp, rank_of_sequence, is_balanced(job))
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
 def sequence_multiple(job: Job) -> int:
-    """Return of what a sequence's length must be a multiple."""
-    return job.layout.cp * job.layout.tp * (1 + is_balanced(job))
+    """Return the number that must divide a sequence's length."""
+    chunks = 2 if is_balanced(job) else 1
+    return job.layout.cp * job.layout.tp * chunks
 
 
 def is_balanced(job: Job) -> bool:
-    """Whether ranks have chunks from head and tail; those that exchange heads have equal work without."""
+    """Whether ranks have chunks from head and tail; ranks that exchange heads need no balance."""
     settings = job.config.parallelism
-    gathers = job.layout.cp > 1 and settings.context_parallel_rotate_method == "allgather"
-    return gathers and settings.context_parallel_load_balancer == "headtail"
+    if job.layout.cp == 1 or settings.context_parallel_rotate_method != "allgather":
+        return False
+    return settings.context_parallel_load_balancer == "headtail"
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Let the core of every block's attention see the tokens of all ranks."""
-    job, mesh, spec = context.job, context.mesh.world["cp"], context.job.spec
+    job = context.job
+    mesh = context.mesh.world["cp"]
     if mesh.size() == 1:
         return []
-    gathers, balanced = job.config.parallelism.context_parallel_rotate_method == "allgather", is_balanced(job)
-    own_chunks = partial(places, degree=mesh.size(), rank=mesh.get_local_rank(), balanced=balanced)
-    attend = partial(_gathered, mesh, own_chunks) if gathers else partial(_exchanged, mesh.get_group())
+    note = f"Applied context parallel on {mesh.size()} ranks"
+    if job.config.parallelism.context_parallel_rotate_method != "allgather":
+        _replace_cores(model, context, partial(_exchanged, mesh.get_group()))
+        return [note + ", exchanging tokens for heads (ulysses)"]
+    balanced = is_balanced(job)
+    rank = mesh.get_local_rank()
+    own_chunks = partial(places, degree=mesh.size(), rank=rank, balanced=balanced)
+    _replace_cores(model, context, partial(_gathered, mesh, own_chunks))
+    _make_masks_of_chunks(model, own_chunks)
+    note += ", all-gathering keys and values"
+    if balanced:
+        note += ", a chunk from the head and one from the tail each"
+    return [note]
+
+
+def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Tensor]) -> None:
+    """Let `attend` call the forward method of every block's attention core."""
+    spec = context.job.spec
     modules: dict[str, Any] = dict(model.named_modules())
-    for path in (f"{spec.blocks}.{number}.{spec.core}" for number in context.blocks(model)):
+    for number in context.blocks(model):
+        path = f"{spec.blocks}.{number}.{spec.core}"
         core = modules.get(path)
         if core is None:
-            raise UserError(f"context parallel: {path} is not in the model; its ModelSpec names it as core")
+            raise UserError(
+                f"context parallel: {path} is not in the model; its ModelSpec names it as core"
+            )
         core.attend_last = attend_last if context.device.type == "cuda" else None
-        # Not core.forward, of which each block has one: the compiler would make a graph for each, and stop at eight.
+        # Not core.forward, which differs by block: the compiler would make a graph for each, and
+        # stop at eight.
         core.forward = partial(attend, partial(type(core).forward, core))
-    note = f"Applied context parallel on {mesh.size()} ranks, "
-    if not gathers:
-        return [note + "exchanging tokens for heads (ulysses)"]
+
+
+def _make_masks_of_chunks(model: nn.Module, own_chunks: Callable[[int], list[range]]) -> None:
+    """Let the model make a mask for each of this rank's chunks, over all tokens that it sees."""
     make: Any = getattr(model, "attention_mask", None)
     if make is None:
-        raise UserError(f"context parallel: {type(model).__name__} has no method attention_mask, as a Decoder has")
+        raise UserError(
+            f"context parallel: {type(model).__name__} has no method attention_mask, "
+            "as a Decoder has"
+        )
 
-    def masks(documents: Tensor, h: Tensor) -> list[Any]:  # of each chunk, and all it can see
-        return [make(documents[:, : chunk.stop], h, len(chunk)) for chunk in own_chunks(documents.size(1))]
+    def masks(documents: Tensor, h: Tensor) -> list[Any]:
+        chunks = own_chunks(documents.size(1))
+        return [make(documents[:, : chunk.stop], h, len(chunk)) for chunk in chunks]
 
     model.attention_mask = masks  # type: ignore[assignment]
-    return [note + "all-gathering keys and values" + ", a chunk from the head and one from the tail each" * balanced]
 
 
 def _gathered(
-    mesh: DeviceMesh, own_chunks: Callable[[int], list[range]], attend: Callable[..., Tensor],
-    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend from each of this rank's chunks to all tokens up to its end, of which keys and values are gathered."""
+    mesh: DeviceMesh,
+    own_chunks: Callable[[int], list[range]],
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[Any] | None = None,
+) -> Tensor:
+    """Gather keys and values; attend from each own chunk to all tokens up to its end."""
     chunks = own_chunks(q.size(TOKENS) * mesh.size())
-    own = torch.stack(torch.cat((k, v), dim=HEADS).chunk(len(chunks), dim=TOKENS))
+    count = len(chunks)
+    own = torch.stack(torch.cat((k, v), dim=HEADS).chunk(count, dim=TOKENS))
     split = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
-    gathered = split.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),)).unbind()
-    keys, values = torch.cat(_in_order(gathered, len(chunks) > 1), dim=TOKENS).chunk(2, dim=HEADS)
-    parts = zip(q.chunk(len(chunks), dim=TOKENS), chunks, masks or [None] * len(chunks), strict=True)
-    return torch.cat([attend(part, keys[:, :, : c.stop], values[:, :, : c.stop], m) for part, c, m in parts], TOKENS)
+    whole = split.redistribute(placements=(Replicate(),))
+    gathered = whole.to_local(grad_placements=(Partial(),)).unbind()
+    in_order = _in_order(gathered, count > 1)
+    keys, values = torch.cat(in_order, dim=TOKENS).chunk(2, dim=HEADS)
+    parts = q.chunk(count, dim=TOKENS)
+    outputs = []
+    for part, chunk, mask in zip(parts, chunks, masks or [None] * count, strict=True):
+        outputs.append(attend(part, keys[:, :, : chunk.stop], values[:, :, : chunk.stop], mask))
+    return torch.cat(outputs, TOKENS)
 
 
 def _in_order(chunks: Sequence[Any], balanced: bool) -> list[Any]:
-    """Return the chunks of all ranks, which are in the order of the ranks, in that of the sequence."""
-    return [*chunks[::2], *chunks[::-2]] if balanced else [*chunks]
+    """Return the chunks of all ranks, given in the order of the ranks, in that of the sequence."""
+    if not balanced:
+        return [*chunks]
+    return [*chunks[::2], *chunks[::-2]]
 
 
 def _exchanged(
-    group: dist.ProcessGroup, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+    group: dist.ProcessGroup,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
 ) -> Tensor:
-    """Attend from all tokens for some of the heads; the tokens' ranks exchange these for all heads of their own."""
-    q, k, v = (_Exchange.apply(group, tensor, HEADS, TOKENS) for tensor in (q, k, v))  # type: ignore[misc]
-    return _Exchange.apply(group, attend(q, k, v, mask), TOKENS, HEADS)  # type: ignore[return-value]
+    """Exchange all heads of this rank's tokens for some heads of all tokens; attend; undo it."""
+    queries = _Exchange.apply(group, q, HEADS, TOKENS)
+    keys = _Exchange.apply(group, k, HEADS, TOKENS)
+    values = _Exchange.apply(group, v, HEADS, TOKENS)
+    attended = attend(queries, keys, values, mask)
+    return _Exchange.apply(group, attended, TOKENS, HEADS)  # type: ignore[return-value]
 
 
 class _Exchange(torch.autograd.Function):
-    """Split one dimension over the ranks of a group and join another. (DTensor would gather all on a CPU.)"""
+    """Split one dimension over the ranks of a group and join another.
+
+    DTensor would do so on a CPU by gathering all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int) -> Tensor:
-        ctx.group, ctx.back = group, (joined, split)
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int
+    ) -> Tensor:
+        ctx.group = group
+        ctx.back = (joined, split)
         parts = torch.stack(tensor.chunk(group.size(), dim=split))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)

@@ -1,6 +1,7 @@
-"""Converters: what swaps a model's layers before anything else looks at them, such as float8.
+"""Converters swap a model's layers before anything else looks at them; float8 is one.
 
-A converter leaves every parameter in place under its name: checkpoints and the model's table know it by that.
+A converter leaves every parameter in place under its name: checkpoints and the model's table refer
+to parameters by name.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from titanlite.registry import find_converter
 
 
 class Converter(Protocol):
-    """Built with the Job on every rank; `apply(model, context)`, if it has that, is called instead of `convert`."""
+    """Built with the Job on every rank.
+
+    Its method `apply(model, context)`, if there is one, is called instead of `convert`.
+    """
 
     def convert(self, model: nn.Module) -> list[str]:
         """Swap layers of the whole model on the meta device; return lines for the log."""
@@ -27,27 +31,40 @@ class Converter(Protocol):
 
 
 def build_converters(job: Job) -> list[Converter]:
-    """Build the job's converters in the order of model.converters, float8 last if only its section enables it."""
-    names = ["float8" if name in FLOAT8_CONVERTERS else name for name in job.config.model.converters]
-    if job.config.quantize.linear.float8.enable:
+    """Build the job's converters, each once, in the order of model.converters.
+
+    float8 is built if its section enables it: last, unless model.converters names it.
+    """
+    has_float8 = job.config.quantize.linear.float8.enable
+    names: list[str] = []
+    for name in job.config.model.converters:
+        if name not in FLOAT8_CONVERTERS:
+            names.append(name)
+        elif has_float8:
+            names.append("float8")
+    if has_float8:
         names.append("float8")
-    else:
-        names = [name for name in names if name != "float8"]
     return [resolve_name(find_converter(name))(job) for name in dict.fromkeys(names)]
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Run each converter; an error names the first that changed the parameters' names."""
-    notes = []
+    notes: list[str] = []
     for converter in context.converters:
-        names, ties = {name for name, _ in model.named_parameters()}, shared_names(model)
+        names = set(dict(model.named_parameters()))
+        ties = shared_names(model)
         technique = getattr(converter, "apply", None)
-        notes += technique(model, context) if technique else converter.convert(model)
-        if changed := sorted(names ^ {name for name, _ in model.named_parameters()}):
+        if technique is None:
+            notes += converter.convert(model)
+        else:
+            notes += technique(model, context)
+        kind = type(converter).__name__
+        changed = sorted(names ^ set(dict(model.named_parameters())))
+        if changed:
             verb = "removed" if changed[0] in names else "added"
             raise UserError(
-                f"the converter {type(converter).__name__} {verb} the parameter {changed[0]}: a converter must keep "
+                f"the converter {kind} {verb} the parameter {changed[0]}: a converter must keep "
                 "parameter names, since checkpoints and the model's table refer to them"
             )
-        assert shared_names(model) == ties, f"{type(converter).__name__} broke a tie"
+        assert shared_names(model) == ties, f"{kind} broke a tie"
     return notes

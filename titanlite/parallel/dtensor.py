@@ -1,4 +1,4 @@
-"""Views of a tensor that may be a DTensor: this rank's shard, and where it lies in the full tensor."""
+"""Views of a tensor that may be a DTensor: this rank's shard, and its place in the full tensor."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,26 +19,38 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return where this rank's shard begins in the full tensor."""
-    return torch_private.shard_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+    """Return the start of this rank's shard in the full tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    return torch_private.shard_offset(tensor)
 
 
 def box_of(tensor: torch.Tensor) -> Box:
     """Return the region of the full tensor that this rank holds."""
-    sizes = local_part(tensor).shape
-    return tuple(slice(start, start + size) for start, size in zip(shard_offset(tensor), sizes, strict=True))
+    bounds = zip(shard_offset(tensor), local_part(tensor).shape, strict=True)
+    return tuple(slice(start, start + size) for start, size in bounds)
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """Say which dimension of the tensor is split over which dimension of the mesh, in the order of the mesh."""
+    """Describe how each dimension of the mesh splits the tensor, in the order of the mesh."""
     if not isinstance(tensor, DTensor):
         return "replicated"
     names = tensor.device_mesh.mesh_dim_names or ()
-    dims = (getattr(placement, "dim", None) for placement in tensor.placements)  # whichever kind of shard it is
-    splits = zip(names, dims, strict=True)
-    return ", ".join(f"replicated over {name}" if dim is None else f"dim {dim} over {name}" for name, dim in splits)
+    splits = []
+    for name, placement in zip(names, tensor.placements, strict=True):
+        dim = getattr(placement, "dim", None)  # every kind of shard has one
+        if dim is None:
+            splits.append(f"replicated over {name}")
+        else:
+            splits.append(f"dim {dim} over {name}")
+    return ", ".join(splits)

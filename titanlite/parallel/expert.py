@@ -1,8 +1,9 @@
-"""Expert parallel: a rank has some experts of every block, and each token goes to the ranks that have its experts.
+"""Expert parallel: a rank has some experts of every block; tokens are sent to their experts' ranks.
 
-These ranks are some of those that share data, sequences or matrices: each has tokens of its own, under tensor
-parallel a slice of every sequence. Dimension 0 of the experts' weights is split over them. FSDP2 shards what a rank
-then has over all ranks with the same experts, and sums its gradients there; tensor parallel never splits an expert.
+These ranks are some of those that share data, sequences or matrices: each has tokens of its own,
+under tensor parallel a slice of every sequence. Dimension 0 of the experts' weights is split over
+them. FSDP2 shards the experts of a rank over all ranks with the same experts, and sums their
+gradients there; tensor parallel never splits an expert.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,43 +24,61 @@ from titanlite.runtime.torch_private import is_recomputing
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Split the experts' weights, and tell the routers of the global batch and of other ranks."""
-    job, mesh, world = context.job, context.mesh.ep, context.mesh.world
+    """Split the experts' weights; give routers the global batch's size and a sum over ranks."""
+    job = context.job
+    world = context.mesh.world
     sharing = [world[name].get_group() for name in ("cp", "tp") if world[name].size() > 1]
     for router in routers(model).values():
-        router.sequences, router.forced = job.batch.total, job.config.debug.moe_force_load_balance
-        router.sum_over_sequence, router.runs_again = partial(_summed, sharing), is_recomputing
+        router.sequences = job.batch.total
+        router.forced = job.config.debug.moe_force_load_balance
+        router.sum_over_sequence = partial(_summed, sharing)
+        router.runs_again = is_recomputing
+    mesh = context.mesh.ep
     if mesh is None or mesh.size() == 1:
         return []
     for module in expert_modules(model, context.table).values():
         own = dict(module.named_parameters(recurse=False))
         for name, weight in own.items():
             split = distribute_tensor(weight.detach(), mesh, (Shard(0),))
-            module.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
+            split_weight = nn.Parameter(split, requires_grad=weight.requires_grad)
+            module.register_parameter(name, split_weight)
         forward_with_converted_params(local_part, module, own)
+    ranks = mesh.size()
     experts = job.shape.experts
-    return [f"Applied expert parallel on {mesh.size()} ranks, {experts // mesh.size()} of {experts} experts each"]
+    return [
+        f"Applied expert parallel on {ranks} ranks, {experts // ranks} of {experts} experts each"
+    ]
 
 
 def exchange(model: nn.Module, context: Context) -> list[str]:
-    """Let experts compute the tokens of all ranks that have others."""
+    """Let experts compute the tokens of all ranks that have other experts."""
     mesh = context.mesh.ep
-    if mesh is not None and mesh.size() > 1:
-        for module in expert_modules(model, context.table).values():
-            forward = partial(_exchanged, mesh.get_group(), module.forward)
-            module.forward = forward  # type: ignore[method-assign]
+    if mesh is None or mesh.size() == 1:
+        return []
+    for module in expert_modules(model, context.table).values():
+        forward = partial(_exchanged, mesh.get_group(), module.forward)
+        module.forward = forward  # type: ignore[method-assign]
     return []
 
 
 def expert_modules(model: nn.Module, table: Mapping[str, Rule]) -> dict[str, nn.Module]:
     """Return the modules of a part that have experts' weights, by name."""
-    names = [name for name, _ in named_parameters(model, table) if table[name].tensor == "expert"]
-    return {path: model.get_submodule(path) for path in dict.fromkeys(name.rpartition(".")[0] for name in names)}
+    modules: dict[str, nn.Module] = {}
+    for name, _ in named_parameters(model, table):
+        if table[name].tensor == "expert":
+            path = name.rpartition(".")[0]
+            modules[path] = model.get_submodule(path)
+    return modules
 
 
 def routers(*parts: nn.Module) -> dict[str, Any]:
     """Return the modules that choose experts, by name."""
-    return {name: module for part in parts for name, module in part.named_modules() if is_router(module)}
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, module in part.named_modules():
+            if is_router(module):
+                found[name] = module
+    return found
 
 
 def is_router(module: nn.Module) -> bool:
@@ -67,14 +86,19 @@ def is_router(module: nn.Module) -> bool:
 
 
 def units(block: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
-    """Return a block, or if it has experts its largest modules without: what is one graph.
+    """Return the parts of a block that become one graph each.
 
-    Experts exchange tokens and are gathered by themselves. Routers count, which must not be repeated.
+    That is the whole block, or if it has experts its largest modules without experts and routers.
+    Experts exchange tokens and are gathered by themselves. Routers count, which must not be
+    repeated.
     """
     if not any(module in experts for module in block.modules()):
         return [block]
-    children = [child for child in block.children() if child not in experts and not is_router(child)]
-    return [unit for child in children for unit in units(child, experts)]
+    found = []
+    for child in block.children():
+        if child not in experts and not is_router(child):
+            found += units(child, experts)
+    return found
 
 
 def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
@@ -86,29 +110,46 @@ def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 
 
 def _exchanged(
-    group: dist.ProcessGroup, compute: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor
+    group: dist.ProcessGroup,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    counts: Tensor,
 ) -> Tensor:
-    """Send tokens, which are in the order of their experts, to the ranks of these; return what experts make of them.
+    """Send tokens, in the order of their experts, to these experts' ranks; return the outputs.
 
-    `counts` are those of all experts, and each rank has as many, in the order of the ranks.
+    `counts` has a number for each expert of all ranks, in the order of the ranks; each rank has
+    equally many experts.
     """
+    ranks = group.size()
     received = _sent(group, counts)
-    sizes = torch.stack([counts, received]).unflatten(1, (group.size(), -1)).sum(-1)
-    send, receive = sizes.tolist()  # the only wait for the device: collectives take numbers of the host
+    sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
+    # The only wait for the device: collectives take their sizes from the host.
+    send, receive = sizes.tolist()
     arrived = _Exchange.apply(tokens, group, send, receive)
     # From the order (rank, expert) to the order (expert, rank).
-    own = torch.arange(counts.numel() // group.size(), device=counts.device).repeat(group.size())
+    own = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)
     order = own.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
     place = inverse(order)
-    outputs = compute(GatherRows.apply(arrived, order, place), received.unflatten(0, (group.size(), -1)).sum(0))
-    return _Exchange.apply(GatherRows.apply(outputs, place, order), group, receive, send)  # type: ignore[return-value]
+    outputs = compute(
+        GatherRows.apply(arrived, order, place),
+        received.unflatten(0, (ranks, -1)).sum(0),
+    )
+    by_rank = GatherRows.apply(outputs, place, order)
+    return _Exchange.apply(by_rank, group, receive, send)  # type: ignore[return-value]
 
 
 def _sent(
-    group: dist.ProcessGroup, rows: Tensor, send: list[int] | None = None, receive: list[int] | None = None
+    group: dist.ProcessGroup,
+    rows: Tensor,
+    send: list[int] | None = None,
+    receive: list[int] | None = None,
 ) -> Tensor:
-    """Send rows to the ranks of a group, the same number to each without `send`; return those that arrive."""
-    arrived = rows.new_empty(sum(receive) if receive else len(rows), *rows.shape[1:])
+    """Send rows to the ranks of a group, the same number to each without `send`.
+
+    Return the rows that arrive.
+    """
+    count = sum(receive) if receive else len(rows)
+    arrived = rows.new_empty(count, *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
     return arrived
 
@@ -117,8 +158,10 @@ class _Exchange(torch.autograd.Function):
     """Send rows to other ranks; the backward pass returns their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
-        ctx.back = group, receive, send
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.back = (group, receive, send)
         return _sent(group, rows, send, receive)
 
     @staticmethod

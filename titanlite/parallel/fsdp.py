@@ -1,15 +1,21 @@
-"""FSDP2 and HSDP: which modules share an all-gather, in which precision, and that gradients are summed, not averaged.
+"""FSDP2 and HSDP: groups of modules with one all-gather, its precision, and sums of gradients.
 
 Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the same numbers.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from titanlite.config.job import Job
@@ -24,63 +30,117 @@ from titanlite.runtime import torch_private
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Apply FSDP2 to each group of modules that the part has, then to its root, and set the prefetch schedule."""
-    job, on_cpu = context.job, context.device.type == "cpu"
-    training, policy = job.config.training, job.config.parallelism.fsdp_reshard_after_forward
+    """Apply FSDP2 to each group of modules that the part has, then to its root.
+
+    Then set the prefetch schedule.
+    """
+    job = context.job
+    if not _is_needed(job):
+        return []
+    modules = dict(model.named_modules())
+    plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
+    groups: list[list[nn.Module]] = []
+    for names in plan.groups:
+        groups.append([modules[name] for name in names])
+    if plan.last_is_root:
+        groups[plan.last] = [model]
+    experts = {*expert_modules(model, context.table).values()}
+    _shard(model, context, groups, plan, experts)
+    _sum_gradients(model, context, experts)
+    if context.mesh.experts:
+        for module in experts:
+            module.register_forward_pre_hook(_gather_for_backward, prepend=True)
+    fsdp_schedule.set_prefetch([group[0] for group in groups], plan)
+    return [_note(job)]
+
+
+def _is_needed(job: Job) -> bool:
+    """Return whether parameters are sharded, summed over replicas, cast or offloaded."""
+    training = job.config.training
     casts = training.mixed_precision_param != training.dtype
     sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_apart
-    if not (sharded or casts or training.enable_cpu_offload):
-        return []
+    return sharded or casts or training.enable_cpu_offload
+
+
+def _shard(
+    model: nn.Module,
+    context: Context,
+    groups: Sequence[list[nn.Module]],
+    plan: fsdp_schedule.Schedule,
+    experts: Collection[nn.Module],
+) -> None:
+    """Apply FSDP2 to each group, and to the root."""
+    training = context.job.config.training
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,  # it would cast the rotary tables too; hidden states have the type already
+        # It would cast the rotary tables too; hidden states have the type already.
+        cast_forward_inputs=False,
     )
-    # Page-locked memory needs an accelerator.
-    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if training.enable_cpu_offload else OffloadPolicy()
-    ignored = set(replicated_parameters(model, context))
-    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload, ignored_params=ignored)
-    names = {name for name, _ in model.named_modules()}
-    plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=names)
-    groups = [[model.get_submodule(name) for name in group] for group in plan.groups]
-    experts = {*expert_modules(model, context.table).values()}
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:
+        # Page-locked memory needs an accelerator.
+        offload = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
+    shard = partial(
+        fully_shard,
+        mp_policy=precision,
+        offload_policy=offload,
+        ignored_params=set(replicated_parameters(model, context)),
+    )
     weights = {weight for module in experts for weight in module.parameters()}
-
-    def mesh_of(module: nn.Module) -> DeviceMesh:
-        return context.mesh.experts if context.mesh.experts and module in experts else context.mesh.fsdp
-
-    if plan.last_is_root:
-        groups[plan.last] = [model]
-    for number, modules in reversed([*enumerate(groups)]):  # the root's comes last: it takes what is left
-        # The backward pass needs the last group again at once, so the default keeps it gathered; under pipeline
-        # parallel it keeps all, which the next micro-batch needs.
-        reshard = policy == "always" or (policy == "default" and number != plan.last and job.layout.pp == 1)
-        mesh = mesh_of(modules[0])
-        place = partial(_dimension_of_experts, weights, mesh.mesh.size(-1), context)
-        how = policy if isinstance(policy, int) else reshard
-        shard(modules, mesh=mesh, reshard_after_forward=how, shard_placement_fn=place)
+    for number in reversed(range(len(groups))):  # the root's comes last: it takes what is left
+        modules = groups[number]
+        mesh = _mesh_of(modules[0], context, experts)
+        shard(
+            modules,
+            mesh=mesh,
+            reshard_after_forward=_reshard(context.job, is_last=number == plan.last),
+            shard_placement_fn=partial(_dimension_of_experts, weights, mesh.mesh.size(-1), context),
+        )
     if not plan.last_is_root:
         shard(model, mesh=context.mesh.fsdp, reshard_after_forward=False)
-    as_bytes = on_cpu and job.config.quantize.linear.float8.enable_fsdp_float8_all_gather
+
+
+def _mesh_of(module: nn.Module, context: Context, experts: Collection[nn.Module]) -> DeviceMesh:
+    """Return the ranks that shard a module's parameters."""
+    if context.mesh.experts and module in experts:
+        return context.mesh.experts
+    return context.mesh.fsdp
+
+
+def _reshard(job: Job, is_last: bool) -> bool | int:
+    """Return what FSDP2 takes as reshard_after_forward."""
+    policy = job.config.parallelism.fsdp_reshard_after_forward
+    if isinstance(policy, int):
+        return policy
+    if policy == "default":
+        # The backward pass needs the last group again at once, so that it stays gathered. Under
+        # pipeline parallel all stay, since the next micro-batch needs them.
+        return not is_last and job.layout.pp == 1
+    return policy == "always"
+
+
+def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Module]) -> None:
+    """Let FSDP2 sum gradients, not average them: the loss is divided by all ranks' valid tokens."""
+    float8 = context.job.config.quantize.linear.float8
+    as_bytes = context.device.type == "cpu" and float8.enable_fsdp_float8_all_gather
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if mesh_of(module).size() > 1:  # on one rank FSDP2 would divide by this factor, in a pass of its own
-                # The loss is divided by the valid tokens of all ranks, so gradients are summed; gloo can't scale
-                # while it reduces, hence the plain sum.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-            if as_bytes:
-                module.set_custom_all_gather(bytes_all_gather())
-    for module in experts if context.mesh.experts else ():
-        module.register_forward_pre_hook(_gather_for_backward, prepend=True)
-    fsdp_schedule.set_prefetch([modules[0] for modules in groups], plan)
-    return [_note(job)]
+        if not isinstance(module, FSDPModule):
+            continue
+        # A single rank needs no sum; FSDP2 would add a kernel for the factor.
+        if _mesh_of(module, context, experts).size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            # gloo can't scale while it reduces.
+            module.set_force_sum_reduction_for_comms(True)
+        if as_bytes:
+            module.set_custom_all_gather(bytes_all_gather())
 
 
 def _gather_for_backward(module: nn.Module, args: object) -> None:
     """Gather experts for their backward pass when their block is recomputed, and keep them.
 
-    Else FSDP2 would take it for another forward pass: gather what follows ahead, and free and gather them again.
+    Else FSDP2 would take it for another forward pass: gather the next groups ahead, and free and
+    gather the experts again.
     """
     if torch_private.is_recomputing():
         torch_private.begin_backward(module)
@@ -89,27 +149,46 @@ def _gather_for_backward(module: nn.Module, args: object) -> None:
 def _dimension_of_experts(
     weights: Collection[nn.Parameter], ranks: int, context: Context, parameter: nn.Parameter
 ) -> Shard | None:
-    """Return on which dimension an expert weight is sharded: FSDP2 pads dimension 0 alone; None for other weights."""
+    """Return the dimension on which an expert weight is sharded; None for other weights.
+
+    FSDP2 pads dimension 0 alone.
+    """
     if parameter not in weights:
         return None
     experts, rows = local_part(parameter).shape[:2]
-    if experts % ranks and rows % ranks and context.mesh.experts:
-        ranks_of = f"{ranks} ranks shard an expert (data_parallel_shard x context x tensor / expert parallel)"
-        neither = f"{ranks} divides neither the {experts} experts of a rank nor the {rows} rows of each"
-        raise UserError(f"parallelism.expert_parallel_degree = {context.job.layout.ep}: {ranks_of}, but {neither}")
-    return Shard(1) if experts % ranks and rows % ranks == 0 else Shard(0)
+    if experts % ranks == 0:
+        return Shard(0)
+    if rows % ranks == 0:
+        return Shard(1)
+    if not context.mesh.experts:
+        return Shard(0)
+    raise UserError(
+        f"parallelism.expert_parallel_degree = {context.job.layout.ep}: {ranks} ranks shard an "
+        f"expert (data_parallel_shard x context x tensor / expert parallel), but {ranks} divides "
+        f"neither the {experts} experts of a rank nor the {rows} rows of each"
+    )
 
 
 def _note(job: Job) -> str:
-    layout, training, settings = job.layout, job.config.training, job.config.parallelism
-    name = f"FSDP on {layout.fsdp} rank" + "s" * (layout.fsdp > 1)
+    """Describe for the log what is applied."""
+    layout = job.layout
+    training = job.config.training
+    name = "FSDP on 1 rank"
+    if layout.fsdp > 1:
+        name = f"FSDP on {layout.fsdp} ranks"
     if layout.dp_replicate > 1:
         name = f"data parallel with {layout.dp_replicate} replicas"
-        name += f", each sharded over {layout.fsdp} ranks (HSDP)" * (layout.fsdp > 1)
-    name += f", experts on {layout.efsdp}" * layout.experts_apart
+        if layout.fsdp > 1:
+            name += f", each sharded over {layout.fsdp} ranks (HSDP)"
+    if layout.experts_apart:
+        name += f", experts on {layout.efsdp}"
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"
-    for direction in ("forward", "backward"):
-        if depth := getattr(settings, f"fsdp_{direction}_prefetch"):
-            note += f", {direction} prefetch {depth}"
-    return note + ", offloaded to host memory" * training.enable_cpu_offload
+    settings = job.config.parallelism
+    if settings.fsdp_forward_prefetch:
+        note += f", forward prefetch {settings.fsdp_forward_prefetch}"
+    if settings.fsdp_backward_prefetch:
+        note += f", backward prefetch {settings.fsdp_backward_prefetch}"
+    if training.enable_cpu_offload:
+        note += ", offloaded to host memory"
+    return note

@@ -1,12 +1,12 @@
-"""The FSDP prefetch schedule: which group all-gathers which others before their turn. Data first, then applied.
+"""The FSDP prefetch schedule: which group all-gathers which others before their turn.
 
-A depth of 0 leaves FSDP2's own order: in the forward pass each group is gathered when it is reached, in the backward
-pass one ahead. No torch in here, so that `titanlite config --schedule` can print it.
+It is data first, then applied. A depth of 0 leaves FSDP2's own order: in the forward pass each
+group is gathered when it is reached, in the backward pass one ahead. This file imports no torch, so
+that `titanlite config --schedule` can print the schedule.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from titanlite.config.job import Job
@@ -15,7 +15,10 @@ from titanlite.registry import expert_paths
 
 @dataclass(frozen=True)
 class Schedule:
-    """Groups of modules that are gathered together, numbered as the forward pass needs them, and their prefetches."""
+    """Groups of modules that are gathered together, and their prefetches.
+
+    Groups are numbered as the forward pass needs them.
+    """
 
     groups: tuple[tuple[str, ...], ...]
     last: int
@@ -33,63 +36,107 @@ class Schedule:
         return tuple("+".join(group) for group in self.groups)
 
     def __str__(self) -> str:
-        lines, labels = [], self.labels
-        for name, prefetch, order, ahead in (
-            ("forward", self.forward, range(len(labels)), "none"),
-            ("backward", self.backward, self.backward_order, "one"),
-        ):
-            if prefetch is None:
-                lines.append(f"{name}: FSDP2's own order ({ahead} ahead)")
-                continue
-            lines.append(f"{name}:")
-            for group in order:
-                gathered = ", ".join(labels[other] for other in prefetch[group]) or "nothing"
-                lines.append(f"  {labels[group]} gathers {gathered}")
-        return "\n".join(lines)
+        forward = self._lines("forward", self.forward, range(len(self.groups)), "none")
+        backward = self._lines("backward", self.backward, self.backward_order, "one")
+        return "\n".join(forward + backward)
+
+    def _lines(
+        self,
+        name: str,
+        prefetch: tuple[tuple[int, ...], ...] | None,
+        order: Iterable[int],
+        ahead: str,
+    ) -> list[str]:
+        """Describe one pass."""
+        if prefetch is None:
+            return [f"{name}: FSDP2's own order ({ahead} ahead)"]
+        labels = self.labels
+        lines = [f"{name}:"]
+        for group in order:
+            gathered = ", ".join(labels[other] for other in prefetch[group]) or "nothing"
+            lines.append(f"  {labels[group]} gathers {gathered}")
+        return lines
 
 
 def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Schedule:
     """Return the schedule of a model part that has these `modules` (None: the whole model).
 
-    A tied embedding and output are one group, needed first: two would each hold a shard of the same weight. A loss in
-    chunks calls the output more than once a pass; only the root group, gathered first, stays whole that long.
-    Experts that are sharded over other ranks are groups of their own, needed after their block in both passes.
+    A tied embedding and output are one group, needed first: two would each hold a shard of the same
+    weight. A loss in chunks calls the output more than once a pass; only the root group, gathered
+    first, stays whole that long.
     """
-    spec, settings = job.spec, job.config.parallelism
+    spec = job.spec
+    settings = job.config.parallelism
 
     def present(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in names if modules is None or name in modules)
 
-    before, after = present(spec.before), present(spec.after)
+    before = present(spec.before)
+    after = present(spec.after)
     blocks = present(f"{spec.blocks}.{number}" for number in range(job.shape.layers))
     size = settings.fsdp_blocks_per_group
-    block_groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
-    paths = expert_paths(spec.rules(job.model), spec.blocks) if job.layout.experts_apart else ()
-    with_experts = [f"{spec.blocks}.{number}" for number in range(job.shape.dense_layers, job.shape.layers)]
+    groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     head_in_root = job.config.training.loss_chunks > 1 and bool(after)
     if tied:
-        groups = [(*before, *after), *block_groups]
+        groups = [(*before, *after), *groups]
     elif head_in_root:
-        groups = [after, before, *block_groups]
+        groups = [after, before, *groups]
     else:
-        groups = [before, *block_groups, after]
-    stacks = [
-        [group, *((name,) for name in present(f"{b}.{path}" for b in group if b in with_experts for path in paths))]
-        for group in groups
-        if group
-    ]
-    groups, numbers = [group for stack in stacks for group in stack], count()
-    numbered = [[next(numbers) for _ in stack] for stack in stacks]
-    last = numbered[0 if tied or head_in_root else -1][0]
-    backward = [number for stack in reversed(numbered) for number in (stack[0], *reversed(stack[1:]))]
-    backward_order = (last, *(number for number in backward if number != last))
-    ahead, backward_ahead = settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch
-    order = range(len(groups))
-    forward = tuple(tuple(order[i + 1 : i + 1 + ahead]) for i in order)
-    turn = {group: number for number, group in enumerate(backward_order)}
-    backward = tuple(backward_order[turn[i] + 1 : turn[i] + 1 + backward_ahead] for i in order)
-    prefetches = forward if ahead else None, backward if backward_ahead else None
-    return Schedule(tuple(groups), last, head_in_root, backward_order, *prefetches)
+        groups = [before, *groups, after]
+    experts = _experts_apart(job)
+    ordered: list[tuple[str, ...]] = []
+    numbered: list[range] = []  # of each group and the groups of its experts
+    for group in groups:
+        if not group:
+            continue
+        first = len(ordered)
+        ordered.append(group)
+        for block in group:
+            ordered += [(name,) for name in present(experts.get(block, ()))]
+        numbered.append(range(first, len(ordered)))
+    last = numbered[-1][0]
+    if tied or head_in_root:
+        last = numbered[0][0]
+    backward_order = [last]
+    for numbers in reversed(numbered):
+        own, *own_experts = numbers
+        if own != last:
+            backward_order.append(own)
+        backward_order += reversed(own_experts)
+    return Schedule(
+        groups=tuple(ordered),
+        last=last,
+        last_is_root=head_in_root,
+        backward_order=tuple(backward_order),
+        forward=_next_groups(range(len(ordered)), settings.fsdp_forward_prefetch),
+        backward=_next_groups(backward_order, settings.fsdp_backward_prefetch),
+    )
+
+
+def _experts_apart(job: Job) -> dict[str, list[str]]:
+    """Return the experts of every block, if they are groups of their own.
+
+    They are if other ranks shard them. They are needed after their block in both passes.
+    """
+    if not job.layout.experts_apart:
+        return {}
+    spec = job.spec
+    paths = expert_paths(spec.rules(job.model), spec.blocks)
+    experts = {}
+    for number in range(job.shape.dense_layers, job.shape.layers):
+        block = f"{spec.blocks}.{number}"
+        experts[block] = [f"{block}.{path}" for path in paths]
+    return experts
+
+
+def _next_groups(order: Sequence[int], depth: int) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each group the next `depth` groups in an order; None if the depth is 0."""
+    if depth == 0:
+        return None
+    following: dict[int, tuple[int, ...]] = {}
+    for turn, group in enumerate(order):
+        following[group] = tuple(order[turn + 1 : turn + 1 + depth])
+    return tuple(following[group] for group in range(len(order)))
 
 
 def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:

@@ -1,9 +1,9 @@
 """Initial values that are a function of (seed, parameter name) and of no mesh.
 
-Values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator seeded by (seed,
-name, block). A rank draws only the blocks that its shard touches, so time and memory are those of the shard; as many
-threads as torch uses share them. torch's own way, a random state on the mesh, gives every shard the same values on a
-CPU mesh.
+Values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator
+seeded by (seed, name, block). A rank draws only the blocks that its shard touches, so time and
+memory are those of the shard; as many threads as torch uses share them. torch's own way, a random
+state on the mesh, gives every shard the same values on a CPU mesh.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,20 @@ from titanlite.runtime.determinism import derive_seed
 BLOCK = 65536
 _CHUNK_ELEMENTS = 64 * BLOCK
 _MAX_THREADS = 16
-"""More would use gigabytes, each having a chunk, where a process sees all cores of a large node."""
+"""Each thread has a chunk in memory: with all cores of a large node that would be gigabytes."""
 
 
 def materialize(
-    part: nn.Module, table: dict[str, Rule], seed: int, device: torch.device, in_host_memory: bool = False
+    part: nn.Module,
+    table: dict[str, Rule],
+    seed: int,
+    device: torch.device,
+    in_host_memory: bool = False,
 ) -> None:
-    """Allocate and fill a part on the meta device; `in_host_memory` puts its parameters, not buffers, on the CPU."""
+    """Allocate and fill a part on the meta device.
+
+    `in_host_memory` puts its parameters, not its buffers, on the CPU.
+    """
     allocate(part, device, in_host_memory)
     with torch.no_grad():
         for name, parameter in named_parameters(part, table):
@@ -37,36 +44,52 @@ def materialize(
 
 
 def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
-    """Allocate memory for a model part on the meta device, keeping ties; fill its buffers, but not its parameters."""
+    """Allocate memory for a model part on the meta device, keeping ties.
+
+    Its buffers are filled, its parameters are not.
+    """
     ties = shared_names(part)
-    part.to_empty(device="cpu" if in_host_memory else device)
-    for module in part.modules() if in_host_memory else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+    if in_host_memory:
+        part.to_empty(device="cpu")
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    else:
+        part.to_empty(device=device)
     tie(part, ties)  # to_empty makes a parameter for each name
-    with torch.no_grad():
-        for name, module in part.named_modules():
-            if reset := getattr(module, "reset_buffers", None):
-                reset()
-            elif buffers := [buffer for buffer, _ in module.named_buffers(recurse=False)]:
-                raise UserError(
-                    f"{name or 'the model'} has buffers ({', '.join(buffers)}) but no method reset_buffers to fill "
-                    "them: the model is built without memory, so values set in __init__ are lost"
-                )
+    for name, module in part.named_modules():
+        _fill_buffers(name, module)
+
+
+@torch.no_grad()
+def _fill_buffers(name: str, module: nn.Module) -> None:
+    """Fill a module's own buffers."""
+    reset = getattr(module, "reset_buffers", None)
+    if reset:
+        reset()
+        return
+    buffers = dict(module.named_buffers(recurse=False))
+    if buffers:
+        raise UserError(
+            f"{name or 'the model'} has buffers ({', '.join(buffers)}) but no method reset_buffers "
+            "to fill them: the model is built without memory, so values set in __init__ are lost"
+        )
 
 
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     """Write a parameter's initial values, or those of its shard."""
-    local, shape, offset = local_part(parameter), tuple(parameter.shape), shard_offset(parameter)
+    local = local_part(parameter)
     if init.std == 0.0 or local.numel() == 0:
         local.fill_(init.constant)
         return
     std = init.std
     if init.by_depth:
-        layer = int(next(component for component in name.split(".") if component.isdigit()))
+        layer = int(next(word for word in name.split(".") if word.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
+    shape = tuple(parameter.shape)
     threads = min(torch.get_num_threads(), _MAX_THREADS)
-    _fill(local, shape, offset, 0, partial(_draw, name, seed, numel=prod(shape), threads=threads), threads, std)
+    draw = partial(_draw, name, seed, numel=prod(shape), threads=threads)
+    _fill(local, shape, shard_offset(parameter), 0, draw, threads, std)
 
 
 def _fill(
@@ -78,14 +101,16 @@ def _fill(
     threads: int,
     std: float,
 ) -> None:
-    """Fill a rank's shard of a tensor, before which there are so many elements in the parameter."""
+    """Fill a rank's shard of a tensor, which has `before` elements of the parameter before it."""
     per_row = prod(shape[1:])
-    if local.dim() > 2 and local.size(1) < shape[1]:  # a stack of matrices: draw only the rows that it has of each
+    if local.dim() > 2 and local.size(1) < shape[1]:
+        # A stack of matrices: draw only the rows that this rank has of each.
         for number, matrix in enumerate(local, offset[0]):
             _fill(matrix, shape[1:], offset[1:], before + number * per_row, draw, threads, std)
         return
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
-    # Some rows at a time, so that a shard cut along columns never costs the memory of all full rows.
+    bounds = zip(offset[1:], local.shape[1:], strict=True)
+    columns = tuple(slice(start, start + size) for start, size in bounds)
+    # Some rows at a time: a shard cut along columns never costs the memory of all full rows.
     chunk_rows = max(1, threads * _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
@@ -97,13 +122,15 @@ def _fill(
 def _draw(name: str, seed: int, start: int, stop: int, numel: int, threads: int) -> torch.Tensor:
     """Return elements start to stop of the full tensor's standard normal values."""
     first = start // BLOCK
-    values = torch.empty(min(numel, -(-stop // BLOCK) * BLOCK) - first * BLOCK, dtype=torch.float32)
+    end = min(numel, -(-stop // BLOCK) * BLOCK)
+    values = torch.empty(end - first * BLOCK, dtype=torch.float32)
     blocks = values.split(BLOCK)
 
     def draw_every_nth(thread: int) -> None:
         generator = torch.Generator()
         for i in range(thread, len(blocks), threads):  # normal_ releases Python's lock
-            blocks[i].normal_(generator=generator.manual_seed(derive_seed("init", seed, name, first + i)))
+            generator.manual_seed(derive_seed("init", seed, name, first + i))
+            blocks[i].normal_(generator=generator)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(draw_every_nth, range(min(threads, len(blocks)))))

@@ -16,50 +16,53 @@ class Mesh:
     world: DeviceMesh
     """All ranks, with every dimension of a Layout: `world["cp"]`."""
     fsdp: DeviceMesh
-    """Ranks that shard parameters, dp_shard x cp; under HSDP with the replicas as the outer dimension."""
+    """Ranks that shard parameters, dp_shard x cp; under HSDP the replicas come first."""
     tp: DeviceMesh
     """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
     data: dist.ProcessGroup
     """Ranks with the same parameters that see other tokens: all but for pp and tp."""
     loss: dist.ProcessGroup
-    """Ranks that sum the loss and the valid tokens, which only the last stage counts: all but for tp."""
+    """Ranks that sum the loss and the last stage's count of valid tokens: all but for tp."""
     stage: dist.ProcessGroup
     """Ranks of the same pipeline stages: all but for pp."""
     experts: DeviceMesh | None = None
-    """Ranks that shard an expert's weights, with the replicas like `fsdp`; None if `fsdp` does so."""
+    """Ranks that shard an expert's weights, with the replicas first; None if `fsdp` does so."""
     ep: DeviceMesh | None = None
     """Ranks that have different experts; from the same root as `experts`."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout."""
-    # DTensor warns of every gradient and norm that two dimensions split, which is what these meshes do.
+    # DTensor warns of every gradient and norm that two dimensions split, as they do here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     world = init_device_mesh(device_type, layout.degrees, mesh_dim_names=DIMENSIONS)
-    sharding, shard = world, "dp_shard"
-    if layout.cp > 1:  # a second view of the same ranks, in which dp_shard x cp is one dimension
-        degrees, shard = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp), "dp_shard_cp"
-        sharding = init_device_mesh(device_type, degrees, mesh_dim_names=("pp", "dp_replicate", shard, "tp"))
+    sharding = world
+    shard = "dp_shard"
+    if layout.cp > 1:  # a second view of the same ranks: dp_shard x cp is one dimension
+        shard = "dp_shard_cp"
+        degrees = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
+        names = ("pp", "dp_replicate", shard, "tp")
+        sharding = init_device_mesh(device_type, degrees, mesh_dim_names=names)
     fsdp = sharding["dp_replicate", shard] if layout.dp_replicate > 1 else sharding[shard]
-    # The dimensions are pp, three that read or split data, and tp: lists of ranks for each (pp, tp), tp and pp.
-    data, loss = world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1), world.mesh.movedim(-1, 0).flatten(1)
-    data_group = _group("data", data.tolist())
-    loss_group = _group("loss", loss.tolist()) if layout.pp > 1 else data_group
+    # world.mesh has the dimensions pp, three that read or split data, and tp. Each group has a list
+    # of ranks: data for each (pp, tp), loss for each tp, stage for each pp.
+    data = _group("data", world.mesh.movedim(-1, 1).flatten(2).flatten(0, 1).tolist())
+    loss = data
+    if layout.pp > 1:
+        loss = _group("loss", world.mesh.movedim(-1, 0).flatten(1).tolist())
     stage = _group("stage", world.mesh.flatten(1).tolist())
-    return Mesh(world, fsdp, sharding["tp"], data_group, loss_group, stage, *_of_experts(layout, device_type))
-
-
-def _of_experts(layout: Layout, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return `experts` and `ep`, from a view of the same ranks in which those of ep follow each other."""
     if not layout.experts_apart:
-        return None, None
-    root = init_device_mesh(device_type, layout.expert_degrees, mesh_dim_names=EXPERT_DIMENSIONS)
-    return root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"], root["ep"]
+        return Mesh(world, fsdp, sharding["tp"], data, loss, stage)
+    # A third view of the same ranks, in which those of ep follow each other.
+    degrees = layout.expert_degrees
+    root = init_device_mesh(device_type, degrees, mesh_dim_names=EXPERT_DIMENSIONS)
+    experts = root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"]
+    return Mesh(world, fsdp, sharding["tp"], data, loss, stage, experts, root["ep"])
 
 
 def _group(name: str, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup:
     """Return the group of this rank's list; one list has all ranks."""
-    if len(lists_of_ranks) == 1:  # no second group, and on NCCL no second communicator, for all ranks
+    if len(lists_of_ranks) == 1:  # all ranks need no second group, on NCCL no second communicator
         assert dist.group.WORLD
         return dist.group.WORLD
     group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)

@@ -5,38 +5,57 @@ from functools import partial
 
 from torch import nn
 
-from titanlite.parallel import compile, context, convert, expert, fsdp, pipeline, recompute, replicated, tensor
+from titanlite.parallel import (
+    compile,
+    context,
+    convert,
+    expert,
+    fsdp,
+    pipeline,
+    recompute,
+    replicated,
+    tensor,
+)
 from titanlite.parallel.build import Context
 from titanlite.parallel.init import materialize
 from titanlite.parallel.replica_check import check_replicas
 
 Technique = Callable[[nn.Module, Context], list[str]]
-"""Changes a model part on the meta device; returns notes for the log, none if it has nothing to do."""
+"""Changes a model part on the meta device; returns notes for the log, none if unused."""
 
 WHOLE: tuple[Technique, ...] = (
-    convert.apply,  # swaps layers: before anything takes their parameters, looks at their class, or cuts the model
+    # swaps layers: before anything takes their parameters, looks at their class, or cuts the model
+    convert.apply,
 )
 ORDER: tuple[Technique, ...] = (
-    tensor.apply,  # splits parameters: before anything looks at their shapes or wraps a forward method
+    # splits parameters: before anything looks at their shapes or wraps a forward method
+    tensor.apply,
     expert.apply,  # beside tensor parallel, which leaves experts alone
-    context.apply,  # around attention only: before a block's forward method is recomputed or compiled
-    replicated.apply,  # casts what FSDP will not, innermost, where FSDP would cast its own
+    # around attention only: before a block's forward method is recomputed or compiled
+    context.apply,
+    replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
-    expert.exchange,  # around the products that are recomputed by operation: what other ranks sent is kept
-    compile.apply,  # before sharding, so that gathering and freeing parameters stay outside of the graph
-    partial(recompute.apply, around_graphs=True),  # what torch 2.13 can't compile once it is recomputed
+    expert.exchange,  # outside per-operation recomputation, so that received tokens are kept
+    compile.apply,  # before sharding: gathering and freeing parameters stay outside of the graph
+    # wraps compiled blocks instead: torch 2.13 cannot compile these checkpointed
+    partial(recompute.apply, around_graphs=True),
     fsdp.apply,  # last: takes every parameter that is left, and sets the prefetch schedule
 )
 
 
 def parallelize(model: nn.Module, context: Context) -> tuple[list[nn.Module], list[str]]:
-    """Apply every technique that the job enables to the model on the meta device: WHOLE, then ORDER to each part.
+    """Apply every technique that the job enables to the model on the meta device.
 
-    Return this rank's parts, which are the model or its pipeline stages in their order, and notes for the log.
+    WHOLE goes first, then ORDER to each part. Return this rank's parts, which are the model or its
+    pipeline stages in their order, and notes for the log.
     """
-    notes = [note for technique in WHOLE for note in technique(model, context)]
+    notes: list[str] = []
+    for technique in WHOLE:
+        notes += technique(model, context)
     parts = split(model, context)
-    notes += [note for part in parts for technique in ORDER for note in technique(part, context)]
+    for part in parts:
+        for technique in ORDER:
+            notes += technique(part, context)
     return parts, list(dict.fromkeys(notes))
 
 
@@ -50,9 +69,13 @@ def split(model: nn.Module, context: Context) -> list[nn.Module]:
 
 
 def build_parts(model: nn.Module, context: Context, seed: int) -> tuple[list[nn.Module], list[str]]:
-    """Return this rank's parts of the whole model, with their initial values on the device, and notes for the log."""
+    """Return this rank's parts of the whole model, and notes for the log.
+
+    The parts have their initial values on the device.
+    """
     parts, notes = parallelize(model, context)
+    offload = context.job.config.training.enable_cpu_offload
     for part in parts:  # nothing has memory until every rank knows its shard
-        materialize(part, context.table, seed, context.device, context.job.config.training.enable_cpu_offload)
+        materialize(part, context.table, seed, context.device, offload)
     check_replicas(parts, "after initialization", context)
     return parts, notes

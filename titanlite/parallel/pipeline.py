@@ -1,8 +1,8 @@
-"""Pipeline parallel: a rank has some stages of the model and runs them, micro-batch by micro-batch, in an order.
+"""Pipeline parallel: a rank has some stages of the model and runs micro-batches through them.
 
-The orders, and what they send, are those of torch's schedules. A stage is a part of the plain model: it takes tokens
-or hidden states, and returns hidden states; the last one has the loss. The whole step is one run of the schedule, and
-gradients are summed over other ranks once, at its end.
+The orders, and the tensors sent, are those of torch's schedules. A stage is a part of the plain
+model: it takes tokens or hidden states, and returns hidden states; the last one has the loss. The
+whole step is one run of the schedule, and gradients are summed over other ranks once, at its end.
 """
 
 import copy
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.config.job import Job
 from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
@@ -24,7 +25,10 @@ from titanlite.runtime import torch_private
 
 
 class MicroBatch(Protocol):
-    """What stages read: every pipeline rank has it all. Positions are explicit, since later stages see no tokens."""
+    """The stages' input, whole on every pipeline rank.
+
+    Positions are explicit, since later stages see no tokens.
+    """
 
     @property
     def tokens(self) -> Tensor: ...
@@ -35,40 +39,55 @@ class MicroBatch(Protocol):
 
 
 Loss = Callable[[nn.Module, Any, Tensor], Tensor]
-"""The sum of the token losses, from the last stage, a micro-batch and the hidden states that the stage receives."""
+"""The sum of the token losses, from the last stage, a micro-batch and the stage's hidden states."""
 
 
 def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Return a copy of the model on the meta device for each stage, with only the modules that the stage names.
+    """Return a copy of the model on the meta device for each stage, with the modules of the stage.
 
-    What has no parameters, such as rotary tables, every stage has.
+    Modules without parameters, such as rotary tables, are in every stage.
     """
-    places = tuple(f"{name}." for name in (*spec.before, spec.blocks, *spec.after))
-    if lost := [name for name, _ in model.named_parameters() if not name.startswith(places)]:
-        known = ", ".join(place[:-1] for place in places)
-        raise UserError(f"pipeline parallel: {lost[0]} is in none of the modules that a stage can have: {known}")
-    parts = [copy.deepcopy(model) for _ in stages]
-    for part, names in zip(parts, stages, strict=True):
+    modules = (*spec.before, spec.blocks, *spec.after)
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{module}.") for module in modules):
+            raise UserError(
+                f"pipeline parallel: {name} is in none of the modules that a stage can have: "
+                + ", ".join(modules)
+            )
+    parts = []
+    for names in stages:
+        part = copy.deepcopy(model)
+        parts.append(part)
         blocks = part.get_submodule(spec.blocks)
-        for name in [f"{spec.blocks}.{number}" for number, _ in blocks.named_children()]:
+        for number, _ in list(blocks.named_children()):
+            if f"{spec.blocks}.{number}" not in names:
+                delattr(blocks, number)
+        for name in (*spec.before, *spec.after):
             if name not in names:
-                delattr(blocks, name.rpartition(".")[2])
-        for path, _, name in (name.rpartition(".") for name in (*spec.before, *spec.after) if name not in names):
-            setattr(part.get_submodule(path), name, None)
+                path, _, attribute = name.rpartition(".")
+                setattr(part.get_submodule(path), attribute, None)
     return parts
 
 
 def orders(stages: Stages) -> list[list[str]]:
     """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
-    ranks, count = len(stages.ranks), stages.micro_batches
+    ranks = len(stages.ranks)
+    count = stages.micro_batches
     if stages.csv:
         return [list(row) for row in stages.csv]
     if stages.schedule in SINGLE:
-        return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
+        return [
+            list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
+        ]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    blank = [SimpleNamespace(stage_index=index, submod=nn.Module(), **sizes) for index in stages.ranks[0]]
+    blank = []
+    for index in stages.ranks[0]:
+        blank.append(SimpleNamespace(stage_index=index, submod=nn.Module(), **sizes))
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
-    return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
+    rows = []
+    for rank in range(ranks):
+        rows.append([str(action) for action in found[rank] if action is not None])
+    return rows
 
 
 def _schedule_class(stages: Stages) -> Any:
@@ -78,9 +97,13 @@ def _schedule_class(stages: Stages) -> Any:
 
 
 def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
-    """Yield the actions of GPipe or 1F1B. (torch's own list of 1F1B's has an error: its last rank begins with 1.)"""
+    """Yield the actions of GPipe or 1F1B.
+
+    torch's own list of 1F1B's has an error: its last rank begins with 1.
+    """
     ahead = count if schedule == "GPipe" else min(count, stages - stage)
-    yield from (f"{stage}F{number}" for number in range(ahead))
+    for number in range(ahead):
+        yield f"{stage}F{number}"
     for number in range(count):
         yield f"{stage}B{number}"
         if ahead + number < count:
@@ -91,56 +114,84 @@ class Pipeline:
     """This rank's stages, and the schedule that runs them."""
 
     def __init__(
-        self, context: Context, parts: Sequence[nn.Module], loss: Loss, reseed: Callable[[int, int, int], None]
+        self,
+        context: Context,
+        parts: Sequence[nn.Module],
+        loss: Loss,
+        reseed: Callable[[int, int, int], None],
     ) -> None:
-        """Take the parts in the order of the stages; `reseed` gets the step, a micro-batch's number and a stage."""
+        """Take the parts in the order of the stages.
+
+        `reseed` gets the step, a micro-batch's number and a stage.
+        """
         from titanlite.parallel.stage import Stage
 
-        self.context, self.job, self.loss, self.reseed = context, context.job, loss, reseed
-        stages, mesh = self.job.stages, context.mesh.world["pp"]
+        self.context = context
+        self.job = context.job
+        self.loss = loss
+        self.reseed = reseed
+        stages = self.job.stages
         if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
-        self.group, own = mesh.get_group(), stages.ranks[mesh.get_local_rank()]
-        whole, _ = build_meta_model(self.job.spec, self.job.model)
-        (embeddings,) = split(whole, self.job.spec, [self.job.spec.before])
-        token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        self.width = embeddings(token, token).size(-1)
-        self.shape = stages.size, self.job.config.training.seq_len // self.job.layout.cp
+        mesh = context.mesh.world["pp"]
+        self.group = mesh.get_group()
+        self.width = _width(self.job)
+        self.shape = (stages.size, self.job.config.training.seq_len // self.job.layout.cp)
         """Sequences and tokens of a micro-batch."""
         self.rank_of = stages.rank_of
+        own = stages.ranks[mesh.get_local_rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
-        self.first_with_loss = int(context.mesh.world.mesh[self.rank_of[len(stages.names) - 1]].min())
-        self.numbers = [*range(stages.micro_batches)]
+        last = self.rank_of[len(stages.names) - 1]
+        self.first_with_loss = int(context.mesh.world.mesh[last].min())
+        self.numbers = list(range(stages.micro_batches))
         """The number of each micro-batch, by the number that torch's schedule has for it."""
         self.schedule = self._schedule(stages)
-        self.tied = [*self._ties()]
+        self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
         """Parameters that another stage has as well, and counts."""
         self.actions: list[str] = []
         """What this rank did in the last step."""
         self.runs_again = False
         """A backward pass is in its first half, which leaves out the gradients of weights."""
-        self.step, self.micro_batches, self.valid_tokens = 0, list[MicroBatch](), torch.ones(())
+        self.step = 0
+        self.micro_batches: list[MicroBatch] = []
+        self.valid_tokens = torch.ones(())
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
-        """Yield this rank's trained parameters that another stage has too, with its rank and which is the copy."""
+        """Yield each trained parameter of this rank that another stage has too.
 
-        def stage_of(name: str) -> int:
-            names = self.job.stages.names
-            return next(i for i, modules in enumerate(names) if name.startswith(tuple(f"{m}." for m in modules)))
-
+        With it come that stage's rank, and whether this parameter is the copy, the tie's second.
+        """
         for first, rule in self.context.table.items():
-            if rule.tied and (first_stage := stage_of(first)) != (second_stage := stage_of(rule.tied)):
-                for stage in self.stages:
-                    if stage.stage_index in (first_stage, second_stage):
-                        is_copy = stage.stage_index == second_stage
-                        parameter = stage.submod.get_parameter(rule.tied if is_copy else first)
-                        if parameter.requires_grad:
-                            yield parameter, self.rank_of[first_stage if is_copy else second_stage], is_copy
+            if not rule.tied:
+                continue
+            first_stage = self._stage_of(first)
+            second_stage = self._stage_of(rule.tied)
+            if first_stage == second_stage:
+                continue
+            own_names = {first_stage: first, second_stage: rule.tied}
+            other_stages = {first_stage: second_stage, second_stage: first_stage}
+            for stage in self.stages:
+                index = stage.stage_index
+                if index not in own_names:
+                    continue
+                parameter = stage.submod.get_parameter(own_names[index])
+                if parameter.requires_grad:
+                    yield parameter, self.rank_of[other_stages[index]], index == second_stage
+
+    def _stage_of(self, name: str) -> int:
+        """Return the number of the stage that has a parameter."""
+        for stage, modules in enumerate(self.job.stages.names):
+            if any(name.startswith(f"{module}.") for module in modules):
+                return stage
+        raise AssertionError(f"{name} is in no stage")
 
     def _schedule(self, stages: Stages) -> Any:
-        options: dict[str, Any] = {"loss_fn": lambda loss, number: loss / self.valid_tokens, "scale_grads": False}
+        options: dict[str, Any] = {
+            "loss_fn": lambda loss, number: loss / self.valid_tokens,
+            "scale_grads": False,
+        }
         if stages.csv:
             # torch takes a loss by its position among the last stage's forward passes.
             rows, self.numbers = numbered_by_last_stage(stages.csv)
@@ -149,16 +200,26 @@ class Pipeline:
         return _schedule_class(stages)(run, stages.micro_batches, **options)
 
     def hidden(self, sequences: int, tokens: int, device: torch.device | str) -> Tensor:
-        """Return an empty tensor like what stages send; tensor parallel splits the sequence between blocks."""
+        """Return an empty tensor like those that stages send.
+
+        Between blocks tensor parallel splits the sequence.
+        """
         dtype = getattr(torch, self.job.config.training.mixed_precision_param)
-        size = sequences, tokens // self.job.layout.tp, self.width
+        size = (sequences, tokens // self.job.layout.tp, self.width)
         return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
 
-    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor) -> Tensor:
-        """Add the gradients of (token losses / valid tokens); return that loss, zero without the last stage."""
-        self.step, self.valid_tokens = step, valid_tokens.clamp(min=1)
+    def forward_backward(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+    ) -> Tensor:
+        """Add the gradients of (token losses / valid tokens).
+
+        Return that loss, zero without the last stage.
+        """
+        self.step = step
+        self.valid_tokens = valid_tokens.clamp(min=1)
         self.micro_batches = [micro_batches[number] for number in self.numbers]
-        self.actions, losses = [], list[Tensor]()
+        self.actions = []
+        losses: list[Tensor] = []
         numbers = torch.arange(len(micro_batches))  # what torch splits as targets
         self.schedule.step(target=numbers, losses=losses, return_outputs=False)
         self.micro_batches = []
@@ -167,7 +228,7 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Let both stages of a tie have the sum of their gradients, to the bit: a + b is b + a."""
+        """Give both stages of a tie the sum of their gradients, to the bit: a + b is b + a."""
         for parameter, peer, _ in self.tied:
             assert parameter.grad is not None
             own = local_part(parameter.grad).contiguous()
@@ -182,9 +243,11 @@ class Pipeline:
     def forward(self, batch: MicroBatch, last: Loss) -> Tensor | None:
         """Run all stages in their order on sequences of any length, without gradients.
 
-        Return what `last` makes of the last stage, the batch and the stage's hidden states; None on other ranks.
+        Return the result of `last`, called with the last stage, the batch and the stage's hidden
+        states; None on other ranks.
         """
-        own, inputs = dist.get_group_rank(self.group, dist.get_rank()), batch.tokens
+        own = dist.get_group_rank(self.group, dist.get_rank())
+        inputs = batch.tokens
         for stage in self.stages:
             index = stage.stage_index
             if index and self.rank_of[index - 1] != own:
@@ -205,3 +268,11 @@ class Pipeline:
         self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
+
+
+def _width(job: Job) -> int:
+    """Return the size of a hidden state, found by running the embeddings on the meta device."""
+    whole, _ = build_meta_model(job.spec, job.model)
+    (embeddings,) = split(whole, job.spec, [job.spec.before])
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    return embeddings(token, token).size(-1)

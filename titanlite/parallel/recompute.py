@@ -1,7 +1,7 @@
 """Activation checkpointing: which activations are recomputed in the backward pass instead of kept.
 
-A block's forward method is replaced, not the block: parameter names stay, and FSDP2's hooks stay outside of what is
-recomputed.
+A block's forward method is replaced, not the block: parameter names stay, and FSDP2's hooks are not
+part of the recomputation.
 """
 
 from functools import partial
@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titanlite.parallel.build import Context
 from titanlite.parallel.expert import expert_modules, units
@@ -19,41 +23,60 @@ _EXPENSIVE = (
     *ATTENTION_OPERATIONS,
     torch.ops.higher_order.flex_attention,
     REDUCE_SCATTER_OPERATION,
-    torch.ops.aten.max.default,  # the largest value that float8 scales by: an all-reduce hangs on it
+    torch.ops.aten.max.default,  # float8's scale, which is all-reduced
 )
-"""Operations whose results are kept: recomputing them costs most, or communicates again."""
+"""Operations whose outputs are kept: the most expensive ones, and those that communicate."""
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 
 
 def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> list[str]:
-    """Replace the forward method of the blocks that recompute; `around_graphs` after they were compiled."""
+    """Replace the forward method of the blocks that recompute.
+
+    Called twice: before blocks are compiled, and after it as `around_graphs`.
+    """
     settings = context.job.config.activation_checkpoint
     if settings.mode not in ("full", "selective"):
         return []
+    layout = context.job.layout
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under tensor or context
-    # parallel, where blocks have a mesh, a compiled block runs again instead.
-    if around_graphs != (context.job.layout.tp * context.job.layout.cp > 1 and not by_operation):
+    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under
+    # tensor or context parallel, where blocks have a mesh, a compiled block runs again instead.
+    needs_graphs = layout.tp * layout.cp > 1 and not by_operation
+    if around_graphs != needs_graphs:
         return []
-    every = int(settings.selective_ac_option) if settings.mode == "selective" and not by_operation else 1
-    options: dict[str, Any] = {"preserve_rng_state": settings.preserve_rng_state, "early_stop": settings.early_stop}
+    options: dict[str, Any] = {
+        "preserve_rng_state": settings.preserve_rng_state,
+        "early_stop": settings.early_stop,
+    }
+    every = 1
     if by_operation:
         options["context_fn"] = _keep_expensive
+    elif settings.mode == "selective":
+        every = int(settings.selective_ac_option)
     experts = {*expert_modules(model, context.table).values()}
     for number, block in context.blocks(model).items():
         if number % every:
             continue
-        # By operation, experts are recomputed within FSDP's hooks: their group is not gathered when their block is.
-        inside = [*units(block, experts), *experts.intersection(block.modules())] if by_operation else [block]
-        for module in inside:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)  # type: ignore
-    blocks = "every block" if every == 1 else f"one block in {every}"
-    saved = ", keeping attention, communication and every other matrix product" * by_operation
-    return [f"Applied activation checkpointing: recompute {blocks}{saved}"]
+        modules = [block]
+        if by_operation:
+            # Experts are recomputed within FSDP's hooks: their block's group does not gather them.
+            modules = [*units(block, experts), *experts.intersection(block.modules())]
+        for module in modules:
+            recomputed = partial(checkpoint, module.forward, use_reentrant=False, **options)
+            module.forward = recomputed  # type: ignore[method-assign]
+    note = "Applied activation checkpointing: recompute every block"
+    if every > 1:
+        note = f"Applied activation checkpointing: recompute one block in {every}"
+    if by_operation:
+        note += ", keeping attention, communication and every other matrix product"
+    return [note]
 
 
 def _keep_expensive() -> Any:
-    """Return the contexts of one forward pass: keep expensive results and every other matrix product."""
+    """Return the contexts of one forward pass.
+
+    They keep the results of expensive operations, and of every other matrix product.
+    """
     matmuls = {False: 0, True: 0}  # counted apart in the forward pass and its recomputation
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

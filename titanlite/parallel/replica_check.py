@@ -1,7 +1,8 @@
 """Replica check: ranks that hold the same shard of a tensor hold the same bytes, or the run stops.
 
-A wrong replica still trains, and only its numbers are wrong. So every parameter and buffer, and after a load the
-optimizer's state, is hashed where it is, and the hashes are compared: 16 bytes a tensor and rank in one collective.
+A wrong replica still trains, and only its numbers are wrong. So every parameter and buffer, and
+after a load the optimizer's state, is hashed where it is, and the hashes are compared: 16 bytes a
+tensor and rank in one collective.
 """
 
 from collections import Counter
@@ -20,16 +21,25 @@ from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.distributed import gather_objects
 
 _CHUNK_BYTES = {"cpu": 1 << 18, "cuda": 1 << 27}
-"""Small enough for a core's cache, large enough for a GPU; hashing takes about three times as much memory."""
+"""Small enough for a core's cache, large enough for a GPU; hashing takes three times the memory."""
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as an int64
 
 
 def check_replicas(
-    parts: Sequence[nn.Module], when: str, context: Context, optimizer: torch.optim.Optimizer | None = None
+    parts: Sequence[nn.Module],
+    when: str,
+    context: Context,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Compare what should be equal across ranks; `when` ends the message, such as "after initialization"."""
-    tensors = [item for part in parts for item in _tensors(part, context.table, optimizer)]
-    local_hashes = torch.stack([_hash_shard(name, tensor, context.device) for name, tensor in tensors])
+    """Compare the tensors that ranks should have in common; raise RunFailed if two differ.
+
+    `when` is part of the message, such as "after initialization".
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for part in parts:
+        tensors += _tensors(part, context.table, optimizer)
+    hashes = [_hash_shard(name, tensor, context.device) for name, tensor in tensors]
+    local_hashes = torch.stack(hashes)
     count = torch.tensor(len(tensors), device=context.device)
     dist.all_reduce(count, dist.ReduceOp.MAX)  # pipeline stages have unlike numbers of tensors
     local_hashes = F.pad(local_hashes, (0, 0, 0, int(count) - len(tensors)))
@@ -40,30 +50,38 @@ def check_replicas(
     numbers = torch.arange(len(group))
     first = torch.full_like(numbers, len(group)).scatter_reduce_(0, group, numbers, "amin")[group]
     differing = (contents.flatten() != contents.flatten()[first]).nonzero().flatten()
-    if len(differing):
-        shard = shards.flatten()[differing[0]]
-        ranks, places = (shards == shard).nonzero().unbind(-1)
-        own = [name for (name, _), key in zip(tensors, local_hashes[:, 0], strict=False) if key == shard]
-        name = next(filter(None, gather_objects("".join(own[:1]), dist.group.WORLD)))
-        raise RunFailed(_describe(name, when, ranks.tolist(), contents[ranks, places].tolist()))
+    if not len(differing):
+        return
+    shard = shards.flatten()[differing[0]]
+    ranks, places = (shards == shard).nonzero().unbind(-1)
+    own_name = ""
+    for (name, _), key in zip(tensors, local_hashes[:, 0], strict=False):
+        if key == shard:
+            own_name = name
+            break
+    known = next(filter(None, gather_objects(own_name, dist.group.WORLD)))
+    raise RunFailed(_describe(known, when, ranks.tolist(), contents[ranks, places].tolist()))
 
 
 def _tensors(
     part: nn.Module, table: Mapping[str, Rule], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a part's parameters, its buffers and the optimizer's state of it, with names that all ranks know."""
+    """Yield a part's parameters, buffers and optimizer state, with names that all ranks know."""
     yield from named_parameters(part, table)
     yield from part.named_buffers()
+    if optimizer is None:
+        return
     for name, parameter in named_parameters(part, table):
-        state = optimizer.state.get(parameter, {}) if optimizer else {}
-        yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, torch.Tensor))
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {name}", value
 
 
 def _hash_shard(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return two integers: which part of which tensor this rank holds, and a hash of its content."""
+    """Return two hashes: of the shard's name and place, and of its content."""
     local = local_part(tensor)
-    shard = torch.tensor(derive_seed("shard", name, *shard_offset(tensor), "of", *local.shape), device=device)
-    return torch.stack([shard, content_hash(local).to(device)])
+    shard = derive_seed("shard", name, *shard_offset(tensor), "of", *local.shape)
+    return torch.stack([torch.tensor(shard, device=device), content_hash(local).to(device)])
 
 
 @torch.no_grad()
@@ -72,7 +90,8 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)  # integers that wrap around
     content = tensor.detach().reshape(-1).view(torch.uint8)
     chunk_bytes = _CHUNK_BYTES[tensor.device.type]
-    for start, chunk in zip(range(0, content.numel(), chunk_bytes), content.split(chunk_bytes), strict=False):
+    starts = range(0, content.numel(), chunk_bytes)
+    for start, chunk in zip(starts, content.split(chunk_bytes), strict=False):
         integers = F.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)  # a copy, aligned
         first = start // 8 + 1
         weights = torch.arange(first, first + integers.numel(), device=tensor.device).mul_(_ODD)
@@ -82,13 +101,22 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 def _describe(name: str, when: str, ranks: list[int], hashes: list[int]) -> str:
     most_common = Counter(hashes).most_common(1)[0][0]  # the first rank's in a draw
-    odd = [rank for rank, value in zip(ranks, hashes, strict=True) if value != most_common]
-    rest = [rank for rank, value in zip(ranks, hashes, strict=True) if value == most_common]
+    odd = []
+    rest = []
+    for rank, value in zip(ranks, hashes, strict=True):
+        if value == most_common:
+            rest.append(rank)
+        else:
+            odd.append(rank)
     return (
-        f"replicas out of sync {when}: {name} on rank {_format_ranks(odd)} differs from rank {_format_ranks(rest)}, "
-        "though they hold the same shard; check that versions and files are the same on all hosts"
+        f"replicas out of sync {when}: {name} on rank {_format_ranks(odd)} differs from rank "
+        f"{_format_ranks(rest)}, though they hold the same shard; check that versions and files "
+        "are the same on all hosts"
     )
 
 
 def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    text = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        text += f" and {len(ranks) - 8} more"
+    return text

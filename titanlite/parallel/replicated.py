@@ -1,7 +1,7 @@
 """Parameters that stay whole on every data-parallel rank (parallelism.fsdp_keep_whole).
 
-FSDP2 ignores them; this does what it would have done: computing with them in mixed_precision_param, and summing
-their gradients over the ranks, in one collective a step.
+FSDP2 ignores them; this module replaces its work for them: computing in mixed_precision_param, and
+summing their gradients over the ranks, in one collective a step.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,10 @@ KEY = "parallelism.fsdp_keep_whole"
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Let modules compute with their replicated parameters in mixed_precision_param; the masters keep their type."""
+    """Let modules compute with their replicated parameters in mixed_precision_param.
+
+    The parameters themselves keep their type.
+    """
     patterns = context.job.config.parallelism.fsdp_keep_whole
     names = match_parameters(context.table, KEY, patterns)
     if len(names) == len(context.table):
@@ -29,14 +32,18 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         why = "experts are always sharded with expert or tensor parallel; name the other parameters"
         raise UserError(f"{KEY} matches {experts[0]}: {why}")
     dtype = getattr(torch, context.job.config.training.mixed_precision_param)
-    to_cast = {id(p) for p in replicated_parameters(model, context) if p.dtype != dtype}
+    replicated = {*replicated_parameters(model, context)}
     for module in model.modules():
-        own = [name for name, parameter in module.named_parameters(recurse=False) if id(parameter) in to_cast]
+        own = []
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in replicated and parameter.dtype != dtype:
+                own.append(name)
         if own:
             forward_with_converted_params(lambda parameter: parameter.to(dtype), module, own)
     if not names:
         return []
-    return [f"Applied {KEY}: {len(names)} of {len(context.table)} parameters are replicated ({', '.join(patterns)})"]
+    count = f"{len(names)} of {len(context.table)}"
+    return [f"Applied {KEY}: {count} parameters are replicated ({', '.join(patterns)})"]
 
 
 def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Parameter]:
@@ -46,16 +53,21 @@ def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Paramet
     return [parameters[name] for name in names if name in parameters]
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+) -> None:
     """Sum the gradients of replicated parameters over the data-parallel ranks, in `dtype`."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    for parameter in trained:
-        if parameter.grad is None:  # unused by this rank's tokens, but other ranks take part in the collective
+    gradients = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # unused by this rank's tokens; other ranks sum it
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+        gradients.append(local_part(parameter.grad))
+    if not gradients:
+        return
     flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+    totals = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, total in zip(gradients, totals, strict=True):
         gradient.copy_(total.view_as(gradient))

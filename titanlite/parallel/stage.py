@@ -1,6 +1,6 @@
-"""A pipeline stage as torch's schedules run it: its shapes, what it receives, and what it did.
+"""A pipeline stage as torch's schedules run it: its shapes, its receive buffers, and its actions.
 
-Imported where there is a pipeline only: torch needs a second for it.
+Imported only where there is a pipeline: torch needs a second for it.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Received(dict[int, Any]):
-    """Buffers of what a stage receives, by micro-batch: on the meta device but between receiving and use.
+    """A stage's receive buffers, by micro-batch: without memory except between receiving and use.
 
-    torch would have those of all micro-batches from the first step to the end of the run.
+    torch would keep the buffers of all micro-batches from the first step to the end of the run.
     """
 
     def __setitem__(self, number: int, buffers: Any) -> None:
@@ -33,7 +33,8 @@ class Received(dict[int, Any]):
 def _place(buffers: Any, device: torch.device | str) -> None:
     """Replace the buffers of a micro-batch by new ones."""
     for each in buffers:
-        if (old := getattr(each, "buffer", None)) is not None:  # the tokens of the first stage have none
+        old = getattr(each, "buffer", None)
+        if old is not None:  # the first stage receives nothing for its tokens
             each.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
@@ -41,22 +42,28 @@ class Stage(PipelineStage):
     """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
 
     def __init__(self, part: nn.Module, index: int, pipeline: "Pipeline") -> None:
-        """Give the shapes of what is received and sent, or torch would run a hidden pass to find them."""
+        """Give torch the shapes of inputs and outputs, or it would find them by a hidden pass."""
         stages = pipeline.job.stages
-        tokens = torch.empty(pipeline.shape, dtype=torch.int64, device="meta")
-        hidden, is_last = pipeline.hidden(*pipeline.shape, "meta"), index == len(stages.names) - 1
-        loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
+        hidden = pipeline.hidden(*pipeline.shape, "meta")
+        inputs = hidden
+        if index == 0:
+            inputs = torch.empty(pipeline.shape, dtype=torch.int64, device="meta")
+        output = hidden
+        if index == len(stages.names) - 1:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            output = torch.empty((), dtype=dtype, device="meta")
         super().__init__(
             submodule=part,
             stage_index=index,
             num_stages=len(stages.names),
             device=pipeline.context.device,
-            input_args=hidden if index else tokens,
-            output_args=loss if is_last else hidden,
+            input_args=inputs,
+            output_args=output,
             group=pipeline.group,
         )
         self.pipeline = pipeline
-        self.args_recv_info, self.grad_recv_info = Received(), Received()
+        self.args_recv_info = Received()
+        self.grad_recv_info = Received()
         torch_private.send_nothing_to_this_rank(self)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -71,7 +78,9 @@ class Stage(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = False
     ) -> Any:
         with self._acting("F", fwd_chunk_id, "forward"):
-            tokens = (self.pipeline.micro_batches[fwd_chunk_id].tokens,) if self.is_first else ()
+            tokens: tuple[Tensor, ...] = ()
+            if self.is_first:
+                tokens = (self.pipeline.micro_batches[fwd_chunk_id].tokens,)
             output = super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
             _place(self.args_recv_info[fwd_chunk_id], "meta")
             return output
@@ -83,13 +92,19 @@ class Stage(PipelineStage):
         return self.submod(args[0], batch.positions, batch.documents)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
-        with self._acting("B" if full_backward else "I", bwd_chunk_id, "backward"):
+        kind = "B" if full_backward else "I"
+        with self._acting(kind, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             _place(self.grad_recv_info[bwd_chunk_id], "meta")
             if loss is not None:
-                loss.detach_()  # torch keeps the losses of a step, and with their graphs the stage's inputs
+                # torch keeps the losses of a step: their graphs would keep the stage's inputs.
+                loss.detach_()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._acting("W", bwd_chunk_id, "backward"):
@@ -99,7 +114,7 @@ class Stage(PipelineStage):
 
     @contextmanager
     def _acting(self, kind: str, number: int, name: str) -> Iterator[None]:
-        """Record an action; let an error inside of it be what it is, which torch hides in a RuntimeError."""
+        """Record an action; raise its own error, which torch hides in a RuntimeError."""
         self.number = number
         self.pipeline.begin(self.stage_index, kind, number)
         try:

@@ -1,8 +1,9 @@
 """Tensor and sequence parallel for any model, from the roles in its table.
 
-Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and row layers sees
-the whole sequence, gathered once, and a slice of the heads or hidden units. So everything outside of such modules
-must treat each token by itself. Parameters become DTensors on the `tp` mesh under their plain names.
+Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and
+row layers sees the whole sequence, gathered once, and a slice of the heads or hidden units. So
+everything outside of such modules must treat each token by itself. Parameters become DTensors on
+the `tp` mesh under their plain names.
 """
 
 from collections.abc import Iterable
@@ -33,72 +34,94 @@ SEQUENCE = Shard(1)
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Split every module with parameters as the table says; logits become DTensors, split over the vocabulary."""
+    """Split every module with parameters as the table says.
+
+    Logits become DTensors, split over the vocabulary.
+    """
     if context.job.layout.tp == 1:
         return []
-    settings, mesh = context.job.config.parallelism, context.mesh.tp
+    settings = context.job.config.parallelism
+    mesh = context.mesh.tp
     splits_logits = not settings.disable_loss_parallel
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     roles = check(model, context.table, mesh.size())
     gathering = _gathering(model, context.job.spec.blocks, roles)
     for name, role in roles.items():
-        if role == "expert":
-            continue
-        _split_module(model.get_submodule(name), name, role, mesh, splits_logits)
+        if role != "expert":
+            _split_module(model.get_submodule(name), name, role, mesh, splits_logits)
     for path, readers in gathering.items():
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])
-        model.get_submodule(path).register_forward_pre_hook(partial(_gather, mesh, cast), prepend=True)
+        gather = partial(_gather, mesh, cast)
+        model.get_submodule(path).register_forward_pre_hook(gather, prepend=True)
     tie(model, ties)  # splitting a module makes parameters of its own
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    note = f"Applied tensor parallel on {mesh.size()} ranks, logits " + ("split" if splits_logits else "replicated")
-    if settings.enable_async_tensor_parallel:  # untested: no GPUs available that reach each other's memory
-        enable_async_tensor_parallel(mesh.get_group())
-        note += ", overlapped with computation (async)"
-        if context.job.batch.local == 1:  # torch 2.13: a gather of one sequence is in a form that it cannot fuse
-            note += ", but for all-gathers: inductor needs a training.local_batch_size of 2 or more for these"
+    logits = "split" if splits_logits else "replicated"
+    note = f"Applied tensor parallel on {mesh.size()} ranks, logits {logits}"
+    if not settings.enable_async_tensor_parallel:
+        return [note]
+    # Untested: no GPUs available that reach each other's memory.
+    enable_async_tensor_parallel(mesh.get_group())
+    note += ", overlapped with computation (async)"
+    if context.job.batch.local == 1:  # torch 2.13 cannot fuse the gather of one sequence
+        need = "inductor needs a training.local_batch_size of 2 or more for these"
+        note += f", but for all-gathers: {need}"
     return [note]
 
 
-def _split_module(module: nn.Module, name: str, role: Role, mesh: DeviceMesh, splits_logits: bool) -> None:
+def _split_module(
+    module: nn.Module, name: str, role: Role, mesh: DeviceMesh, splits_logits: bool
+) -> None:
+    """Make a module's parameters DTensors, split or whole by its role."""
+    logits = Shard(-1) if splits_logits else Replicate()
     styles: dict[Role, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
         "column": ColwiseParallel(),
         "row": float8.row_style(module)(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(output_layouts=Shard(-1) if splits_logits else Replicate(), use_local_output=False),
+        "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
         "replicated": ReplicatedModule(),
     }
     try:
         parallelize_module(module, mesh, styles[role])
     except NotImplementedError:
         raise UserError(
-            f'tensor parallel: {name}.weight has the role "{role}", and {type(module).__name__} cannot be split'
+            f'tensor parallel: {name}.weight has the role "{role}", and {type(module).__name__} '
+            "cannot be split"
         ) from None
     if role == "embedding":
-        # Its collective may be pending still, which a compiled block could not take.
+        # Its collective may still be pending, which a compiled block cannot handle.
         module.register_forward_hook(lambda module, args, output: output.clone())
 
 
 def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
-    """Return the role of every module with parameters; raise UserError if the table or the degree does not fit."""
+    """Return the role of every module with parameters.
+
+    Raise UserError if the table or the degree does not fit.
+    """
     roles = _roles(model, table)
     for name, role in roles.items():
-        # Vocabularies may be split unevenly; between a column and a row layer, slices of equal size are cut.
-        if role in ("column", "row"):
-            size = model.get_parameter(f"{name}.weight").size(0 if role == "column" else 1)
-            if size % degree:
-                raise UserError(
-                    f"parallelism.tensor_parallel_degree: {degree} does not divide the {size} "
-                    f"{'outputs' if role == 'column' else 'inputs'} of {name}; legal for it: "
-                    + ", ".join(str(d) for d in divisors(size) if d <= 64)
-                )
+        # Vocabularies may be split unevenly; between a column and a row layer, slices are equal.
+        if role not in ("column", "row"):
+            continue
+        weight = model.get_parameter(f"{name}.weight")
+        size = weight.size(0)
+        unit = "outputs"
+        if role == "row":
+            size = weight.size(1)
+            unit = "inputs"
+        if size % degree:
+            legal = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 64)
+            raise UserError(
+                f"parallelism.tensor_parallel_degree: {degree} does not divide the {size} {unit} "
+                f"of {name}; legal for it: {legal}"
+            )
     return roles
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum the ranks' gradients of replicated parameters, unless FSDP2 is applied and has done so."""
+    """Sum the ranks' gradients of replicated parameters, unless FSDP2 has done so."""
     for parameter in parameters:
         gradient = parameter.grad
         is_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
@@ -106,23 +129,29 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def whole_sequence(hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | None = None) -> DTensor:
-    """Gather the hidden states of all tokens, of which every rank holds a slice, unless they are whole already."""
+def whole_sequence(
+    hidden: torch.Tensor, mesh: DeviceMesh, cast: float8.Cast | None = None
+) -> DTensor:
+    """Gather the hidden states of all tokens from the ranks' slices, unless they are whole."""
     if isinstance(hidden, DTensor):
         return hidden
     sequence = DTensor.from_local(hidden, mesh, (SEQUENCE,), run_check=False)
-    return (cast(sequence) if cast else sequence).redistribute(placements=(Replicate(),))
+    if cast:
+        sequence = cast(sequence)
+    return sequence.redistribute(placements=(Replicate(),))
 
 
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
-    """Return the role of every module that has parameters of its own: that of its weight, or of all."""
+    """Return the role of every module with own parameters: that of its weight, or of them all."""
     roles: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
     for rule in table.values():
         if rule.tied:
             roles[rule.tied] = "head"
     by_module: dict[str, Role] = {}
     for path, module in model.named_modules():
-        own = {name: roles[f"{path}.{name}".lstrip(".")] for name, _ in module.named_parameters(recurse=False)}
+        own: dict[str, Role] = {}
+        for name, _ in module.named_parameters(recurse=False):
+            own[name] = roles[f"{path}.{name}".lstrip(".")]
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))
@@ -130,8 +159,8 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         for name, other in own.items():
             if name != "weight" and other != bias_role:
                 raise UserError(
-                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; beside a weight '
-                    f'of the role "{role}" it must be "{bias_role}"'
+                    f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; '
+                    f'beside a weight of the role "{role}" it must be "{bias_role}"'
                 )
         by_module[path] = role
     return by_module
@@ -140,17 +169,20 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
     """Return the modules that gather their input once, with the layers that read it.
 
-    These are the largest inside of blocks that hold column and row layers only, beside replicated vectors such as
-    norms of heads, and other column and head layers.
+    These are the largest modules inside of blocks that hold column and row layers only, apart from
+    replicated vectors such as norms of heads; and all other column and head layers.
     """
+    matrices: dict[str, Role] = {}
+    for name, role in roles.items():
+        if role != "replicated" or not _has_vectors(model, name):
+            matrices[name] = role
     readers: dict[str, list[str]] = {}
-    vectors = {name for name, role in roles.items() if role == "replicated" and _has_vectors(model, name)}
     for path, _ in model.named_modules():
         if any(path.startswith(f"{larger}.") for larger in readers):
             continue
-        inside = {name: role for name, role in roles.items() if name.startswith(f"{path}.") and name not in vectors}
-        is_below_block = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
+        inside = {name: role for name, role in matrices.items() if name.startswith(f"{path}.")}
         columns = [name for name, role in inside.items() if role == "column"]
+        is_below_block = path.startswith(f"{blocks}.") and path.count(".") > blocks.count(".") + 1
         if is_below_block and columns and {*inside.values()} <= {"column", "row"}:
             readers[path] = columns
         elif roles.get(path) in ("column", "head"):
@@ -159,16 +191,22 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
 
 
 def _has_vectors(model: nn.Module, path: str) -> bool:
-    return all(parameter.dim() == 1 for parameter in model.get_submodule(path).parameters(recurse=False))
+    parameters = model.get_submodule(path).parameters(recurse=False)
+    return all(parameter.dim() == 1 for parameter in parameters)
 
 
-def _gather(mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gather the sequence of a module's first input; the backward pass sums its gradients and slices them again."""
+def _gather(
+    mesh: DeviceMesh, cast: float8.Cast | None, module: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Gather the sequence of a module's first input.
+
+    The backward pass sums its gradients and slices them again.
+    """
     return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
 class ReplicatedModule(ParallelStyle):
-    """Give every rank all of a module's own parameters; each rank sees some of the tokens or heads."""
+    """Give each rank all of a module's own parameters; each sees some of the tokens or heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = dict(module.named_parameters(recurse=False))
