@@ -97,17 +97,12 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     last = numbered[-1][0]
     if tied or head_in_root:
         last = numbered[0][0]
-    backward_order = [last]
-    for numbers in reversed(numbered):
-        own, *own_experts = numbers
-        if own != last:
-            backward_order.append(own)
-        backward_order += reversed(own_experts)
+    backward_order = _backward_order(numbered, last)
     return Schedule(
         groups=tuple(ordered),
         last=last,
         last_is_root=head_in_root,
-        backward_order=tuple(backward_order),
+        backward_order=backward_order,
         forward=_next_groups(range(len(ordered)), settings.fsdp_forward_prefetch),
         backward=_next_groups(backward_order, settings.fsdp_backward_prefetch),
     )
@@ -127,6 +122,17 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
         block = f"{spec.blocks}.{number}"
         experts[block] = [f"{block}.{path}" for path in paths]
     return experts
+
+
+def _backward_order(numbered: Sequence[Iterable[int]], last: int) -> tuple[int, ...]:
+    """Return all groups as the backward pass needs them: `last` first."""
+    order = [last]
+    for numbers in reversed(numbered):
+        own, *experts = numbers
+        if own != last:
+            order.append(own)
+        order += reversed(experts)
+    return tuple(order)
 
 
 def _next_groups(order: Sequence[int], depth: int) -> tuple[tuple[int, ...], ...] | None:
