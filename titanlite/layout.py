@@ -1,4 +1,7 @@
-"""How the ranks are split, and the batch arithmetic that follows: numbers only, checked and used elsewhere."""
+"""Mesh degrees and batch arithmetic as plain values.
+
+config/rules checks them, and parallel/mesh builds from them.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +16,10 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh. `ep` is not a dimension of it: experts are a second view of dp_shard x cp x tp."""
+    """Degrees of the mesh.
+
+    `ep` is not a dimension of it: experts are a second view of dp_shard x cp x tp.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -53,17 +59,19 @@ class Layout:
 
     @property
     def experts_apart(self) -> bool:
-        """Return whether experts are sharded over other ranks than what is around them."""
+        """Return whether experts are sharded over other ranks than the layers around them."""
         return self.experts and self.ep * self.tp > 1
 
     @property
     def most_sharded(self) -> int:
-        """Return over how many ranks those parameters are sharded that are over the most."""
-        return max(self.fsdp, self.efsdp * self.experts_apart)
+        """Return the largest sharding degree of any parameter."""
+        if self.experts_apart:
+            return max(self.fsdp, self.efsdp)
+        return self.fsdp
 
     @property
     def splits(self) -> int:
-        """Return how many ranks the model's matrices are split over, by all dimensions together."""
+        """Return how many ranks a matrix is split over, by all dimensions together."""
         return self.pp * self.fsdp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -78,8 +86,12 @@ class Layout:
         return rank // (self.cp * self.tp) % self.batch
 
     def __str__(self) -> str:
-        used = [f"{name} {degree}" for name, degree in zip(DIMENSIONS, self.degrees, strict=True) if degree > 1]
-        return (" x ".join(used) or "one rank") + f", experts over {self.ep}" * (self.ep > 1)
+        named = zip(DIMENSIONS, self.degrees, strict=True)
+        used = [f"{name} {degree}" for name, degree in named if degree > 1]
+        text = " x ".join(used) or "one rank"
+        if self.ep > 1:
+            text += f", experts over {self.ep}"
+        return text
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Optimizers, the gradient norm and the learning rate; the public face of the package.
 
-May import parallel (views of sharded tensors) and what lies below it. Never knows data, checkpoints or the trainer.
+May import parallel (views of sharded tensors) and the rooms below it.
+Never imports data, checkpoints or the trainer.
 """
 
 from titanlite.optim.build import (

@@ -1,4 +1,4 @@
-"""One gradient norm over parameters on any mix of meshes, and clipping by it, without waiting for the device."""
+"""One gradient norm over parameters on any mix of meshes, and clipping, without device waits."""
 
 from collections.abc import Collection, Iterable
 
@@ -19,30 +19,36 @@ def clip_grad_norm(
     stages: DeviceMesh | None = None,
     copies: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scale the gradients to a global p-norm of at most `max_norm`; return the norm before, equal on all ranks.
+    """Scale the gradients to a global p-norm of at most `max_norm`.
 
-    `stages` are the ranks that have other parameters, and `copies` the parameters that one of these has as well: they
-    are scaled, but not counted again.
+    Return the norm before, equal on all ranks. `stages` is the mesh of the pipeline stages, which
+    have different parameters. `copies` are parameters that another stage counts: they are scaled,
+    but not counted again.
     """
-    # Tensors on different meshes cannot be stacked: each mesh has its own norm, and these are combined.
+    gradients = {
+        parameter: parameter.grad for parameter in parameters if parameter.grad is not None
+    }
+    # Tensors on different meshes cannot be stacked: each mesh has its own norm.
     by_mesh: dict[object, list[torch.Tensor]] = {}
-    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     for parameter, gradient in gradients.items():
         if not any(parameter is copy for copy in copies):
-            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+            mesh = getattr(gradient, "device_mesh", None)
+            by_mesh.setdefault(mesh, []).append(gradient)
     norms = [_norm(tensors, p) for tensors in by_mesh.values()]
     # A stage may have no gradients, and then no type for their norm.
-    zero = torch.zeros((), dtype=torch.float64, device=stages.device_type if stages else None)
+    device = stages.device_type if stages else None
+    zero = torch.zeros((), dtype=torch.float64, device=device)
     own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else zero
     total = own
     if stages:
-        total = _over_stages(own.double().to(stages.device_type), p, stages.get_group()).to(own)
-    if max_norm != float("inf"):
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many seconds on finding
-        # how the result is sharded.
-        if gradients:
-            foreach_mul_([local_part(gradient) for gradient in gradients.values()], scale)
+        total = _over_stages(own.double().to(device), p, stages.get_group()).to(own)
+    if max_norm == float("inf"):
+        return total
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    if gradients:
+        # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many
+        # seconds on finding how the result is sharded.
+        foreach_mul_([local_part(gradient) for gradient in gradients.values()], scale)
     return total
 
 
@@ -74,11 +80,13 @@ def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _max_abs(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest absolute value; torch cannot take that of an empty shard, and all may be empty."""
-    first, parts = gradients[0], [local_part(gradient) for gradient in gradients]
+    """Return the largest absolute value; torch refuses an empty shard, and all may be empty."""
+    parts = [local_part(gradient) for gradient in gradients]
     maxima = [part.abs().max() for part in parts if part.numel()]
     largest = torch.stack(maxima).max() if maxima else parts[0].new_zeros(())
+    first = gradients[0]
     if isinstance(first, DTensor):
         for dimension in range(first.device_mesh.ndim):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, first.device_mesh.get_group(dimension))
+            group = first.device_mesh.get_group(dimension)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return largest

@@ -1,9 +1,9 @@
-"""Muon: orthogonalize the momentum of a hidden matrix before adding it; AdamW updates all other parameters.
+"""Muon: orthogonalize the momentum of a hidden matrix before adding it; AdamW for the rest.
 
-The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates. Here one rank
-owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of the result. That is two
-all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for every rank, if there are that many.
-A weight of experts is a stack of matrices, one of each expert.
+The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates.
+Here one rank owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of
+the result. That is two all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for
+every rank, if there are that many. A weight of experts is a stack of matrices, one of each expert.
 """
 
 import heapq
@@ -25,7 +25,7 @@ from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that is applied to the singular values: steep at 0, near 1 for all others after five steps."""
+"""The quintic's, applied to the singular values: steep at 0, and near 1 after five iterations."""
 ITERATIONS = 5
 EPS = 1e-7
 
@@ -33,26 +33,34 @@ EPS = 1e-7
 def muon(
     trained: Sequence[TrainedParam], config: JobConfig, stage: dist.ProcessGroup | None = None
 ) -> torch.optim.Optimizer:
-    """Build Muon for the hidden matrices, computing in the dtype of the forward pass, with AdamW for the rest."""
+    """Build Muon for the hidden matrices, with AdamW for the rest.
+
+    Muon computes in the dtype of the forward pass.
+    """
+    settings = config.optimizer
     matrices = [item for item in trained if item.is_hidden_matrix]
     if not any(gather_objects(bool(matrices), dist.group.WORLD)):  # a pipeline stage may have none
-        raise UserError("optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW")
+        raise UserError(
+            "optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW"
+        )
     rest = [item for item in trained if not item.is_hidden_matrix]
-    of_both = *groups(matrices, config.optimizer, matrices=True), *groups(rest, config.optimizer, matrices=False)
-    parameters = [group for group in of_both if group["params"]] or [*of_both][:1]  # torch wants names in all or none
+    both = groups(matrices, settings, matrices=True) + groups(rest, settings, matrices=False)
+    # An empty group has no parameter names, and torch wants names in all groups or in none.
+    parameters = [group for group in both if group["params"]] or both[:1]
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return Muon(parameters, dtype, stage, **adam_options(config.optimizer))
+    return Muon(parameters, dtype, stage, **adam_options(settings))
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations in the matrix's own dtype."""
     a, b, c = COEFFICIENTS
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=EPS)
     for _ in range(ITERATIONS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if matrix.size(0) <= matrix.size(1) else wide.T
+    return wide.T if is_tall else wide
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,13 @@ class Transfer:
 
 
 class Route:
-    """One all-to-all: what this rank sends, ordered by target, and what it receives, ordered by source."""
+    """One all-to-all: the transfers from this rank, by target, and to this rank, by source."""
 
     def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int) -> None:
         self.send = sorted((t for t in transfers if t.source == rank), key=lambda t: t.target)
         self.recv = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
-        self.send_sizes, self.recv_sizes = [0] * ranks, [0] * ranks
+        self.send_sizes = [0] * ranks
+        self.recv_sizes = [0] * ranks
         for transfer in self.send:
             self.send_sizes[transfer.target] += _numel(transfer.box)
         for transfer in self.recv:
@@ -80,10 +89,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank does for a batch of matrices."""
+    """The part of this rank in a batch of matrices, which are numbered."""
 
-    held: tuple[int, ...]  # of which this rank has a part
+    held: tuple[int, ...]
+    """Matrices that this rank has a part of."""
     owned: Mapping[int, torch.Size]
+    """Matrices that this rank orthogonalizes."""
     gather: Route
     scatter: Route
 
@@ -100,25 +111,35 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         super().__init__(parameters, **adamw)
         group = stage or dist.group.WORLD
-        self._dtype, self._group = dtype, group
-        self._rank, self._ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
-        all_boxes = gather_objects({name: box_of(weight) for name, weight, _ in self._weights()}, group)
-        self._boxes = {  # of each matrix of a weight, on each rank
-            name: [
-                tuple(_box_of_matrix(boxes[name], n) for boxes in all_boxes) for n in range((1, *weight.shape)[-3])
-            ]
-            for name, weight, _ in self._weights()
-        }
+        self._dtype = dtype
+        self._group = group
+        self._rank = 0
+        self._ranks = 1
+        if group:
+            self._rank = dist.get_rank(group)
+            self._ranks = dist.get_world_size(group)
+        own_boxes = {name: box_of(weight) for name, weight, _ in self._weights()}
+        all_boxes = gather_objects(own_boxes, group)
+        self._boxes: dict[str, list[tuple[Box, ...]]] = {}
+        """The regions of each matrix of a weight on all ranks."""
+        for name, weight, _ in self._weights():
+            boxes = [rank_boxes[name] for rank_boxes in all_boxes]
+            matrices = len(weight) if weight.dim() == 3 else 1
+            self._boxes[name] = []
+            for number in range(matrices):
+                self._boxes[name].append(tuple(_box_of_matrix(box, number) for box in boxes))
         self._plans: dict[tuple[str, ...], Plan] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own expects a `step` in every parameter's state
+        # Not AdamW's own, which expects a `step` in every parameter's state.
+        torch.optim.Optimizer.__setstate__(self, state)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Yield each matrix, or stack, with its name and its group; the probe of checkpoint/state.py has no name."""
+        """Yield each matrix, or stack, with its name and its group."""
         for group in self.param_groups:
             if group["matrices"]:
-                for name, weight in zip(group.get("param_names", [""]), group["params"], strict=True):
+                names = group.get("param_names", [""])  # the probe of checkpoint/state.py has none
+                for name, weight in zip(names, group["params"], strict=True):
                     yield name, weight, group
 
     @torch.no_grad()
@@ -135,66 +156,96 @@ class Muon(torch.optim.AdamW):
             self._step_together(weights[run])
 
     def _step_together(self, weights: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        updates = [self._momentum(weight) for _, weight, _ in weights]
-        self._orthogonalize([name for name, _, _ in weights], [weight.shape for _, weight, _ in weights], updates)
+        names = []
+        shapes = []
+        updates = []
+        for name, weight, _ in weights:
+            names.append(name)
+            shapes.append(weight.shape)
+            updates.append(self._momentum(weight))
+        self._orthogonalize(names, shapes, updates)
         for (_, weight, group), update in zip(weights, updates, strict=True):
-            local, lr = local_part(weight), group["lr"]
+            local = local_part(weight)
+            lr = group["lr"]
             local.mul_(1 - lr * group["weight_decay"])
-            # The root mean square is that of a usual AdamW step, so that one learning rate serves both.
+            # The root mean square of a usual AdamW step, so that one learning rate serves both.
             local.add_(update, alpha=-lr * 0.2 * max(weight.shape[-2:]) ** 0.5)
 
     def _momentum(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the weight's gradient with Nesterov momentum, in memory of its own."""
+        """Return this rank's part of the gradient with Nesterov momentum, in memory of its own."""
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight, requires_grad=False)
         assert weight.grad is not None
-        gradient, running = local_part(weight.grad), local_part(state["momentum_buffer"])
+        gradient = local_part(weight.grad)
+        running = local_part(state["momentum_buffer"])
         running.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(running, MOMENTUM).to(self._dtype)
 
-    def _orthogonalize(self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]) -> None:
+    def _orthogonalize(
+        self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]
+    ) -> None:
         """Replace this rank's parts of weights by those of the orthogonalized matrices."""
-        held = [matrix for part in parts if part.numel() for matrix in (part if part.dim() == 3 else part[None])]
+        held: list[torch.Tensor] = []
+        for part in parts:
+            if part.numel():
+                stack = part if part.dim() == 3 else part[None]
+                held.extend(stack)
         if self._ranks == 1 or names == [""]:
             for matrix in held:
                 matrix.copy_(orthogonalize(matrix))
             return
         key = tuple(names)
         if key not in self._plans:
-            boxes = [boxes for name in names for boxes in self._boxes[name]]
-            sizes = [shape[-2:] for name, shape in zip(names, shapes, strict=True) for _ in self._boxes[name]]
+            boxes = []
+            sizes = []
+            for name, shape in zip(names, shapes, strict=True):
+                boxes += self._boxes[name]
+                sizes += [shape[-2:]] * len(self._boxes[name])
             self._plans[key] = _plan(boxes, sizes, self._rank)
-        plan, like = self._plans[key], parts[0]
+        plan = self._plans[key]
+        like = parts[0]
         own = dict(zip(plan.held, held, strict=True))
         owned = {number: like.new_empty(size) for number, size in plan.owned.items()}
         for t, content in _exchange(self._group, plan.gather, lambda t: own[t.matrix], like):
             owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
         owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
-        for t, content in _exchange(self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like):
+        for t, content in _exchange(
+            self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like
+        ):
             own[t.matrix].copy_(content.view_as(own[t.matrix]))
 
 
 def _box_of_matrix(box: Box, expert: int) -> Box:
-    """Return what the box of a weight, or of a stack of them, has of a matrix."""
-    return box[-2:] if len(box) == 2 or box[0].start <= expert < box[0].stop else (slice(0, 0), slice(0, 0))
+    """Return the part of an expert's matrix in the box of a stack; a box of two is a matrix's."""
+    if len(box) == 2 or box[0].start <= expert < box[0].stop:
+        return box[-2:]
+    return (slice(0, 0), slice(0, 0))
 
 
 def _exchange(
-    group: dist.ProcessGroup | None, route: Route, content: Callable[[Transfer], torch.Tensor], like: torch.Tensor
+    group: dist.ProcessGroup | None,
+    route: Route,
+    content: Callable[[Transfer], torch.Tensor],
+    like: torch.Tensor,
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
-    """Run the all-to-all of a route; return each transfer with what arrived, flat."""
-    sent = torch.cat([like.new_empty(0), *(content(transfer).flatten() for transfer in route.send)])
+    """Run the all-to-all of a route; return each transfer with the values received, flat."""
+    sent = torch.cat([like.new_empty(0), *(content(t).flatten() for t in route.send)])
     received = like.new_empty(sum(route.recv_sizes))
     dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes, group=group)
-    return zip(route.recv, received.split([_numel(transfer.box) for transfer in route.recv]), strict=True)
+    sizes = [_numel(t.box) for t in route.recv]
+    return zip(route.recv, received.split(sizes), strict=True)
 
 
 def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> Plan:
-    """Return what `rank` does for a batch; `boxes` has each matrix's region on each rank, and all agree on owners."""
+    """Return the part of `rank` in a batch; `boxes` has the regions of each matrix on all ranks.
+
+    All ranks agree on the owners.
+    """
     ranks = len(boxes[0])
     owners = owners_of(shapes, ranks)
-    gather, scatter = [], []
+    gather = []
+    scatter = []
     for number, (box_by_rank, owner) in enumerate(zip(boxes, owners, strict=True)):
         replicas: dict[tuple[tuple[int, int], ...], list[Transfer]] = {}
         for holder, box in enumerate(box_by_rank):
@@ -202,7 +253,7 @@ def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> 
                 scatter.append(Transfer(number, owner, holder, box))
                 region = tuple((part.start, part.stop) for part in box)
                 replicas.setdefault(region, []).append(Transfer(number, holder, owner, box))
-        # Replicas are the outermost dimension of the mesh and far apart: the owner's own replica sends.
+        # Replicas are the mesh's outermost dimension and far apart: the owner's own replica sends.
         gather += [same[owner * len(same) // ranks] for same in replicas.values()]
     held = tuple(number for number, box_by_rank in enumerate(boxes) if _numel(box_by_rank[rank]))
     owned = {number: shapes[number] for number, owner in enumerate(owners) if owner == rank}
@@ -210,13 +261,17 @@ def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> 
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """Return a rank for each matrix: the largest work first, each to the rank with the least work so far."""
+    """Return a rank for each matrix.
+
+    The largest work is assigned first, each to the rank with the least work so far.
+    """
     work = [min(shape) ** 2 * max(shape) for shape in shapes]
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(shapes)
     for number in sorted(range(len(shapes)), key=lambda number: -work[number]):
-        load, owners[number] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + work[number], owners[number]))
+        load, rank = heapq.heappop(loads)
+        owners[number] = rank
+        heapq.heappush(loads, (load + work[number], rank))
     return owners
 
 
