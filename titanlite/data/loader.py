@@ -24,17 +24,18 @@ Loader = StatefulDataLoader | StreamLoader
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch of windows as one tensor (batch, rows, tokens), so that one copy takes it to the device.
+    """A batch of windows as one tensor (batch, rows, tokens): one copy moves it to the device.
 
-    The rows are tokens, labels (the next token or IGNORED), and under a document mask documents and positions.
+    The rows are tokens, labels (the next token or IGNORED), and under a document mask documents and
+    positions.
     """
 
     rows: torch.Tensor
     places: torch.Tensor | None = None
-    """This rank's places in the windows under context parallel; None for all."""
+    """The token positions of this rank under context parallel; None for all."""
 
     def to(self, device: torch.device, places: torch.Tensor | None = None) -> "MicroBatch":
-        """Return the batch on the device, where only the tokens at `places` are this rank's."""
+        """Return the batch on the device, with the tokens at `places` as this rank's own."""
         return MicroBatch(self.rows.to(device, non_blocking=True), places)
 
     def split(self, size: int) -> "list[MicroBatch]":
@@ -51,17 +52,23 @@ class MicroBatch:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """Of all tokens, also of those that other ranks have: masks need them."""
-        return self.rows[:, 2] if self.rows.size(1) > 2 else None
+        """The documents of all tokens, also of other ranks' tokens: masks need them."""
+        if self.rows.size(1) > 2:
+            return self.rows[:, 2]
+        return None
 
     @property
     def positions(self) -> torch.Tensor | None:
         if self.rows.size(1) > 2:
             return self._own(3)
-        return None if self.places is None else self.places.expand(len(self.rows), -1)
+        if self.places is None:
+            return None
+        return self.places.expand(len(self.rows), -1)
 
     def _own(self, row: int) -> torch.Tensor:
-        return self.rows[:, row] if self.places is None else self.rows[:, row, self.places]
+        if self.places is None:
+            return self.rows[:, row]
+        return self.rows[:, row, self.places]
 
 
 @dataclass(frozen=True)
@@ -73,27 +80,37 @@ class IndexSampler:
     steps: int | None
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in count() if self.steps is None else range(self.steps):
+        steps = count() if self.steps is None else range(self.steps)
+        for step in steps:
             first = self.consumed + step * self.rank_slice.per_step
             for number in range(self.rank_slice.accumulation):
                 yield list(self.rank_slice.micro_batch(first, number))
 
 
 def build_loader(
-    data: Windows | Stream, rank_slice: RankSlice, consumed: int, steps: int | None, settings: Dataloader
+    data: Windows | Stream,
+    rank_slice: RankSlice,
+    consumed: int,
+    steps: int | None,
+    settings: Dataloader,
 ) -> Loader:
     """Load micro-batches from sample `consumed` on, for `steps` steps or as long as the data lasts.
 
-    A stream has no sample numbers: it starts from its beginning, or from the state that its loader loads.
+    A stream has no sample numbers: it starts from its beginning, or from the state that its loader
+    loads.
     """
-    options: dict[str, Any] = {"collate_fn": np.asarray}  # keeps a batch as it is, and stacks a stream's windows
+    options: dict[str, Any] = {}
+    options["collate_fn"] = np.asarray  # keeps a batch as it is, and stacks a stream's windows
     if settings.num_workers:
         context = get_context("forkserver")  # a child forked after a backward pass hangs in torch
         context.set_forkserver_preload(["titanlite.data.loader"])
-        options |= {"num_workers": settings.num_workers, "prefetch_factor": settings.prefetch_factor}
+        options["num_workers"] = settings.num_workers
+        options["prefetch_factor"] = settings.prefetch_factor
         options["persistent_workers"] = settings.persistent_workers
-        options |= {"multiprocessing_context": context, "worker_init_fn": exit_with_parent}
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
+        options["multiprocessing_context"] = context
+        options["worker_init_fn"] = exit_with_parent
+    # torchdata 0.11 calls it.
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     if isinstance(data, Stream):
         micro_batches = None if steps is None else steps * rank_slice.accumulation
         return StreamLoader(data, rank_slice, micro_batches, options)
@@ -101,16 +118,17 @@ def build_loader(
     if not data.repeat:
         left = max(0, math.ceil((data.samples - consumed) / rank_slice.per_step))
         steps = left if steps is None else min(steps, left)
-    return StatefulDataLoader(data, batch_sampler=IndexSampler(rank_slice, consumed, steps), **options)
+    sampler = IndexSampler(rank_slice, consumed, steps)
+    return StatefulDataLoader(data, batch_sampler=sampler, **options)
 
 
 class BatchPrefetcher:
-    """Iterate over a loader once, in a thread that reads the next batches and pins them for a GPU."""
+    """Iterate over a loader once, in a thread that reads the next batches and pins them."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader = loader
         self.state: dict[str, Any] | None = None
-        """The state of a stream after the batch returned last, however far the thread has read ahead."""
+        """The state of a stream after the batch returned last, not after those read ahead."""
         self._prefetcher = Prefetcher(_read(loader, pin=device.type == "cuda"), depth=2)
         self.close = self._prefetcher.close
 
@@ -125,6 +143,8 @@ class BatchPrefetcher:
 def _read(loader: Loader, pin: bool) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
     """Yield each batch, and with it the state of a stream."""
     for batch in loader:
-        tensor = torch.as_tensor(batch)
+        rows = torch.as_tensor(batch)
+        if pin:
+            rows = rows.pin_memory()
         state = loader.state_dict() if isinstance(loader, StreamLoader) else None
-        yield MicroBatch(tensor.pin_memory() if pin else tensor), state
+        yield MicroBatch(rows), state

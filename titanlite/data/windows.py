@@ -20,8 +20,8 @@ from titanlite.data.tokenizer import Tokenizer, require_tokenizer
 class Windows(Dataset[np.ndarray]):
     """Windows of one source, or of a mixture of several; each source is shuffled again every epoch.
 
-    Samples beyond the end (without `repeat`, or the padding of an uneven validation) are windows whose labels are all
-    ignored, so that every rank can take part in every batch.
+    Samples beyond the end (without `repeat`, or the padding of an uneven validation) are windows
+    with all labels ignored, so that every rank can take part in every batch.
     """
 
     def __init__(
@@ -35,9 +35,12 @@ class Windows(Dataset[np.ndarray]):
         weights: tuple[float, ...] = (1.0,),
         fingerprint: str = "",
     ) -> None:
-        self._sources, self._seq_len, self._rows = sources, seq_len, 4 if masked else 2
-        self.repeat, self.fingerprint = repeat, fingerprint
-        self._orders = [Order(source.samples, seed + number) for number, source in enumerate(sources)]
+        self._sources = sources
+        self._seq_len = seq_len
+        self._rows = 4 if masked else 2
+        self.repeat = repeat
+        self.fingerprint = fingerprint
+        self._orders = [Order(source.samples, seed + n) for n, source in enumerate(sources)]
         self._mixture = Mixture(weights) if len(sources) > 1 else None
         self.samples = sum(source.samples for source in sources)
 
@@ -51,55 +54,95 @@ class Windows(Dataset[np.ndarray]):
             if not self.repeat and index >= self.samples:
                 blank(out)
                 continue
-            source, number = self._mixture(index) if self._mixture else (0, index)
+            source = 0
+            number = index
+            if self._mixture:
+                source, number = self._mixture(index)
             self._sources[source].fill(out, self._orders[source](number))
         return batch
 
 
-def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> str:
-    """Raise a UserError if a data set cannot be opened, without preparing it; return what to say about it, if any."""
+def validate_dataset(
+    key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None
+) -> str:
+    """Raise a UserError if a data set cannot be opened, without preparing it.
+
+    Return a notice about it for the user, empty if there is none.
+    """
     if is_streamed(name):
         open_stream(key, name, path)
-    elif documents := find_documents(key, name, path):
+        return ""
+    documents = find_documents(key, name, path)
+    if documents:
         return documents.notice
-    else:
-        open_source(key, name, path, tokenizer, vocab_size)
+    open_source(key, name, path, tokenizer, vocab_size)
     return ""
 
 
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat)
+    return _open(
+        job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat
+    )
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
-    """Open the data set of [validation], in an order with a fixed seed: n steps are the same windows on any mesh."""
+    """Open the data set of [validation].
+
+    The seed of its order is fixed: n steps are the same windows on any mesh.
+    """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
-    data = _open(job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    data = _open(
+        job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False
+    )
     if settings.steps != -1 and isinstance(data, Windows):
         data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
 
 
 def _open(
-    job: Job, key: str, parts: list[MixturePart], seq_len: int, tokenizer: Tokenizer | None, seed: int, repeat: bool
+    job: Job,
+    key: str,
+    parts: list[MixturePart],
+    seq_len: int,
+    tokenizer: Tokenizer | None,
+    seed: int,
+    repeat: bool,
 ) -> Windows | Stream:
-    training, vocab_size = job.config.training, job.shape.vocab_size
-    masked, stall_timeout = training.document_mask, training.dataloader.stall_timeout_seconds
-    if is_streamed(dataset := parts[0].dataset):
+    training = job.config.training
+    masked = training.document_mask
+    dataset = parts[0].dataset
+    if is_streamed(dataset):
         name, shards = open_stream(key, dataset, parts[0].dataset_path)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
+        stall_timeout = training.dataloader.stall_timeout_seconds
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, stall_timeout)
-    sources = [open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts]
-    if training.packing == "first-fit":
-        windows: list[WindowSource] = [Packed(source, seq_len, key) for source in sources]
-    else:
-        windows = [Concatenated(source, seq_len, masked, key) for source in sources]
-    weights = tuple(part.weight for part in parts)
-    names, _, contents = zip(*(source.fingerprint.partition("+") for source in sources), strict=True)
-    identity = " ".join(f"{name} {weight}" for name, weight in zip(names, weights, strict=True))
-    fingerprint = hashlib.sha256(f"{identity} {seq_len} {training.packing}".encode()).hexdigest()[:16]
-    fingerprint += "".join(f"+{content}" for content in contents if content)  # older checkpoints do not have it
-    return Windows(windows, seq_len, seed, repeat=repeat, masked=masked, weights=weights, fingerprint=fingerprint)
+    vocab_size = job.shape.vocab_size
+    sources = [
+        open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts
+    ]
+    windows: list[WindowSource] = []
+    identity: list[str] = []
+    contents = ""
+    for part, source in zip(parts, sources, strict=True):
+        if training.packing == "first-fit":
+            windows.append(Packed(source, seq_len, key))
+        else:
+            windows.append(Concatenated(source, seq_len, masked, key))
+        name, _, content = source.fingerprint.partition("+")
+        identity.append(f"{name} {part.weight}")
+        if content:  # apart, since older checkpoints do not have it
+            contents += f"+{content}"
+    identity += [str(seq_len), training.packing]
+    digest = hashlib.sha256(" ".join(identity).encode()).hexdigest()
+    return Windows(
+        windows,
+        seq_len,
+        seed,
+        repeat=repeat,
+        masked=masked,
+        weights=tuple(part.weight for part in parts),
+        fingerprint=digest[:16] + contents,
+    )
