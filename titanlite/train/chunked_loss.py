@@ -1,7 +1,8 @@
-"""The loss of a micro-batch, whole or in chunks of the sequence, so that only one chunk's logits exist at a time.
+"""The loss of a micro-batch, whole or in chunks of the sequence.
 
-Chunks are computed inside the model's forward pass, through its `head`, where FSDP has gathered the output layer's
-weight. The gradients of a chunk are computed right after its loss, so that nothing is computed twice.
+With chunks, only one chunk's logits exist at a time. They are computed inside the model's forward
+pass, through its `head`, where FSDP has gathered the output layer's weight. The gradients of a
+chunk are computed right after its loss, so that nothing is computed twice.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from titanlite.parallel.tensor import whole_sequence
 from titanlite.train.loss import token_loss_sum
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The sum over tokens for logits (batch, tokens, vocabulary) and labels (batch, tokens)."""
+"""Sums the loss over tokens: of logits (batch, tokens, vocabulary) and labels (batch, tokens)."""
 
 
 def model_loss(
@@ -33,8 +34,8 @@ def model_loss(
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
 
-    The last stage of a pipeline has hidden states for the tokens, and may run a backward pass in two halves:
-    `runs_again` says in the first that another comes.
+    The last stage of a pipeline has `hidden` states in place of the tokens, and may run a backward
+    pass in two halves: `runs_again()` is true during the first half.
     """
     inputs = batch.tokens if hidden is None else hidden
     if chunks == 1:
@@ -42,7 +43,8 @@ def model_loss(
     head = partial(_loss_in_chunks, batch.labels, chunks, token_loss, runs_again)
     total = model(inputs, batch.positions, batch.documents, head=head)
     if total.dim():
-        raise UserError(f"training.loss_chunks = {chunks}: {type(model).__name__}.forward does not call its `head`")
+        name = type(model).__name__
+        raise UserError(f"training.loss_chunks = {chunks}: {name}.forward does not call its `head`")
     return total
 
 
@@ -54,24 +56,32 @@ def _loss_in_chunks(
     hidden: torch.Tensor,
     output: nn.Module,
 ) -> torch.Tensor:
-    """Return the loss of the last hidden states (batch, tokens, dim), one chunk of the sequence at a time."""
+    """Return the loss of the last hidden states (batch, tokens, dim), one chunk at a time."""
     for parameter in output.parameters():
         if isinstance(parameter, DTensor):  # tensor parallel: gather the sequence once, then cut it
             hidden = whole_sequence(hidden, parameter.device_mesh)
             break
-    pieces = [*zip(hidden.detach().tensor_split(chunks, dim=1), labels.tensor_split(chunks, dim=1), strict=True)]
+    hidden_pieces = hidden.detach().tensor_split(chunks, dim=1)
+    label_pieces = labels.tensor_split(chunks, dim=1)
+    pieces = list(zip(hidden_pieces, label_pieces, strict=True))
+
+    def loss_of(part: torch.Tensor, part_labels: torch.Tensor) -> torch.Tensor:
+        return token_loss(output(part), part_labels)
+
     if not torch.is_grad_enabled():
-        return torch.stack([token_loss(output(part), part_labels) for part, part_labels in pieces]).sum()
+        return torch.stack([loss_of(*piece) for piece in pieces]).sum()
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    ways = lambda part, labels: token_loss(output(part), labels), runs_again  # noqa: E731
-    total = _ChunkedLoss.apply(*ways, pieces, hidden, *trained)
+    total = _ChunkedLoss.apply(loss_of, runs_again, pieces, hidden, *trained)
     assert isinstance(total, torch.Tensor)
     return total
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of all pieces. Forward computes the gradients too, so that a piece's logits can be freed before the
-    next; backward only scales them, and lets go of each: the head's is kept in float32."""
+    """The loss of all pieces.
+
+    Forward computes the gradients too, so that a piece's logits are freed before the next; backward
+    only scales them, and frees each after its use: the head's is kept in float32.
+    """
 
     @staticmethod
     def forward(
@@ -86,21 +96,26 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradients: list[torch.Tensor] = []
         sums: list[Any] = [None] * len(parameters)
         for part, labels in pieces:
-            leaves = [part.requires_grad_()] if hidden.requires_grad else []
+            leaves = [*parameters]
+            if hidden.requires_grad:
+                leaves.insert(0, part.requires_grad_())
             with torch.enable_grad():
                 value = loss(part, labels)
-                gradients = list(torch.autograd.grad(value, [*leaves, *parameters]))
+                gradients = list(torch.autograd.grad(value, leaves))
             total = total + value.detach()
             for number in reversed(range(len(parameters))):
-                gradient = gradients.pop()  # as large as the weight: freed before the next logits are computed
+                gradient = gradients.pop()
                 if sums[number] is None:  # in float32 or wider: sums in bfloat16 would lose bits
-                    sums[number] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                    wide = torch.promote_types(gradient.dtype, torch.float32)
+                    sums[number] = gradient.to(wide, copy=True)
                 else:
                     sums[number].add_(gradient)
-                del gradient
-            hidden_gradients += gradients
-        ctx.gradients = [_join(hidden_gradients) if hidden_gradients else None, *sums]
-        ctx.runs_again, ctx.is_scaled = runs_again, False
+                del gradient  # as large as the weight: freed before the next logits are computed
+            hidden_gradients += gradients  # those that are left
+        joined = _join(hidden_gradients) if hidden_gradients else None
+        ctx.gradients = [joined, *sums]
+        ctx.runs_again = runs_again
+        ctx.is_scaled = False
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *parameters)]
         return total
 
@@ -111,17 +126,22 @@ class _ChunkedLoss(torch.autograd.Function):
         if not ctx.runs_again():
             ctx.gradients = None  # the loss, and so ctx, outlives the backward pass
         for number, dtype in enumerate(ctx.dtypes):
-            if gradients[number] is not None:
-                if not ctx.is_scaled:
-                    local_part(gradients[number]).mul_(scale)
-                gradients[number] = gradients[number].to(dtype)
+            if gradients[number] is None:
+                continue
+            if not ctx.is_scaled:
+                local_part(gradients[number]).mul_(scale)
+            gradients[number] = gradients[number].to(dtype)
         ctx.is_scaled = True
         return None, None, None, *gradients
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the sequence. (torch.cat of DTensors would sum partial values over the ranks first.)"""
-    joined, first = torch.cat([local_part(part) for part in parts], dim=1), parts[0]
+    """Concatenate along the sequence.
+
+    (torch.cat of DTensors would sum partial values over the ranks first.)
+    """
+    joined = torch.cat([local_part(part) for part in parts], dim=1)
+    first = parts[0]
     if not isinstance(first, DTensor):
         return joined
     return DTensor.from_local(joined, first.device_mesh, first.placements, run_check=False)

@@ -1,7 +1,7 @@
 """The loss: the sum of token losses over the valid tokens of the whole global batch.
 
-The divisor is the same on every rank and for every micro-batch, so that gradients only need summing, whatever the
-mesh, the accumulation, or the spread of the valid tokens.
+The divisor is the same on every rank and for every micro-batch, so that gradients only need
+summing, whatever the mesh, the accumulation, or the spread of the valid tokens.
 """
 
 import torch
@@ -18,18 +18,25 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return _sharded_loss_sum(logits, labels)
         logits = logits.to_local()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the same where every rank holds a slice of the vocabulary, without gathering the logits.
+    """Return the same sum where every rank holds a slice of the vocabulary.
+
+    The logits are not gathered.
 
     (torch's loss_parallel() would have to enclose the backward pass as well.)
     """
     (rank,) = logits.device_mesh.get_coordinate() or ()
 
     def all_reduce(values: torch.Tensor, operation: str) -> torch.Tensor:
-        partial = DTensor.from_local(values.detach(), logits.device_mesh, (Partial(operation),), run_check=False)
+        placements = (Partial(operation),)
+        partial = DTensor.from_local(
+            values.detach(), logits.device_mesh, placements, run_check=False
+        )
         return partial.full_tensor()
 
     local = logits.to_local()
@@ -37,15 +44,17 @@ def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     first = rank * -(-logits.size(-1) // logits.device_mesh.size())
     valid = labels != IGNORED
     is_local = valid & (labels >= first) & (labels < first + local.size(-1))
-    label_logit = local.gather(-1, torch.where(is_local, labels - first, 0).unsqueeze(-1)).squeeze(-1) * is_local
+    index = torch.where(is_local, labels - first, 0).unsqueeze(-1)
+    label_logit = local.gather(-1, index).squeeze(-1) * is_local
     top = all_reduce(local.amax(-1), "max")
     sum_exp = (local.detach() - top.unsqueeze(-1)).exp().sum(-1)
     sum_exp, full_label_logit = all_reduce(torch.stack([sum_exp, label_logit]), "sum")
     log_sum_exp = top + sum_exp.log()
-    # The value is equal on all ranks and has no gradient. `slope` adds the gradient of this rank's slice, softmax
-    # minus one-hot, which needs no communication.
+    # The value is equal on all ranks and has no gradient. `slope` adds the gradient of this rank's
+    # slice, softmax minus one-hot, which needs no communication.
     value = torch.where(valid, log_sum_exp - full_label_logit, 0.0).sum()
-    slope = torch.where(valid, (local - log_sum_exp.unsqueeze(-1)).exp().sum(-1) - label_logit, 0.0).sum()
+    softmax_sum = (local - log_sum_exp.unsqueeze(-1)).exp().sum(-1)
+    slope = torch.where(valid, softmax_sum - label_logit, 0.0).sum()
     return value + (slope - slope.detach())
 
 

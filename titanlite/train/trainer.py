@@ -1,6 +1,6 @@
 """The trainer builds everything in order and runs the loop; `train_step` reads top to bottom.
 
-How a step is computed is left to step.py, and what is logged to report.py.
+The computation of a step is left to step.py, and the log to report.py.
 """
 
 import gc
@@ -25,7 +25,7 @@ from titanlite.data.windows import training_data, validation_data
 from titanlite.errors import RunFailed, UserError
 from titanlite.fault.bad_step import Spike, build_guard
 from titanlite.fault.network import check_network
-from titanlite.fault.preflight import facts_of, gather_facts, require_equal
+from titanlite.fault.preflight import Facts, facts_of, gather_facts, require_equal
 from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import git_revision
@@ -52,92 +52,152 @@ class Trainer:
     """Train a job on this rank. The process group must exist."""
 
     def __init__(
-        self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger, stop: Stop | None = None
+        self,
+        job: Job,
+        rank_info: RankInfo,
+        device: torch.device,
+        log: logging.Logger,
+        stop: Stop | None = None,
     ) -> None:
-        config = job.config
-        self.job, self.rank_info, self.device, self.log = job, rank_info, device, log
-        self.folder = Path(config.job.dump_folder)
-        self.stop, self.stopped = stop or Stop(config, rank_info, {}), False
-        if config.debug.deterministic:
-            use_deterministic_algorithms()
-        revision = git_revision() if rank_info.local_rank == 0 else None
-        facts = gather_facts(facts_of(job, rank_info, device, revision), rank_info.world)
-        require_equal(facts, rank_info.world)
-        self.mesh = build_mesh(job.layout, device.type)
-        if config.fault.preflight and rank_info.world > 1:
-            for line in check_network(self.mesh.world, device, facts):
-                log.info(line)
+        self.job = job
+        self.rank_info = rank_info
+        self.device = device
+        self.log = log
+        self.folder = Path(job.config.job.dump_folder)
+        self.stop = stop or Stop(job.config, rank_info, {})
+        self.stopped = False
         self.own_places = cache(partial(own_places, job, rank_info.rank, device))
-        self.checkpoints = Checkpoints(job, rank_info, device, log)
-        with phase("load"):
-            self.resume = self.checkpoints.find()
-        self.step, self.tokens = self.resume.position.step, self.resume.position.tokens
-        OWN_PAGE.completed = OWN_PAGE.saved = self.step
-        self.consumed = self.resume.consumed
-        self.seed = agree_on_seed(self.resume.seed if config.debug.seed is None else config.debug.seed)
-        self._open_data()
-        self._build_model()
-        self._restore()
-        self.nonfinite = build_guard(config.fault, device, job.layout.tp, self.report.log_bad_step)
-        self.nonfinite.load_state_dict(self.resume.guard)
-        self.report.open_sinks(self.seed, self.step)
+
+        # THE fixed order of a start, each step with the reason for its place.
+        self._choose_algorithms()  # before the first operation
+        facts = self._compare_ranks()  # before groups: ranks that differ would make different ones
+        self.mesh = build_mesh(job.layout, device.type)  # its groups connect all that follows
+        self._check_network(facts)  # over these groups, before a slow one costs hours
+        self.checkpoints = Checkpoints(job, rank_info, device, log)  # refuses an unusable folder
+        self._find_start()  # before data and model: it has the seed of both
+        self._open_data()  # before the model: wrong data is refused before the time of building
+        self._build_model()  # before loading, which fills the shards of parts and optimizer
+        self._restore()  # the last change of the weights: replicas are compared after it
+        self._build_guard()  # after the report, which takes its notes
+        self.report.open_sinks(self.seed, self.step)  # last: a failed start keeps later records
 
     # ---------------------------------------------------------------- building
 
+    def _choose_algorithms(self) -> None:
+        if self.job.config.debug.deterministic:
+            use_deterministic_algorithms()
+
+    def _compare_ranks(self) -> list[Facts]:
+        """Raise if ranks have different configs, software or code; return the facts on rank 0."""
+        rank_info = self.rank_info
+        revision = git_revision() if rank_info.local_rank == 0 else None
+        own_facts = facts_of(self.job, rank_info, self.device, revision)
+        facts = gather_facts(own_facts, rank_info.world)
+        require_equal(facts, rank_info.world)
+        return facts
+
+    def _check_network(self, facts: list[Facts]) -> None:
+        if self.job.config.fault.preflight and self.rank_info.world > 1:
+            for line in check_network(self.mesh.world, self.device, facts):
+                self.log.info(line)
+
+    def _find_start(self) -> None:
+        """Find the checkpoint that the run starts from, its position and the seed."""
+        with phase("load"):
+            self.resume = self.checkpoints.find()
+        self._set_position(self.resume.position)
+        self.consumed = self.resume.consumed
+        seed = self.job.config.debug.seed
+        self.seed = agree_on_seed(self.resume.seed if seed is None else seed)
+
+    def _set_position(self, position: Position) -> None:
+        self.step = position.step
+        self.tokens = position.tokens
+        OWN_PAGE.completed = self.step
+        OWN_PAGE.saved = self.step
+
     def _open_data(self) -> None:
-        job, config = self.job, self.job.config
+        """Open the data of this rank: of training, and of validation if enabled."""
+        job = self.job
         self.tokenizer = open_tokenizer(job)
-        coordinate = job.layout.batch_coordinate(self.rank_info.rank)
-        self.rank_slice = RankSlice(coordinate, job.batch.data_parallel, job.batch.local, job.batch.accumulation)
+        self.rank_slice = RankSlice(
+            coordinate=job.layout.batch_coordinate(self.rank_info.rank),
+            ranks=job.batch.data_parallel,
+            local=job.batch.local,
+            accumulation=job.batch.accumulation,
+        )
         self.data = training_data(job, self.tokenizer, self.seed)
         self._require_equal("the data of [training]", self.data.fingerprint)
         self.resume.check_data(self.seed, self.data.fingerprint)
-        if config.validation.enable:
-            held_out, steps = validation_data(job, self.tokenizer), config.validation.steps
-            self._require_equal("the data of [validation]", held_out.fingerprint)
-            self.validation_loader = build_loader(
-                held_out,
-                RankSlice(coordinate, job.batch.data_parallel, config.validation.local_batch_size),
-                consumed=0,
-                steps=None if steps == -1 else math.ceil(steps / job.batch.data_parallel),
-                settings=config.training.dataloader,
-            )
+        if job.config.validation.enable:
+            self._open_validation_data()
+
+    def _open_validation_data(self) -> None:
+        config = self.job.config
+        held_out = validation_data(self.job, self.tokenizer)
+        self._require_equal("the data of [validation]", held_out.fingerprint)
+        coordinate = self.rank_slice.coordinate
+        ranks = self.rank_slice.ranks
+        rank_slice = RankSlice(coordinate, ranks, config.validation.local_batch_size)
+        steps = None
+        if config.validation.steps != -1:
+            steps = math.ceil(config.validation.steps / ranks)
+        settings = config.training.dataloader
+        self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
 
     def _require_equal(self, what: str, local_value: str) -> None:
         """Raise if ranks have different values."""
         values = gather_objects(local_value, dist.group.WORLD)
         for rank, value in enumerate(values):
             if value != values[0]:
-                raise UserError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}")
+                raise UserError(
+                    f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}"
+                )
 
     def _build_model(self) -> None:
-        """Build the model's parts on this rank with their optimizer, and what takes and reports a step."""
-        job, config = self.job, self.job.config
-        self.model, table = build_model(job)  # the whole model, for names and counts; this rank trains its parts
+        """Build this rank's parts of the model, their optimizer, the step runner and the report."""
+        job = self.job
+        config = job.config
+        # The whole model, on the meta device, for names and counts; this rank trains its parts.
+        self.model, table = build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
-        flops = flops_per_token(self.model.named_parameters(), table, job.shape, config.training.seq_len)
+        named = self.model.named_parameters()
+        flops = flops_per_token(named, table, job.shape, config.training.seq_len)
         context = Context(job, self.mesh, table, self.device, build_converters(job))
         self.report = Report(context, self.rank_info, self.log, flops)
         self.parts, notes = build_parts(self.model, context, self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
-        set_collective_timeout(config.comm.init_timeout_seconds, excluded=self.checkpoints.group)
+        timeout = config.comm.init_timeout_seconds
+        set_collective_timeout(timeout, excluded=self.checkpoints.group)
         for note in notes:
             self.log.info(note)
-        self.trained = trained_parameters(self.parts, table, job.spec.blocks, config.optimizer.no_decay)
+        blocks = job.spec.blocks
+        self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
         optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
-        self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
+        self.runner = StepRunner(
+            context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank
+        )
 
     @phase("load")
     def _restore(self) -> None:
-        """Load what the run starts from."""
-        stages = self.mesh.world["pp"].get_group() if self.job.layout.pp > 1 else None
-        self.state = TrainingState(self.parts, self.runner.optimizer, self.runner.context.table, stages)
+        """Load the checkpoint that the run starts from, if any."""
+        context = self.runner.context
+        stages = None
+        if self.job.layout.pp > 1:
+            stages = self.mesh.world["pp"].get_group()
+        self.state = TrainingState(self.parts, self.runner.optimizer, context.table, stages)
         self.checkpoints.restore(self.resume, self.state)
         self.checkpoints.check_space(self.state)
         if self.resume.folder:
-            check_replicas(self.parts, "after loading", self.runner.context, self.runner.optimizer)
+            check_replicas(self.parts, "after loading", context, self.runner.optimizer)
         self.runner.notify_converters()
+
+    def _build_guard(self) -> None:
+        settings = self.job.config.fault
+        tp = self.job.layout.tp
+        self.nonfinite = build_guard(settings, self.device, tp, self.report.log_bad_step)
+        self.nonfinite.load_state_dict(self.resume.guard)
 
     # ---------------------------------------------------------------- running
 
@@ -145,16 +205,14 @@ class Trainer:
         """Run to the target step, or until `stopped`."""
         config = self.job.config
         if self.step >= config.training.steps:
-            self.log.info(f"already at step {self.step} of {config.training.steps}: raise --training.steps")
+            target = config.training.steps
+            self.log.info(f"already at step {self.step} of {target}: raise --training.steps")
             self.report.close()
             return
         gc.disable()  # ranks that collect garbage at different times wait for each other
         gc.collect()
-        gc.freeze()  # what was built stays; scanning it again would take 0.1 s each time
-        loader = build_loader(self.data, self.rank_slice, self.consumed, None, config.training.dataloader)
-        if isinstance(loader, StreamLoader) and self.consumed:
-            loader.load_state_dict(self.resume.stream_state(self.rank_slice.coordinate))
-        self.batches = BatchPrefetcher(loader, self.device)
+        gc.freeze()  # existing objects stay; scanning them again would take 0.1 s each time
+        self._start_reading()
         self.report.clock.restart()
         try:
             self._run_to_target()
@@ -164,11 +222,20 @@ class Trainer:
         self.nonfinite.flush()
         self.checkpoints.finish_save()
         self.report.log_saves(self.checkpoints.records)
-        if config.checkpoint.last_save_in_hf and not self.stopped:
-            self.checkpoints.export(self.step, self.state, self.tokenizer)
-        if config.generate.at_end and not self.stopped:
-            self.show_sample()
+        if not self.stopped:
+            if config.checkpoint.last_save_in_hf:
+                self.checkpoints.export(self.step, self.state, self.tokenizer)
+            if config.generate.at_end:
+                self.show_sample()
         self.close()
+
+    def _start_reading(self) -> None:
+        """Start to read batches, from the sample after those consumed."""
+        settings = self.job.config.training.dataloader
+        loader = build_loader(self.data, self.rank_slice, self.consumed, None, settings)
+        if isinstance(loader, StreamLoader) and self.consumed:
+            loader.load_state_dict(self.resume.stream_state(self.rank_slice.coordinate))
+        self.batches = BatchPrefetcher(loader, self.device)
 
     def _run_to_target(self) -> None:
         while True:
@@ -178,41 +245,63 @@ class Trainer:
                 self.roll_back(spike)
 
     def _run_steps(self) -> None:
-        config, steps, first = self.job.config, self.job.config.training.steps, self.step + 1
+        config = self.job.config
+        target = config.training.steps
+        first = self.step + 1
         OWN_PAGE.first_step = first
         OWN_PAGE.enter("step")
-        with Profiler(config.profiling, self.folder, self.rank_info.rank, self.device, self.step) as profiler:
-            while self.step < steps and not self.stopped:
+        rank = self.rank_info.rank
+        with Profiler(config.profiling, self.folder, rank, self.device, self.step) as profiler:
+            while self.step < target and not self.stopped:
                 self.step += 1
                 OWN_PAGE.step = self.step
                 self.train_step()
                 OWN_PAGE.completed = self.step
-                self.stopped = self.nonfinite.read() and self.step < steps
+                self.stopped = self.nonfinite.read() and self.step < target
                 if self.step == first:
-                    dist.barrier()  # or a rank would start the shorter clock while another still compiles
-                    limit = max(config.comm.train_timeout_seconds, config.fault.stall_seconds)
-                    set_collective_timeout(limit, excluded=self.checkpoints.group)
-                if self.step % config.training.gc_freq == 0:
-                    gc.collect()
-                if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
-                    self.stopped = self.stopped or not self.validate()
-                if self.stopped:
-                    self.stop.ask("a request to another rank")
-                if self.checkpoints.due(self.step, self.report.is_logged(self.step)) or self.stopped:
-                    self.save()
-                self.report.log_saves(self.checkpoints.records)
-                with self.report.clock.paused("profiling"):  # the time of writing a trace belongs to no step
+                    self._shorten_timeouts()
+                self._finish_step()
+                with self.report.clock.paused("profiling"):  # a step's time excludes the trace's
                     profiler.step(self.step)
+
+    def _shorten_timeouts(self) -> None:
+        """Set the collectives' timeout for running, after the first step."""
+        dist.barrier()  # all ranks must finish compiling before the shorter timeout applies
+        config = self.job.config
+        limit = max(config.comm.train_timeout_seconds, config.fault.stall_seconds)
+        set_collective_timeout(limit, excluded=self.checkpoints.group)
+
+    def _finish_step(self) -> None:
+        """Collect garbage, validate and save if due."""
+        config = self.job.config
+        if self.step % config.training.gc_freq == 0:
+            gc.collect()
+        if self._validation_is_due() and not self.stopped:
+            self.stopped = not self.validate()
+        if self.stopped:
+            self.stop.ask("a request to another rank")
+        save_is_due = self.checkpoints.due(self.step, self.report.is_logged(self.step))
+        if save_is_due or self.stopped:
+            self.save()
+        self.report.log_saves(self.checkpoints.records)
+
+    def _validation_is_due(self) -> bool:
+        settings = self.job.config.validation
+        if not settings.enable:
+            return False
+        return self.step % settings.freq == 0 or self.step == self.job.config.training.steps
 
     def train_step(self) -> None:
         """Take one step, and log it if due."""
         micro_batches = self.next_micro_batches()
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-        local_valid_tokens *= self.runner.has_loss  # of the last stage only, which has the losses
+        local_valid_tokens *= self.runner.has_loss  # only the last stage has losses
         with phase("tokens"):
-            valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens, stop=bool(self.stop.reason))
+            stop = bool(self.stop.reason)
+            valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens, stop=stop)
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
-            raise self._data_ended()  # on all ranks; waiting for the device is the price of an unknown length
+            # On all ranks; waiting for the device is the price of an unknown length.
+            raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
         skipped = self.nonfinite.record(self.step, loss, norm)
@@ -220,79 +309,107 @@ class Trainer:
         self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
+        balance = self.runner.balance
         with phase("log"):
-            self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, self.runner.balance)
+            self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, balance)
 
     @phase("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
-        count, places = self.rank_slice.accumulation, self.own_places(self.job.config.training.seq_len)
+        count = self.rank_slice.accumulation
+        places = self.own_places(self.job.config.training.seq_len)
         with self.report.clock.waiting_for_data():
-            micro_batches = [batch.to(self.device, places) for batch in islice(self.batches, count)]
+            batches = islice(self.batches, count)
+            micro_batches = [batch.to(self.device, places) for batch in batches]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches
 
     def _data_ended(self) -> RunFailed:
-        size = "" if self.data.samples is None else f"it has {self.data.samples:,} windows, and "
+        size = ""
+        if self.data.samples is not None:
+            size = f"it has {self.data.samples:,} windows, and "
         steps = f"step {self.step - 1} of {self.job.config.training.steps}"
         return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
     @phase("validation")
     def validate(self) -> bool:
         """Log the loss on held-out data; return False if a request to stop came first."""
+        asked = self._asked_anywhere if self.checkpoints.enabled else None
         with self.report.clock.paused("validation"):
-            chunks, places = self.job.config.training.loss_chunks, self.own_places(self.job.validation_seq_len)
-            how = self.mesh.loss, chunks, places, self.runner.pipeline
-            asked = self._asked_anywhere if self.checkpoints.enabled else None
             try:
-                loss = validation_loss(self.parts, self.validation_loader, self.device, *how, asked)
+                loss = validation_loss(
+                    self.parts,
+                    self.validation_loader,
+                    self.device,
+                    self.mesh.loss,
+                    self.job.config.training.loss_chunks,
+                    self.own_places(self.job.validation_seq_len),
+                    self.runner.pipeline,
+                    asked,
+                )
             except Abandoned:
                 return False
             self.report.log_validation(self.step, loss)
         return True
 
     def _asked_anywhere(self) -> bool:
-        asked = torch.full((), bool(self.stop.reason), dtype=torch.int64, device=self.device)
-        dist.all_reduce(asked)
-        return bool(asked.item())
+        """Return whether any rank has a request to stop."""
+        asked = bool(self.stop.reason)
+        requests = torch.full((), asked, dtype=torch.int64, device=self.device)
+        dist.all_reduce(requests)
+        return bool(requests.item())
 
     @phase("save")
     def save(self) -> None:
         """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
             self.nonfinite.flush()  # a step that was not finite is never saved
-            samples = None if self.job.config.training.mixture else self.data.samples
-            epoch = self.consumed // samples if samples else None
-            position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, self.data.fingerprint)
-            self.checkpoints.save(position, self.state, self.batches.state, self.nonfinite.state_dict())
+            epoch = None
+            if self.data.samples and not self.job.config.training.mixture:
+                epoch = self.consumed // self.data.samples
+            fingerprint = self.data.fingerprint
+            position = Position(
+                self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint
+            )
+            guard = self.nonfinite.state_dict()
+            self.checkpoints.save(position, self.state, self.batches.state, guard)
 
     @phase("load")
     def roll_back(self, spike: Spike) -> None:
-        """Go back to before a spike. The data go on: what led to it is not seen again."""
+        """Restore the checkpoint before a spike.
+
+        The data position is kept, so that the samples before the spike are not seen again.
+        """
         self.log.warning(str(spike))
         resume = self.checkpoints.find_before(spike.step)
         self.checkpoints.restore(resume, self.state)
         self.runner.notify_converters()
-        self.step, self.tokens = resume.position.step, resume.position.tokens
-        OWN_PAGE.completed = OWN_PAGE.saved = self.step
+        self._set_position(resume.position)
         self.nonfinite.load_state_dict(resume.guard)
         self.report.close()
-        self.report.open_sinks(self.seed, self.step)  # as a resume does: what is later is dropped
+        self.report.open_sinks(self.seed, self.step)  # as in a resume, later records are dropped
         self.report.clock.restart()
 
     def show_sample(self) -> None:
         """Log text that the model generates."""
-        job, settings = self.job, self.job.config.generate
+        job = self.job
+        settings = job.config.generate
         text = generate(
-            *(self.parts, self.tokenizer, settings, job.positions, self.seed, self.device),
+            self.parts,
+            self.tokenizer,
+            settings,
+            job.positions,
+            self.seed,
+            self.device,
             multiple=sequence_multiple(job),
             own_places=self.own_places,
             group=self.mesh.world["cp"].get_group(),
             pipeline=self.runner.pipeline,
         )
+        lines = [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
-        self.log.info("\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines()) + "\n")
+        self.log.info("\n".join(lines) + "\n")
 
     def close(self) -> None:
         """Stop the data readers and close the sinks."""
