@@ -1,12 +1,13 @@
-"""How a checkpoint is written: staged, verified, and published by one rename. No other module knows how.
+"""Write a checkpoint: staged, verified, and published by one rename. No other module does so.
 
-    .step-N.TOKEN.staging/  every rank's tensors, on the disk, with the size and checksum of each file;
-                       rank 0 adds the JSON documents, and the manifest last
-    step-N/            the same folder under its final name, once all that was planned is stored on every rank
+    .step-N.TOKEN.staging/  every rank's tensors, on the disk, with the size and checksum of each
+                       file; rank 0 adds the JSON documents, and the manifest last
+    step-N/            the same folder under its final name, once every planned tensor is stored on
+                       every rank
     latest             the newest step's name, for people and scripts; updated after the rename
 
-Nothing is ever written into a committed folder. Each rank's work runs under `run_on_all_ranks`: either all ranks
-continue, or all raise the same error.
+Nothing is ever written into a committed folder. Each rank's work runs under `run_on_all_ranks`:
+either all ranks continue, or all raise the same error.
 """
 
 import errno
@@ -26,7 +27,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -43,11 +49,26 @@ _DCP_INDEX = ".metadata"
 SEEN_BY_ALL = ".seen-by-all-"
 """Prefix of the file that shows whether all ranks share the folder."""
 FAILPOINTS = (
-    *("staging begun", "file begun", "half a file", "file written", "tensors stored"),
-    *("before the manifest", "half a manifest", "after the manifest", "before the rename", "after the rename"),
-    *("before latest", "after latest", "before a deletion", "half a deletion", "after a deletion"),
+    "staging begun",
+    "file begun",
+    "half a file",
+    "file written",
+    "tensors stored",
+    "before the manifest",
+    "half a manifest",
+    "after the manifest",
+    "before the rename",
+    "after the rename",
+    "before latest",
+    "after latest",
+    "before a deletion",
+    "half a deletion",
+    "after a deletion",
 )
-"""Where a kill would hurt most, in order; "… file …" and "tensors stored" on every rank, the others on rank 0."""
+"""The places where a kill would hurt most, in order.
+
+"… file …" and "tensors stored" are on every rank, the others on rank 0.
+"""
 
 
 def failpoint(name: str) -> None:
@@ -56,36 +77,60 @@ def failpoint(name: str) -> None:
 
 
 def run_on_all_ranks(
-    group: dist.ProcessGroup | None, what: str, action: Callable[[], T], error_type: type[UserError] = RunFailed
+    group: dist.ProcessGroup | None,
+    what: str,
+    action: Callable[[], T],
+    error_type: type[UserError] = RunFailed,
 ) -> T:
-    """Run an action on every rank; if it fails on any, raise on all of them what failed where.
+    """Run an action on every rank; if it fails on any, raise the same error on all of them.
 
-    Without a group there is only this process.
+    The error names the ranks and the first cause. Without a group there is only this process.
     """
     results: list[T] = []
     failure = ""
     try:
         results.append(action())
-    except CheckpointException as error:  # a BaseException that DCP raises on every rank, with the errors by rank
+    except CheckpointException as error:
+        # A BaseException that DCP raises on every rank, with the errors by rank.
         cause, _ = error.failures.get(rank_in(group), (None, None))
-        failure = _describe(cause) if cause else ""
+        if cause:
+            failure = _describe(cause)
     except Exception as error:
         failure = _describe(error)
     failures = gather_objects(failure, group)
-    if failed := [rank for rank, text in enumerate(failures) if text]:
-        where = f" on rank {', '.join(map(str, failed))}" if group else ""
-        raise error_type(f"{what} failed{where}: {failures[failed[0]]}")
-    return results[0]
+    failed = [rank for rank, text in enumerate(failures) if text]
+    if not failed:
+        return results[0]
+    where = ""
+    if group:
+        where = f" on rank {', '.join(map(str, failed))}"
+    raise error_type(f"{what} failed{where}: {failures[failed[0]]}")
+
+
+def _run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[], None]) -> None:
+    """Run an action on rank 0; if it fails, raise the same error on all ranks."""
+
+    def action_on_rank_0() -> None:
+        if rank_in(group) == 0:
+            action()
+
+    run_on_all_ranks(group, what, action_on_rank_0)
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @contextmanager
 def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[Path]:
-    """Make an empty folder for all ranks to write into; delete it if anything fails, since the disk may be full."""
-    token = gather_objects(uuid.uuid4().hex[:8], group)[0]  # or two runs in one folder would mix their bytes
+    """Make an empty folder for all ranks to write into.
+
+    It is deleted if anything fails, since the disk may be full.
+    """
+    # Without a token, two runs in one folder would mix their bytes.
+    token = gather_objects(uuid.uuid4().hex[:8], group)[0]
     folder = target.with_name(f".{target.name}.{token}.staging")
 
     def begin() -> None:
@@ -93,7 +138,7 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
         failpoint("staging begun")
 
     try:
-        run_on_all_ranks(group, what, lambda: begin() if rank_in(group) == 0 else None)
+        _run_on_rank_0(group, what, begin)
         yield folder
     except BaseException:
         if rank_in(group) == 0:
@@ -114,30 +159,39 @@ def commit(
 ) -> None:
     """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
 
-    `tensors` are this rank's and say how each is sharded, `lookup` returns the values of its part, on any device.
-    From every rank's `rank_payload`, rank 0 makes the documents (contents by file name) that lie beside the tensors.
+    `tensors` are this rank's, and show how each is sharded; `lookup` returns the values of its
+    part, on any device. From every rank's `rank_payload`, rank 0 makes the documents (contents by
+    file name) that lie next to the tensors.
     """
-    rank, target, saving = rank_in(group), step_folder(root, step), f"the save of step {step}"
+    target = step_folder(root, step)
+    saving = f"the save of step {step}"
 
     def refuse_existing() -> None:
         if store.exists(target):
             raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
 
-    def publish(payloads: list[tuple[dict[str, File], dict[str, str], Any]]) -> None:
-        files = {name: file for rank_files, _, _ in payloads for name, file in rank_files.items()}
-        placements = {name: text for _, rank_placements, _ in payloads for name, text in rank_placements.items()}
-        for name, content in make_documents([payload for _, _, payload in payloads]).items():
+    def publish() -> None:
+        files: dict[str, File] = {}
+        placements: dict[str, str] = {}
+        rank_payloads = []
+        for rank_files, rank_placements, payload in parts:
+            files |= rank_files
+            placements |= rank_placements
+            rank_payloads.append(payload)
+        for name, content in make_documents(rank_payloads).items():
             store.write(staging / name, content)
             files[name] = File(len(content), zlib.crc32(content))
         entries = _tensor_entries(writer.stored, placements, files)
         _publish(root, staging, Manifest(step, weights_only, files, entries))
 
-    run_on_all_ranks(group, saving, lambda: refuse_existing() if rank == 0 else None)
+    _run_on_rank_0(group, saving, refuse_existing)
     with staging_folder(target, group, saving) as staging:
         writer = _Writer(staging)
-        written = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, tensors, lookup, group))
-        payloads = gather_objects((*written, rank_payload), group)
-        run_on_all_ranks(group, f"the commit of step {step}", lambda: publish(payloads) if rank == 0 else None)
+        own_files, own_placements = run_on_all_ranks(
+            group, saving, lambda: _write_tensors(writer, tensors, lookup, group)
+        )
+        parts = gather_objects((own_files, own_placements, rank_payload), group)
+        _run_on_rank_0(group, f"the commit of step {step}", publish)
 
 
 def _write_tensors(
@@ -146,28 +200,45 @@ def _write_tensors(
     lookup: Callable[[str], torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> tuple[dict[str, File], dict[str, str]]:
-    """Write this rank's part of the tensors; return the files, and the placement of each tensor that it began."""
-    planner, rank = _Planner(lookup), rank_in(group)
-    dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    """Write this rank's part of the tensors.
+
+    Return the files, and the placements of the tensors whose first element this rank wrote: so each
+    has one from one rank.
+    """
+    planner = _Planner(lookup)
+    rank = rank_in(group)
+    dcp.save(
+        dict(tensors),
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+        no_dist=group is None,
+    )
     files = {}
     for name, path in store.list_folder(writer.staging).items():
         if name.startswith(f"__{rank}_") or (rank == 0 and name == _DCP_INDEX):
-            # Summed after the write: the checksum is of what the file holds, and the disk works meanwhile.
+            # Summed after the write: the checksum is of the file's content, and the disk works
+            # meanwhile.
             files[name] = File(*store.sync_and_sum(path))
     failpoint("tensors stored")
-    begun = [item.index.fqn for item in planner.plan.items if not any(item.index.offset or ())]
-    return files, {name: describe_placement(tensors[name]) for name in begun}  # each tensor's by one rank
+    placements = {}
+    for item in planner.plan.items:
+        index = item.index
+        if not any(index.offset or ()):
+            placements[index.fqn] = describe_placement(tensors[index.fqn])
+    return files, placements
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by how the live tensors are sharded, and takes the values from `lookup`."""
+    """Plans by the shards of the live tensors, and takes the values from `lookup`."""
 
     def __init__(self, lookup: Callable[[str], torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._lookup, self._looked_up = lookup, 0
+        self._lookup = lookup
+        self._looked_up = 0
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        # The writer asks for a tensor when it has written the one before.
+        # Called for each tensor once the one before is written.
         if self._looked_up == 0:
             failpoint("file begun")
         if self._looked_up == len(self.plan.items) // 2:
@@ -180,7 +251,8 @@ class _Writer(dcp.FileSystemWriter):
     """Writes one file per rank; syncing it is left to the store."""
 
     def __init__(self, staging: Path) -> None:
-        # With more threads, torch 2.11 to 2.13 lose a writer's error; copying ahead waits for the training's stream.
+        # With more threads, torch 2.11 to 2.13 lose a writer's error; copying ahead waits for the
+        # training's stream.
         super().__init__(staging, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
         self.staging = staging
 
@@ -198,14 +270,22 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()  # torch's would hold the path of the staging folder
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, keep where all ranks' parts are. (torch 2.11 puts it into a copy that is not returned.)"""
+        """On rank 0, keep the places of all ranks' parts.
+
+        (torch 2.11 puts them into a copy that is not returned.)
+        """
         super().finish(metadata, results)
-        storage = {result.index: result.storage_data for rank_results in results for result in rank_results}
+        storage = {}
+        for rank_results in results:
+            for result in rank_results:
+                storage[result.index] = result.storage_data
         self.stored = replace(metadata, storage_data=storage)
 
 
-def _tensor_entries(stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]) -> dict[str, Tensor]:
-    """Return every tensor's entry; raise unless each planned chunk is inside a file that was written."""
+def _tensor_entries(
+    stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]
+) -> dict[str, Tensor]:
+    """Return every tensor's entry; raise unless each planned chunk lies in a written file."""
     entries = {}
     assert stored.state_dict_metadata.keys() == placements.keys()
     for name, planned in stored.state_dict_metadata.items():
@@ -215,21 +295,25 @@ def _tensor_entries(stored: Metadata, placements: Mapping[str, str], files: Mapp
             info = stored.storage_data.get(MetadataIndex(name, chunk.offsets))
             if info is None or info.offset + info.length > files[info.relative_path].size:
                 raise OSError(f"{name} at {list(chunk.offsets)} was planned, but is not stored")
-            chunks.append(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
-            )
+            offsets = tuple(chunk.offsets)
+            sizes = tuple(chunk.sizes)
+            chunks.append(Chunk(offsets, sizes, info.relative_path, info.offset, info.length))
         dtype = str(planned.properties.dtype).removeprefix("torch.")
         entries[name] = Tensor(tuple(planned.size), dtype, placements[name], tuple(chunks))
     return entries
 
 
 def _publish(root: Path, staging: Path, manifest: Manifest) -> None:
-    """Write the manifest, rename the folder and update `latest`: rank 0, when every rank has stored its part."""
+    """Write the manifest, rename the folder and update `latest`.
+
+    Rank 0 does so, when every rank has stored its part.
+    """
     failpoint("before the manifest")
     store.write(staging / MANIFEST, manifest.render(), lambda: failpoint("half a manifest"))
     failpoint("after the manifest")
     for name, file in manifest.files.items():
-        if (size := store.size(staging / name)) != file.size:
+        size = store.size(staging / name)
+        if size != file.size:
             raise OSError(f"{name} has {size} bytes, {file.size} were written")
     store.sync(staging)
     failpoint("before the rename")
@@ -239,7 +323,7 @@ def _publish(root: Path, staging: Path, manifest: Manifest) -> None:
 
 
 def point_latest(root: Path, step: int) -> None:
-    """Let `latest` name a step."""
+    """Write a step's name into `latest`."""
     failpoint("before latest")
     store.write(root / ".latest.new", f"step-{step}\n".encode())
     store.rename(root / ".latest.new", root / "latest")
@@ -249,7 +333,7 @@ def point_latest(root: Path, step: int) -> None:
 def delete(folder: Path) -> None:
     """Delete a checkpoint: first its name, so that half of one is never taken for a complete one.
 
-    Of a checkpoint that is a link to another place, such as an archive, only the link is deleted.
+    If it is a link to another place, such as an archive, only the link is deleted.
     """
     failpoint("before a deletion")
     deleted = folder.with_name(f".{folder.name}.deleted")
@@ -262,13 +346,16 @@ def delete(folder: Path) -> None:
 
 
 def clear_leftovers(root: Path, what: str = r"(hf-)?step-\d+") -> list[str]:
-    """Delete what a killed save, export, deletion or start left; return the names."""
+    """Delete the leftovers of a killed save, export, deletion or start; return the names."""
     staging = rf"\.{what}(\.[0-9a-f]{{8}})?\.staging"
-    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}")
-    leftovers = {name: path for name, path in sorted(store.list_folder(root).items()) if pattern.fullmatch(name)}
-    for path in leftovers.values():
-        store.delete(path)
-    return list(leftovers)
+    seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
+    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")
+    leftovers = []
+    for name, path in sorted(store.list_folder(root).items()):
+        if pattern.fullmatch(name):
+            store.delete(path)
+            leftovers.append(name)
+    return leftovers
 
 
 def to_json(value: Any) -> bytes:
