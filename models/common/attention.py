@@ -24,7 +24,9 @@ class RotaryAttention(nn.Module):
     With `norm_eps` each head's queries and keys are normalized.
     """
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.wq = nn.Linear(dim, heads * head_dim, bias=False)
@@ -32,13 +34,17 @@ class RotaryAttention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(heads * head_dim, dim, bias=False)
         has_norms = norm_eps is not None
-        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps) if has_norms else None for _ in range(2))
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(head_dim, norm_eps) if has_norms else None for _ in range(2)
+        )
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
         """Return what the tokens of (batch, tokens, dim) take from those before them."""
         # -1: under tensor parallel a rank has some of the heads.
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
+        )
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Transposed last: before, the norms and both backward passes would copy.
@@ -55,7 +61,9 @@ class CausalAttention(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.dropout = dropout  # the probability that training drops one token's attention to another
+        self.dropout = (
+            dropout  # the probability that training drops one token's attention to another
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Attend causally, or with a mask from `document_mask`; `q` may hold only the last of the tokens of `k`."""
@@ -64,7 +72,9 @@ class CausalAttention(nn.Module):
         if isinstance(mask, BlockMask):
             assert not dropout, "FlexAttention has no dropout: give document_mask its probability"
             # Outside of a compiled block it is compiled by itself: uncompiled it would keep all scores.
-            attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+            attend: Any = (
+                flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+            )
             return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
         if mask is None and q.size(2) < k.size(2):
             if self.attend_last and q.element_size() == 2 and q.size(3) in FLASH_HEADS:
@@ -80,10 +90,14 @@ class CausalAttention(nn.Module):
 @lru_cache(maxsize=4)  # of a rank's two chunks, in training and in validation
 def causal_rows(last: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the mask of the last of some tokens: one for all layers, which keep it for their backward pass."""
-    return torch.full((last, tokens), -torch.inf, dtype=dtype, device=device).triu(1 + tokens - last)
+    return torch.full((last, tokens), -torch.inf, dtype=dtype, device=device).triu(
+        1 + tokens - last
+    )
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype, dropout: float = 0.0, last: int = 0) -> Mask:
+def document_mask(
+    documents: Tensor, dtype: torch.dtype, dropout: float = 0.0, last: int = 0
+) -> Mask:
     """Return the mask with which a token sees only earlier tokens of the same number in `documents` (batch, tokens).
 
     With `last` it is the mask of that many queries, the last ones, and all keys.

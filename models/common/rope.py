@@ -13,7 +13,9 @@ class Rope(nn.Module):
 
     turns: Tensor  # (positions, 1, pairs, 2), of which the 1 is for the heads
 
-    def __init__(self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         turns = torch.empty(positions, 1, head_dim // 2, 2, dtype=torch.float32)
@@ -26,9 +28,13 @@ class Rope(nn.Module):
         frequencies = self.theta ** (-pairs / self.head_dim)
         if s := self.scaling:
             turns = frequencies * s.original_positions / (2 * math.pi)
-            blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+            blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(
+                0, 1
+            )
             frequencies = frequencies * (blend + (1 - blend) / s.factor)
-        angles = torch.outer(torch.arange(len(self.turns), device=pairs.device).double(), frequencies)
+        angles = torch.outer(
+            torch.arange(len(self.turns), device=pairs.device).double(), frequencies
+        )
         self.turns.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1))
 
     def forward(self, positions: Tensor | None, tokens: int) -> Tensor:

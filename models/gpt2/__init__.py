@@ -34,7 +34,9 @@ class GPT2Config:
         if self.dim % self.n_heads:
             raise ValueError(f"dim {self.dim} must be a multiple of n_heads {self.n_heads}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} must be a probability, at least 0 and less than 1")
+            raise ValueError(
+                f"dropout {self.dropout} must be a probability, at least 0 and less than 1"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -55,7 +57,9 @@ def shape(c: GPT2Config) -> ModelDims:
 
 
 def parameters(c: GPT2Config) -> int:
-    block = 12 * c.dim**2 + 13 * c.dim  # 4 matrices of attention and 2 of 4 times their size, biases, two norms
+    block = (
+        12 * c.dim**2 + 13 * c.dim
+    )  # 4 matrices of attention and 2 of 4 times their size, biases, two norms
     return (c.vocab_size + c.max_seq_len + 2) * c.dim + c.n_layers * block
 
 
@@ -68,13 +72,26 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     transposed = (Transposed(),)
     block, hf = "layers.*.", "transformer.h.*."
     table = [
-        Rule("tok_embeddings.weight", normal(0.02), "embedding", "transformer.wte.weight", tied="output.weight"),
+        Rule(
+            "tok_embeddings.weight",
+            normal(0.02),
+            "embedding",
+            "transformer.wte.weight",
+            tied="output.weight",
+        ),
         Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
     ]
     for i, name in enumerate(("wq", "wk", "wv")):
         ours, fused = f"{block}attention.{name}.", hf + "attn.c_attn."
         table += [
-            Rule(ours + "weight", into, "column", fused + "weight", transposed, FusedSlice(i, 3, dim=1)),
+            Rule(
+                ours + "weight",
+                into,
+                "column",
+                fused + "weight",
+                transposed,
+                FusedSlice(i, 3, dim=1),
+            ),
             Rule(ours + "bias", zeros, "column", fused + "bias", part=FusedSlice(i, 3)),
         ]
     for ours, theirs in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
@@ -86,7 +103,11 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
         Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", transposed),
         Rule(block + "feed_forward.w1.bias", zeros, "column", hf + "mlp.c_fc.bias"),
     ]
-    norms = {block + "attention_norm.": hf + "ln_1.", block + "ffn_norm.": hf + "ln_2.", "norm.": "transformer.ln_f."}
+    norms = {
+        block + "attention_norm.": hf + "ln_1.",
+        block + "ffn_norm.": hf + "ln_2.",
+        "norm.": "transformer.ln_f.",
+    }
     for ours, theirs in norms.items():
         table += [
             Rule(ours + "weight", ones, "norm", theirs + "weight"),
@@ -117,12 +138,21 @@ def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what transformers' GPT2Config takes for the keys that a config.json lacks."""
     sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
     scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-    rest = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True}
+    rest = {
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    }
     return {"n_inner": 4 * config.get("n_embd", 768), **sizes, **scales, **rest}
 
 
 _DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-_FIELDS = {"dim": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "max_seq_len": "n_positions"}
+_FIELDS = {
+    "dim": "n_embd",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "max_seq_len": "n_positions",
+}
 _FIELDS |= {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "dropout": "resid_pdrop"}
 
 SPEC = register_model(
@@ -135,6 +165,8 @@ SPEC = register_model(
         core="attention.core",
         before=("tok_embeddings", "pos_embeddings"),
         parameters=parameters,
-        hf=HuggingFace(hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS),
+        hf=HuggingFace(
+            hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS
+        ),
     )
 )

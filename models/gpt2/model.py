@@ -21,7 +21,9 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: torch.Tensor, mask: Mask | None) -> torch.Tensor:
-        def heads(projected: torch.Tensor) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
+        def heads(
+            projected: torch.Tensor,
+        ) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), mask)

@@ -28,7 +28,9 @@ class LlamaConfig:
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+            raise ValueError(
+                f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -36,7 +38,9 @@ class LlamaConfig:
 
 
 FLAVORS = {
-    "debugmodel": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=8192, rope_theta=10000.0),
+    "debugmodel": LlamaConfig(
+        128, 4, 8, 4, 384, vocab_size=256, max_seq_len=8192, rope_theta=10000.0
+    ),
     "1B": LlamaConfig(2048, 16, 32, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tied=True),
     "3B": LlamaConfig(3072, 28, 24, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tied=True),
     "8B": LlamaConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling()),
@@ -65,7 +69,11 @@ HF_ROPE["original_positions"] = "original_max_position_embeddings"
 
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
     """Return the config.json of a LlamaForCausalLM, with keys that transformers 4 and 5 both read."""
-    scaling = {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()} if c.rope_scaling else None
+    scaling = (
+        {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()}
+        if c.rope_scaling
+        else None
+    )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -81,13 +89,35 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what transformers' LlamaConfig takes for the keys that a config.json lacks."""
     hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
-    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-    attention = {"num_attention_heads": 32, "num_key_value_heads": heads, "head_dim": hidden // heads}
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+    }
+    attention = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+    }
     absent = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-    return {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, **sizes, **attention, **absent}
+    return {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        **sizes,
+        **attention,
+        **absent,
+    }
 
 
-HF_FIELDS = HF_KEYS | {f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()}
-HF = HuggingFace(hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS)
+HF_FIELDS = HF_KEYS | {
+    f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()
+}
+HF = HuggingFace(
+    hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS
+)
 _PATHS = {"build": "titanlite.models.llama3.model:Llama", "core": "attention.core"}
-SPEC = register_model(ModelSpec("llama3", FLAVORS, shape, rules, **_PATHS, hf=HF, parameters=parameters))
+SPEC = register_model(
+    ModelSpec("llama3", FLAVORS, shape, rules, **_PATHS, hf=HF, parameters=parameters)
+)

@@ -6,7 +6,16 @@ from typing import Any, Literal
 
 from titanlite.models.common import Balance, Epsilon, Scale, Size
 from titanlite.models.common.table import GATED, HF_KEYS, decoder_rules, feed_forward_rules
-from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rotary, Rule, normal, ones, register_model
+from titanlite.registry import (
+    HuggingFace,
+    ModelDims,
+    ModelSpec,
+    Rotary,
+    Rule,
+    normal,
+    ones,
+    register_model,
+)
 
 ONLY_WITH_EXPERTS = ("expert_dim", "top_k", "normalize", "balance")
 
@@ -36,11 +45,17 @@ class QwenConfig:
     """The output layer shares the embedding's weight."""
 
     def __post_init__(self) -> None:
-        idle = [f.name for f in fields(self) if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default]
+        idle = [
+            f.name
+            for f in fields(self)
+            if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default
+        ]
         if idle and not self.experts:
             raise ValueError(f"{', '.join(idle)}: no effect without experts")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+            raise ValueError(
+                f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even")
         if self.experts and not (0 < self.top_k <= self.experts and self.expert_dim > 0):
@@ -50,7 +65,9 @@ class QwenConfig:
             )
 
 
-_DEBUG = QwenConfig(128, 4, 8, 4, 384, head_dim=32, vocab_size=256, max_seq_len=8192, rope_theta=10000.0)
+_DEBUG = QwenConfig(
+    128, 4, 8, 4, 384, head_dim=32, vocab_size=256, max_seq_len=8192, rope_theta=10000.0
+)
 FLAVORS = {
     "debugmodel": _DEBUG,
     "debugmodel_moe": replace(_DEBUG, expert_dim=64, experts=8, top_k=2),
@@ -66,13 +83,21 @@ FLAVORS = {
 
 
 def shape(c: QwenConfig) -> ModelDims:
-    return ModelDims(c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len, c.experts)
+    return ModelDims(
+        c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab_size, c.max_seq_len, c.experts
+    )
 
 
 def parameters(c: QwenConfig) -> int:
     attention = 2 * c.dim * (c.n_heads + c.n_kv_heads) * c.head_dim + 2 * c.head_dim
-    feed_forward = c.experts * c.dim * (1 + 3 * c.expert_dim) if c.experts else 3 * c.dim * c.hidden_dim
-    return (2 - c.tied) * c.vocab_size * c.dim + c.n_layers * (attention + feed_forward + 2 * c.dim) + c.dim
+    feed_forward = (
+        c.experts * c.dim * (1 + 3 * c.expert_dim) if c.experts else 3 * c.dim * c.hidden_dim
+    )
+    return (
+        (2 - c.tied) * c.vocab_size * c.dim
+        + c.n_layers * (attention + feed_forward + 2 * c.dim)
+        + c.dim
+    )
 
 
 def active_parameters(c: QwenConfig) -> int:
@@ -83,7 +108,13 @@ def active_parameters(c: QwenConfig) -> int:
 def rules(c: QwenConfig) -> tuple[Rule, ...]:
     ours, theirs = "layers.*.", "model.layers.*."
     norms = tuple(
-        Rule(f"{ours}attention.{name}.weight", ones, "replicated", f"{theirs}self_attn.{name}.weight", (Rotary(1),))
+        Rule(
+            f"{ours}attention.{name}.weight",
+            ones,
+            "replicated",
+            f"{theirs}self_attn.{name}.weight",
+            (Rotary(1),),
+        )
         for name in ("q_norm", "k_norm")
     )
     common = (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *norms)
@@ -98,7 +129,11 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
     return (*common, router, *experts)
 
 
-_MOE_KEYS = {"expert_dim": "moe_intermediate_size", "experts": "num_experts", "top_k": "num_experts_per_tok"}
+_MOE_KEYS = {
+    "expert_dim": "moe_intermediate_size",
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+}
 _MOE_KEYS |= {"normalize": "norm_topk_prob"}
 _KEYS = {**HF_KEYS, "head_dim": "head_dim", **_MOE_KEYS}
 
@@ -108,7 +143,11 @@ def hf_config(c: QwenConfig) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM" if c.experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if c.experts else "qwen3",
-        **{key: getattr(c, name) for name, key in _KEYS.items() if c.experts or name not in _MOE_KEYS},
+        **{
+            key: getattr(c, name)
+            for name, key in _KEYS.items()
+            if c.experts or name not in _MOE_KEYS
+        },
         **({"decoder_sparse_step": 1, "mlp_only_layers": []} if c.experts else {}),
         "hidden_act": "silu",
         "attention_bias": False,
@@ -118,20 +157,45 @@ def hf_config(c: QwenConfig) -> dict[str, Any]:
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what transformers' Qwen3Config or Qwen3MoeConfig takes for the keys that a config.json lacks."""
-    absent = {"vocab_size": 151936, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    absent = {
+        "vocab_size": 151936,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    }
     absent |= {"rope_theta": 10000.0, "attention_bias": False, "use_sliding_window": False}
     absent |= {"tie_word_embeddings": False}
     if config.get("model_type") != "qwen3_moe":
-        sizes = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "head_dim": 128}
+        sizes = {
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "head_dim": 128,
+        }
         return {**absent, **sizes, "num_key_value_heads": 32}
     head_dim = config.get("hidden_size", 2048) // config.get("num_attention_heads", 32)
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "head_dim": head_dim}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "head_dim": head_dim,
+    }
     experts = {"moe_intermediate_size": 768, "num_experts": config.get("num_local_experts", 128)}
-    experts |= {"num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    experts |= {
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {**absent, **sizes, "num_key_value_heads": 4, **experts}
 
 
-_UNCHECKED = ("max_position_embeddings", "num_local_experts", "router_aux_loss_coef", "sliding_window")
+_UNCHECKED = (
+    "max_position_embeddings",
+    "num_local_experts",
+    "router_aux_loss_coef",
+    "sliding_window",
+)
 _UNCHECKED += ("max_window_layers", "layer_types")  # no effect without use_sliding_window
 HF = HuggingFace(hf_config, _UNCHECKED, defaults=hf_defaults, fields=_KEYS)
 
@@ -142,4 +206,6 @@ def idle(c: QwenConfig) -> dict[str, str]:
 
 _PATHS = {"build": "titanlite.models.qwen3.model:Qwen", "core": "attention.core"}
 _COUNTS = {"parameters": parameters, "active_parameters": active_parameters}
-SPEC = register_model(ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, idle=idle, **_COUNTS))
+SPEC = register_model(
+    ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, idle=idle, **_COUNTS)
+)

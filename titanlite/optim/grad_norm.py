@@ -65,15 +65,23 @@ def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torc
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
     if p == float("inf"):
         return _max_abs(gradients)
-    wide = torch.float32 if gradients[0].dtype == torch.bfloat16 else None  # else sums would have three digits
+    wide = (
+        torch.float32 if gradients[0].dtype == torch.bfloat16 else None
+    )  # else sums would have three digits
     if gradients[0].device.type == "cpu":
-        wide = torch.float64  # a CPU adds one square after the other: in float32, 2**24 of them have three digits
+        wide = (
+            torch.float64
+        )  # a CPU adds one square after the other: in float32, 2**24 of them have three digits
     if wide:  # of DTensors partial norms, which get_total_norm would all-reduce one by one
-        norms: dict[object, list[torch.Tensor]] = {}  # by placements: torch converts those that differ one by one
+        norms: dict[
+            object, list[torch.Tensor]
+        ] = {}  # by placements: torch converts those that differ one by one
         for gradient in gradients:
             same = norms.setdefault(getattr(gradient, "placements", None), [])
             same.append(torch.linalg.vector_norm(gradient, p, dtype=wide))
-        norm = torch.linalg.vector_norm(torch.cat([torch.stack(same) for same in norms.values()]), p)
+        norm = torch.linalg.vector_norm(
+            torch.cat([torch.stack(same) for same in norms.values()]), p
+        )
     else:
         norm = get_total_norm(gradients, p)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
