@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from titanlite.runtime.progress import PROGRESS
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
@@ -31,7 +32,6 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
 from titanlite.parallel import context
-from titanlite.runtime.progress import PROGRESS
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
 from titanlite.train.validate import validation_loss
