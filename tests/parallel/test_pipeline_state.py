@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from titanlite.runtime.progress import PROGRESS
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
@@ -32,6 +31,7 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
 from titanlite.parallel import context
+from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
 from titanlite.train.validate import validation_loss
@@ -254,11 +254,11 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
     """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
     on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    places, before = run.own_places(run.job.validation_seq_len), PROGRESS.sequence
+    places, before = run.own_places(run.job.validation_seq_len), OWN_PAGE.sequence
     loss = validation_loss(
         run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
     )
-    assert PROGRESS.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
+    assert OWN_PAGE.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
     assert all(part.training for part in run.parts)
     settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})
     logits: list[list[float]] = []
