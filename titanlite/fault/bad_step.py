@@ -83,7 +83,7 @@ class BadSteps(NonFiniteGuard):
 
     def __init__(self, settings: Fault, device: torch.device, tp: int, note: Note) -> None:
         super().__init__(device, tp)
-        self._settings = settings
+        self._settings: Fault = settings
         self._note = note
         self._norms = Window(settings, device)
         self._losses = Window(settings, device)
