@@ -79,6 +79,7 @@ CHECKS = {
 }
 ELSEWHERE = {
     "./scripts/test.sh": "runs this test",
+    "python scripts/count.py": "tests/test_house.py counts by it",
     'hf download REPO --include "tokenizer*" --local-dir DIR': "needs a network, and is a command of huggingface_hub",
     "sbatch scripts/slurm/train.slurm --config mine.toml": "needs SLURM",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
