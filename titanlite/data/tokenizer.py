@@ -49,9 +49,10 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f'{origin} = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
-                f'To fetch one: hf download REPO --include "tokenizer*" --local-dir {shlex.quote(str(folder))}. From '
-                "vocab.json and the like, transformers makes one: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                "transformers makes one from vocab.json and the like: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). "
+                'To fetch one: hf download REPO --include "tokenizer*" '
+                f"--local-dir {shlex.quote(str(folder))}"
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))
