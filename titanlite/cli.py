@@ -20,28 +20,16 @@ from titanlite.errors import PAGE, UserError, columns, format_table, nearest, re
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
-    "config": (
-        "titanlite.tools.config",
-        "print the resolved config, its mesh, or the schema of all configs",
-    ),
+    "config": ("titanlite.tools.config", "print the resolved config, its mesh, or the schema of all configs"),
     "models": ("titanlite.tools.models", "list the models, their flavors and fields"),
     "data": ("titanlite.tools.data", "tokenize text into shards on all cores, and inspect them"),
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
-    "tour": (
-        "titanlite.tools.tour",
-        "train, kill, resume on another mesh, export: the promises in 3 minutes",
-    ),
+    "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
-    "plan": (
-        "titanlite.tools.plan",
-        "memory, communication and speed of a config on any mesh, without a GPU",
-    ),
-    "doctor": (
-        "titanlite.tools.doctor",
-        "compare the ranks and time their network, for a bug report",
-    ),
+    "plan": ("titanlite.tools.plan", "memory, communication and speed of a config on any mesh, without a GPU"),
+    "doctor": ("titanlite.tools.doctor", "compare the ranks and time their network, for a bug report"),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
@@ -65,9 +53,7 @@ def run() -> NoReturn:
     """Run the command as a process."""
     replace_unprintable()
     code = main(sys.argv[1:])
-    if sys.argv[1:2] == [
-        "train"
-    ]:  # the workers have exited; a normal exit with torch loaded takes most of a second
+    if sys.argv[1:2] == ["train"]:  # the workers have exited; a normal exit with torch loaded takes most of a second
         with suppress(OSError):  # the console may be closed too
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,9 +75,7 @@ def main(argv: list[str]) -> int:
             command = _command(argv[0])
             arguments, overrides = parse_options(argv[0], command, argv[1:])
             arguments.argv = argv
-            if getattr(
-                arguments, "selftest", False
-            ):  # real processes are verify's, which tools may not import
+            if getattr(arguments, "selftest", False):  # real processes are verify's, which tools may not import
                 arguments.selftest = importlib.import_module("titanlite.verify.plan_check").selftest
             code = command.run(arguments, overrides)
         sys.stdout.flush()
@@ -108,11 +92,7 @@ def main(argv: list[str]) -> int:
         print(f"titanlite: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        further = (
-            "; the same command continues from here"
-            if getattr(arguments, "resumable", False)
-            else ""
-        )
+        further = "; the same command continues from here" if getattr(arguments, "resumable", False) else ""
         print(f"\ntitanlite: stopped{further}", file=sys.stderr)
         return 130
     except SystemExit as done:  # how argparse ends after --help
@@ -143,11 +123,7 @@ class _Page(argparse.RawDescriptionHelpFormatter):
 def wrap(text: str, width: int) -> str:
     """Wrap the paragraphs of a text; indented lines and examples stay as they are."""
     text = re.sub(r"(?<=\S)\n(?=\S)(?!example)", " ", text)
-    return re.sub(
-        "(?m)^(?! |example).+",
-        lambda line: textwrap.fill(line[0], width, break_on_hyphens=False),
-        text,
-    )
+    return re.sub("(?m)^(?! |example).+", lambda line: textwrap.fill(line[0], width, break_on_hyphens=False), text)
 
 
 def fit(message: str) -> str:
@@ -169,27 +145,19 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # that of a sub-command replaces its parent's
 
     def error(self, message: str) -> NoReturn:
-        if choice := re.match(
-            r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message
-        ):
+        if choice := re.match(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
             option, value, legal = choice.groups()
             legal = re.sub(r"['\s]", "", legal).split(",")
             close = nearest(value, legal)
             what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
-            message = f"{what} '{value}'; " + (
-                f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
-            )
+            message = f"{what} '{value}'; " + (f"did you mean '{close}'?" if close else f"use {', '.join(legal)}")
         message = f"{message.removeprefix('argument ')} (see {self.prog} --help)"
-        raise UserError(
-            f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message
-        )
+        raise UserError(f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message)
 
 
 def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return a command's own options, and the config overrides behind them."""
-    parser = Parser(
-        prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve"
-    )
+    parser = Parser(prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve")
     command.add_arguments(parser)
     if parser.get_default("takes_overrides") and not parser.usage:
         parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
@@ -197,15 +165,9 @@ def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Na
     own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())
     for word in rest:
         option = word.partition("=")[0]
-        close = (
-            nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
-        )
+        close = nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
         if close and option != "--config":
-            raise UserError(
-                f"unknown option {option}; did you mean --{close}? (see {arguments.parser.prog} --help)"
-            )
+            raise UserError(f"unknown option {option}; did you mean --{close}? (see {arguments.parser.prog} --help)")
     if rest and not getattr(arguments, "takes_overrides", False):
-        raise UserError(
-            f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)"
-        )
+        raise UserError(f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)")
     return arguments, rest

@@ -54,9 +54,7 @@ def install_command(*packages: str) -> str:
 def command_line(command: str, *words: str) -> str:
     """Return how to type a command of this environment, quoted for a shell."""
     own = Path(sys.executable).with_name(command)
-    return shlex.join(
-        [str(own) if own.exists() and shutil.which(command) != str(own) else command, *words]
-    )
+    return shlex.join([str(own) if own.exists() and shutil.which(command) != str(own) else command, *words])
 
 
 def replace_unprintable() -> None:
@@ -90,9 +88,7 @@ def columns(piped: int = 1_000_000) -> int:
     return shutil.get_terminal_size((piped, 24)).columns
 
 
-def format_table(
-    rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0
-) -> str:
+def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0) -> str:
     """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends.
 
     Text in the last column takes several lines where the terminal is narrow.
@@ -107,9 +103,5 @@ def format_table(
             for number, part in enumerate(textwrap.wrap(last, room, break_on_hyphens=False) or [""])
         ]
         widths[-1] = room
-    formats = [
-        f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)
-    ]
-    return "\n".join(
-        " " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines
-    )
+    formats = [f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)]
+    return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)

@@ -282,9 +282,7 @@ class _Writer(dcp.FileSystemWriter):
         self.stored = replace(metadata, storage_data=storage)
 
 
-def _tensor_entries(
-    stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]
-) -> dict[str, Tensor]:
+def _tensor_entries(stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]) -> dict[str, Tensor]:
     """Return every tensor's entry; raise unless each planned chunk lies in a written file."""
     entries = {}
     assert stored.state_dict_metadata.keys() == placements.keys()

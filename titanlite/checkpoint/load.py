@@ -71,9 +71,7 @@ def latest_verified(
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
     """Return the checkpoint of this step, to be resumed."""
     require_step(root, step, _committed(root, group))
-    return _verified(
-        "checkpoint.load_step", step_folder(root, step), full, group, weights_only=False
-    )
+    return _verified("checkpoint.load_step", step_folder(root, step), full, group, weights_only=False)
 
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
@@ -88,9 +86,7 @@ def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
     return gather_objects(committed(root) if rank_in(group) == 0 else [], group)[0]
 
 
-def _verified(
-    key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
-) -> Resume:
+def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
         raise UserError(f"{key}: {'; '.join(problems[:8])}")
@@ -109,17 +105,13 @@ def _verify(
         problems = faults(folder, manifest, contents, resumable=not weights_only)
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
-    problems = list(
-        dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part)
-    )
+    problems = list(dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part))
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
     position, streams, numbers = Position(**state["position"]), state["streams"], state["numbers"]
     own = {"numbers": numbers, "guard": state.get("guard", {}), "metrics": state.get("metrics", {})}
-    return Resume(
-        folder, manifest, continues=True, position=position, streams=streams, **own
-    ), problems
+    return Resume(folder, manifest, continues=True, position=position, streams=streams, **own), problems
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
@@ -127,9 +119,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
     tensors = state.tensors() if resume.continues else state.weights()
-    saved = {
-        name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()
-    }
+    saved = {name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
     own = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     wanted = state.of_all_stages(own)
     if resume.continues:
@@ -145,12 +135,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
             "checkpoint.initial_load_path to start from weights that fit. This run: list what may differ in "
             f"checkpoint.exclude_from_loading:{some_of(differences)}"
         )
-    _read(
-        folder,
-        manifest,
-        {name: tensor for name, tensor in tensors.items() if name in loaded},
-        group,
-    )
+    _read(folder, manifest, {name: tensor for name, tensor in tensors.items() if name in loaded}, group)
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 
@@ -169,9 +154,7 @@ def _describe(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype.removeprefix('torch.')} of shape {list(shape)}"
 
 
-def _differences(
-    saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]
-) -> Iterable[str]:
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]) -> Iterable[str]:
     for name in sorted(names):
         if name not in saved:
             yield f"{name}: not in the checkpoint"
@@ -183,9 +166,7 @@ def _differences(
 
 def _comparable(name: str, description: str) -> str:
     """optimizer.state_dtype may change, which the log says: reading rounds or widens what was saved."""
-    return (
-        description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
-    )
+    return description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -198,34 +179,20 @@ def load_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return whole tensors of a checkpoint of any mesh, without a process group; by default all of them."""
     manifest = manifest or read_manifest(folder)
-    entries = {
-        name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)
-    }
-    tensors = {
-        name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        for name, entry in entries.items()
-    }
+    entries = {name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)}
+    tensors = {name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for name, entry in entries.items()}
     _read(folder, manifest, tensors, group=None)
     return tensors
 
 
 def _read(
-    folder: Path,
-    manifest: Manifest,
-    tensors: dict[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
+    folder: Path, manifest: Manifest, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader = _Reader(folder, manifest)
-        dcp.load(
-            tensors,
-            storage_reader=reader,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -239,10 +206,7 @@ class _Reader(dcp.FileSystemReader):
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, SimpleNamespace] = {}
         for name, entry in self._manifest.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in entry.chunks
-            ]
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
             properties = TensorProperties(dtype=dtype_of(entry.dtype))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
@@ -252,10 +216,7 @@ class _Reader(dcp.FileSystemReader):
                     )
                 # The fields that torch 2.11 to 2.15 read; its own class for them is private.
                 storage[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(
-                    relative_path=chunk.file,
-                    offset=chunk.offset,
-                    length=chunk.length,
-                    transform_descriptors=None,
+                    relative_path=chunk.file, offset=chunk.offset, length=chunk.length, transform_descriptors=None
                 )
         return Metadata(tensors, storage_data=storage)
 

@@ -77,9 +77,7 @@ class PendingSave(threading.Thread):
 class Checkpoints:
     """The checkpoints of a run on this rank; all ranks call every method together."""
 
-    def __init__(
-        self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
-    ) -> None:
+    def __init__(self, job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger) -> None:
         self._job, self._rank_info, self._device, self._log = job, rank_info, device, log
         self.settings = job.config.checkpoint
         self.enabled = self.settings.enable
@@ -118,9 +116,7 @@ class Checkpoints:
         has_locks = on_rank_0 and lock.works_on(probe)
         if on_rank_0:
             store.delete(probe)
-        if unusable := [
-            f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable
-        ]:
+        if unusable := [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]:
             more = " and others" if len(unusable) > 4 else ""
             raise UserError(
                 f"checkpoint.folder {self.root} (on rank 0's host {ranks[0][0]}) is not writable from "
@@ -128,9 +124,7 @@ class Checkpoints:
                 "shared storage"
             )
         if on_rank_0:
-            if has_locks and (
-                cleared := commit.clear_leftovers(self.root)
-            ):  # else of a run in progress, perhaps
+            if has_locks and (cleared := commit.clear_leftovers(self.root)):  # else of a run in progress, perhaps
                 self._log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
             if (newest := latest_complete(self.root)) is not None:
                 commit.point_latest(self.root, newest)
@@ -156,18 +150,14 @@ class Checkpoints:
         elif resume is None and settings.initial_load_path:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
         if resume and resume.manifest and resume.folder:
-            exclude = check_model(
-                resume.folder, saved_model(resume.folder, job.spec), job.spec, job.model, exclude
-            )
+            exclude = check_model(resume.folder, saved_model(resume.folder, job.spec), job.spec, job.model, exclude)
         return replace(resume or Resume(), exclude=exclude)
 
     def find_before(self, step: int) -> Resume:
         """Choose and verify the newest checkpoint of this run from before a step."""
         self.finish_save()
         assert self.group is not None
-        resume = load.latest_verified(
-            self.root, self.settings.verify_on_load == "full", self.group, self._log, step
-        )
+        resume = load.latest_verified(self.root, self.settings.verify_on_load == "full", self.group, self._log, step)
         if resume is None:
             raise RunFailed(f"{self.root} has no checkpoint from before step {step} to go back to")
         return resume
@@ -213,9 +203,7 @@ class Checkpoints:
         for later in later_steps:
             store.rename(step_folder(self.root, later), step_folder(archive, later))
         commit.point_latest(self.root, step)
-        self._log.info(
-            f"later checkpoints ({', '.join(map(str, later_steps))}) are now in {archive}"
-        )
+        self._log.info(f"later checkpoints ({', '.join(map(str, later_steps))}) are now in {archive}")
 
     def check_space(self, state: TrainingState) -> None:
         """Warn if the disk has no room for the checkpoints that are kept and one that is being written."""
@@ -259,23 +247,15 @@ class Checkpoints:
         return bool(due)
 
     def save(
-        self,
-        position: Position,
-        state: TrainingState,
-        stream: dict[str, Any] | None,
-        guard: dict[str, Any],
+        self, position: Position, state: TrainingState, stream: dict[str, Any] | None, guard: dict[str, Any]
     ) -> None:
         """Save the state as it is now. Return when it is committed, with async_mode when it is copied, or with pinned
         memory at once: call `before_update` before the state changes."""
         self._last_save = began = time.monotonic()
         if self._pending and self._pending.is_alive():
-            self._log.info(
-                f"save of step {position.step} is waiting for step {self._pending.step} to finish writing"
-            )
+            self._log.info(f"save of step {position.step} is waiting for step {self._pending.step} to finish writing")
         self.finish_save()
-        weights_only = (
-            self.settings.last_save_model_only and position.step == self._job.config.training.steps
-        )
+        weights_only = self.settings.last_save_model_only and position.step == self._job.config.training.steps
         tensors = state.weights() if weights_only else state.tensors()
         numbers = {} if weights_only else state.numbers()
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
@@ -286,9 +266,7 @@ class Checkpoints:
         if asynchronous:
             buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
             host_copies = self._copy(host_copies, buffers)
-        pending = PendingSave(
-            position.step, self._write, tensors, host_copies, document, stream, weights_only
-        )
+        pending = PendingSave(position.step, self._write, tensors, host_copies, document, stream, weights_only)
         self._pending = pending
         pending.costs["staging"] = (time.monotonic() - copying) * asynchronous
         pending.start()
@@ -303,9 +281,7 @@ class Checkpoints:
         for name, tensor in tensors.items():
             copy = self._host_memory.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned
-                )
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
                 self._host_memory[name] = copy
             if pinned and name not in buffers:  # which alone a forward pass may change
                 later.append((copy, tensor.detach()))
@@ -326,24 +302,14 @@ class Checkpoints:
             self._copied.wait()
 
     def _write(
-        self,
-        pending: PendingSave,
-        tensors: Tensors,
-        copies: Tensors,
-        document: Any,
-        stream: Any,
-        weights_only: bool,
+        self, pending: PendingSave, tensors: Tensors, copies: Tensors, document: Any, stream: Any, weights_only: bool
     ) -> None:
         """In the thread: commit, then delete old checkpoints; a failure to delete costs no checkpoint."""
         rank_payload = str(self._job.layout.batch_coordinate(self._rank_info.rank)), stream
 
         def make_documents(payloads: list[Any]) -> dict[str, bytes]:
-            streams = {
-                coordinate: position for coordinate, position in payloads if position is not None
-            }
-            environment = describe_environment(
-                self._job, document["position"]["seed"], self._device.type
-            )
+            streams = {coordinate: position for coordinate, position in payloads if position is not None}
+            environment = describe_environment(self._job, document["position"]["seed"], self._device.type)
             return {
                 STATE: commit.to_json({**document, "streams": streams}),
                 CONFIG: to_toml(self._job.given).encode(),
@@ -352,21 +318,15 @@ class Checkpoints:
 
         began, step, group = time.monotonic(), pending.step, self.group
         if self._copied:
-            with torch.cuda.device(
-                self._device
-            ):  # or this thread would open a context on the first GPU
+            with torch.cuda.device(self._device):  # or this thread would open a context on the first GPU
                 self._copied.synchronize()
         lookup = copies.__getitem__
-        commit.commit(
-            self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group
-        )
+        commit.commit(self.root, step, tensors, lookup, rank_payload, make_documents, weights_only, group)
         OWN_PAGE.saved = step
         pending.costs["write"] = time.monotonic() - began
         if self._rank_info.rank == 0:
             try:
-                for old_step in steps_to_delete(
-                    self.root, self.settings.keep_latest_k, self.settings.keep_every
-                ):
+                for old_step in steps_to_delete(self.root, self.settings.keep_latest_k, self.settings.keep_every):
                     commit.delete(step_folder(self.root, old_step))
             except OSError as error:
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
@@ -380,9 +340,7 @@ class Checkpoints:
             return
         pending.join()
         gc.collect(0)  # cycles that torch's writer leaves would stay for training.gc_freq steps
-        failed = torch.tensor(
-            int(pending.error is not None), dtype=torch.int64, device=self._device
-        )
+        failed = torch.tensor(int(pending.error is not None), dtype=torch.int64, device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed.item():
             self._record_success(pending)
@@ -390,21 +348,13 @@ class Checkpoints:
         self._pending = None
         newest = [latest_complete(self.root) if self._rank_info.rank == 0 else None]
         dist.broadcast_object_list(newest, src=0)
-        remaining = (
-            "there is no older one"
-            if newest[0] is None
-            else f"the newest checkpoint is step-{newest[0]}"
-        )
+        remaining = "there is no older one" if newest[0] is None else f"the newest checkpoint is step-{newest[0]}"
         cause = pending.error or f"the save of step {pending.step} failed on another rank"
-        message = (
-            str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
-        )
+        message = str(cause) if isinstance(cause, UserError | str) else f"{type(cause).__name__}: {cause}"
         if pending.step == self._job.config.training.steps:  # no other save makes up for it
             raise RunFailed(f"{message}; {remaining}")
         if self.settings.on_failure == "stop":
-            raise RunFailed(
-                f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)'
-            )
+            raise RunFailed(f'{message}; {remaining} (checkpoint.on_failure = "warn" would continue)')
         self._log.warning(f"{message}; {remaining}; training continues")
         assert self.group is not None
         dist.destroy_process_group(self.group)  # the failed group may hold unmatched collectives
@@ -416,9 +366,7 @@ class Checkpoints:
         if pending.warning:
             self._log.warning(pending.warning)
         waited = pending.costs["blocked"]
-        took = max(
-            waited, pending.costs["staging"] + pending.costs["write"]
-        )  # the thread's start is waited for too
+        took = max(waited, pending.costs["staging"] + pending.costs["write"])  # the thread's start is waited for too
         self._log.info(
             f"saved {step_folder(self.root, pending.step)} in {took:.2f} s; training waited {waited:.2f} s"
         )
@@ -435,12 +383,7 @@ class Checkpoints:
         """Write the weights as they are now in Hugging Face's format, beside the checkpoints."""
         target, group = export_folder(self.root, step), self.group
         assert group is not None
-        translation, dtype = (
-            Translation(self._job.spec, self._job.model),
-            getattr(torch, self.settings.export_dtype),
-        )
-        translation.refuse(
-            [*translation.buffers]
-        )  # whatever their values: ranks would have to agree on them
+        translation, dtype = Translation(self._job.spec, self._job.model), getattr(torch, self.settings.export_dtype)
+        translation.refuse([*translation.buffers])  # whatever their values: ranks would have to agree on them
         export_live(target, translation, state, dtype, tokenizer, group)
         self._log.info(f"exported step {step} for Hugging Face: {target}")

@@ -17,12 +17,7 @@ from pydantic import TypeAdapter
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
-MANIFEST, STATE, CONFIG, ENVIRONMENT = (
-    "manifest.json",
-    "state.json",
-    "config.toml",
-    "environment.json",
-)
+MANIFEST, STATE, CONFIG, ENVIRONMENT = "manifest.json", "state.json", "config.toml", "environment.json"
 FORMAT = 1
 
 
@@ -114,9 +109,7 @@ def step_of(name: str) -> int | None:
 
 def committed(root: Path) -> list[int]:
     """Return the steps whose folders are here, in order; `read_manifest` and `faults` check what they hold."""
-    steps = [
-        step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)
-    ]
+    steps = [step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)]
     return sorted(step for step in steps if step is not None)
 
 
@@ -140,9 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         if is_foreign(folder):
             raise CorruptCheckpoint(f"{folder}: {FOREIGN}") from None
-        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(
-            folder / "config.json"
-        )
+        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(folder / "config.json")
         why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
@@ -153,9 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
         if zlib.crc32(_canonical(body)) != document["crc32"]:
             raise ValueError
         if body["format"] != FORMAT:
-            raise UserError(
-                f"{folder / MANIFEST}: written by another version of titanlite, in a newer format"
-            )
+            raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
         manifest = _MANIFEST.validate_python(body)
         if manifest.render() != raw:
             raise ValueError
@@ -168,9 +157,7 @@ def _canonical(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
-def faults(
-    folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False
-) -> list[str]:
+def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
     """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
     the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
     if step_of(folder.name) not in (None, manifest.step):
@@ -215,9 +202,7 @@ def is_complete(folder: Path, resumable: bool = False) -> bool:
 
 def latest_complete(root: Path) -> int | None:
     """Return the newest complete step."""
-    return next(
-        (step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None
-    )
+    return next((step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None)
 
 
 def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int]:
@@ -225,8 +210,6 @@ def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int
 
     A damaged or weights-only one is neither counted nor deleted: it may be all that somebody has.
     """
-    complete = [
-        step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)
-    ]
+    complete = [step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)]
     old = complete[:-keep_latest_k] if keep_latest_k else []
     return [step for step in old if not keep_every or step % keep_every]

@@ -48,9 +48,7 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
         return "", {}
     paths = {"checkpoint.initial_load_path": config.checkpoint.initial_load_path}
     paths["model.hf_assets_path"] = config.model.hf_assets_path
-    with_config = [
-        key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()
-    ]
+    with_config = [key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()]
     folder = Path(paths[with_config[0]]) if with_config else None
     if folder and not name_is_given:
         spec = get_model(model_of(folder))
@@ -58,14 +56,10 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
         return "", {}
     if folder is None:
         fields = dataclasses.fields(type(next(iter(spec.flavors.values()))))
-        if {
-            f.name for f in fields if f.default is dataclasses.MISSING
-        } <= config.model.overrides.keys():
+        if {f.name for f in fields if f.default is dataclasses.MISSING} <= config.model.overrides.keys():
             return "", {}
         given = "; ".join(f'{key} = "{path}" has none' for key, path in paths.items() if path)
-        raise UserError(
-            f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}"
-        )
+        raise UserError(f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}")
     found: dict[str, Any] = {"model": {"name": spec.name, "overrides": _fields(folder, spec)}}
     if (folder / "tokenizer.json").is_file():
         found["model"]["hf_assets_path"] = str(folder)
@@ -80,9 +74,7 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     given, path = read_config(folder), folder / "config.json"
     if given.get("model_type") not in _model_types(spec):
         name = model_of(folder)
-        raise UserError(
-            f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}'
-        )
+        raise UserError(f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}')
     theirs = complete(given, spec.hf)
     fields: dict[str, Any] = {}
     for field, key in spec.hf.fields.items():
@@ -92,9 +84,7 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     try:
         faults = config_faults(given, spec.hf, spec.hf.config(spec.configure("hf", fields)))
     except UserError as error:
-        words = ", ".join(
-            f"{field} is {key}" for field, key in spec.hf.fields.items() if field in str(error)
-        )
+        words = ", ".join(f"{field} is {key}" for field, key in spec.hf.fields.items() if field in str(error))
         faults = [f"{error} ({words} there)" if words else str(error)]
     if faults:
         raise UserError(f"{path} is of a model that {spec.name} does not compute:{some_of(faults)}")
@@ -122,22 +112,15 @@ def _model_types(spec: ModelSpec) -> list[str]:
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, None without one."""
-    return reduce(
-        lambda table, name: table.get(name) if isinstance(table, Mapping) else None,
-        key.split("."),
-        config,
-    )
+    return reduce(lambda table, name: table.get(name) if isinstance(table, Mapping) else None, key.split("."), config)
 
 
-def _overrides(
-    key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace
-) -> str:
+def _overrides(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace) -> str:
     """Return the overrides that give the model the value of a key of config.json, if there are any."""
     options = [
         shlex.join([f"--model.overrides.{field}", json.dumps(_value(theirs, dotted))])
         for field, dotted in hf.fields.items()
-        if f"{dotted}.".startswith(f"{key}.")
-        and _value(theirs, dotted) not in (None, _value(ours, dotted))
+        if f"{dotted}.".startswith(f"{key}.") and _value(theirs, dotted) not in (None, _value(ours, dotted))
     ]
     return f"; {' '.join(options)}" if options else ""
 
@@ -165,18 +148,12 @@ def complete(config: Mapping[str, Any], hf: HuggingFace) -> dict[str, Any]:
     given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
     try:
         defaults = hf.defaults(given)
-    except (
-        TypeError,
-        ValueError,
-        ZeroDivisionError,
-    ):  # a value of another type, which the comparison names
+    except (TypeError, ValueError, ZeroDivisionError):  # a value of another type, which the comparison names
         defaults = hf.defaults({})
     return {**_NEUTRAL, **defaults, **given}
 
 
-def config_faults(
-    config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]
-) -> list[str]:
+def config_faults(config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]) -> list[str]:
     """Return where a config.json contradicts the one that the model would have."""
     theirs, ours, faults = complete(config, hf), complete(model, hf), []
     given = _one_form_of_rope(config)
@@ -185,11 +162,7 @@ def config_faults(
         value = json.dumps(theirs.get(key))
         if key in ours or key in model:
             if theirs.get(key) != ours.get(key):
-                lacks = (
-                    " (absent, so transformers' default)"
-                    if given.get(key) is None and key in theirs
-                    else ""
-                )
+                lacks = " (absent, so transformers' default)" if given.get(key) is None and key in theirs else ""
                 remedy = _overrides(key, theirs, ours, hf)
                 faults.append(
                     f"config.json: {key} {value}{lacks}, but the model has {json.dumps(ours.get(key))}{remedy}"

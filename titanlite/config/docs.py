@@ -42,9 +42,7 @@ def help_text(search: str = "") -> str:
         lines += textwrap.wrap(head, columns(PAGE), subsequent_indent=indent)
         for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
-            lines += textwrap.wrap(
-                meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent
-            )
+            lines += textwrap.wrap(meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent)
         lines.append("")
     return "\n".join(lines)
 
@@ -70,14 +68,8 @@ def markdown() -> str:
             out.append("")
     out.append(_FOREIGN_KEYS)
     for key, known in FOREIGN.items():
-        accepted = (
-            "any value"
-            if known.off is None
-            else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
-        )
-        out.append(
-            f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |"
-        )
+        accepted = "any value" if known.off is None else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
+        out.append(f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |")
     return "\n".join(out) + "\n"
 
 

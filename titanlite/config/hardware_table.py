@@ -19,14 +19,10 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
         if unknown := [key for key in above if table and key not in table]:
-            raise UserError(
-                f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}"
-            )
+            raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}")
         _lay_over(table, above, f"{file}: ")
         for section in ("gpu", "node", "efficiency"):
-            if wrong := [
-                name for name, entry in table[section].items() if not isinstance(entry, dict)
-            ]:
+            if wrong := [name for name, entry in table[section].items() if not isinstance(entry, dict)]:
                 raise UserError(f"{file}: {section}.{wrong[0]} must be a table")
     return table
 

@@ -36,9 +36,7 @@ class Job:
     def remarks(self) -> list[str]:
         """Return lines about what is legal and may surprise."""
         config, bare = self.config, pipeline.bare_stages(self.stages, self.spec.blocks)
-        return [
-            *filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))
-        ]
+        return [*filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))]
 
     @property
     def no_effect(self) -> str:
@@ -48,10 +46,7 @@ class Job:
     def no_effect_of(self, keys: Iterable[str]) -> str:
         """Return the line for some of the keys."""
         idle = {key: why for key, why in self.idle.items() if key in {*keys}}
-        reasons = [
-            f"{why}: {', '.join(k for k in idle if idle[k] == why)}"
-            for why in dict.fromkeys(idle.values())
-        ]
+        reasons = [f"{why}: {', '.join(k for k in idle if idle[k] == why)}" for why in dict.fromkeys(idle.values())]
         return "no effect " + "; ".join(reasons) if idle else ""
 
     @property
@@ -64,9 +59,7 @@ class Job:
         return max(self.config.training.seq_len, self.validation_seq_len)
 
 
-def job_from(
-    source: CommandLine | Loaded, *, world: int | None, training: bool, device: str = ""
-) -> Job:
+def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool, device: str = "") -> Job:
     """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
 
     `world` is the number of ranks; None takes the smallest that fits. Without `training`, keys of other commands have
@@ -82,9 +75,7 @@ def job_from(
         # A field without a valid value has a fault already.
         with suppress(InvalidField):
             faults.extend(context.fault(key, why) for key, why in rule(context))
-    if unknown := [
-        fault for fault in faults if fault.key == "model.name"
-    ]:  # the others would follow from it
+    if unknown := [fault for fault in faults if fault.key == "model.name"]:  # the others would follow from it
         faults = unknown
     if faults:
         raise ConfigError(faults)
@@ -94,13 +85,9 @@ def job_from(
     off = switched_off.keys_of_what_is_off(resolved)
     idle = parallel.keys_without_effect(resolved, layout, batch) | off
     if resolved.model.flavor != "hf":  # whose folder gives all fields
-        fields = {
-            f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()
-        }
+        fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
         idle |= {key: why for key, why in fields.items() if key in loaded.entries}
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
-    config = config_of(
-        {key: value_of(resolved, key) for key in KEYS if key not in idle or key in used}
-    )
+    config = config_of({key: value_of(resolved, key) for key in KEYS if key not in idle or key in used})
     found = (context.spec, context.model, context.shape, context.stages)
     return Job(config, given, idle, layout, batch, *found)

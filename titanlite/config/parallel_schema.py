@@ -4,16 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.section import (
-    MOST,
-    AnyCase,
-    Fraction,
-    Natural,
-    OrEmpty,
-    OrNone,
-    Positive,
-    Section,
-)
+from titanlite.config.section import MOST, AnyCase, Fraction, Natural, OrEmpty, OrNone, Positive, Section
 from titanlite.config.stages import Schedule
 
 
@@ -32,9 +23,9 @@ class Parallelism(Section):
     """Ranks that split the layers."""
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
-    fsdp_reshard_after_forward: (
-        Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=MOST)]
-    ) = "default"
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=MOST)] = (
+        "default"
+    )
     """Free gathered parameters after the forward pass: default frees all but the last group's; a number keeps them
     sharded over that many ranks."""
     fsdp_forward_prefetch: Natural = 0

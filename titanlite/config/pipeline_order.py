@@ -38,9 +38,7 @@ def parse(text: str) -> list[Action]:
     parts = [re.fullmatch(r"(\d+)([FBIW])(\d+)", cell.strip()) for cell in cells]
     found = [Action(int(part[1]), part[2], int(part[3])) for part in parts if part]
     if len(found) < len(parts) or (len(found) > 1 and not overlap):
-        raise ValueError(
-            f'"{text}" is not an action such as 2F0, 2B0, 2I0, 2W0 or (0F4;3B1)OVERLAP_F_B'
-        )
+        raise ValueError(f'"{text}" is not an action such as 2F0, 2B0, 2I0, 2W0 or (0F4;3B1)OVERLAP_F_B')
     return found
 
 
@@ -52,9 +50,7 @@ def read_csv(path: str) -> tuple[tuple[str, ...], ...]:
 
 def stages_of(order: Order) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank."""
-    return tuple(
-        tuple(sorted({action.stage for cell in row for action in parse(cell)})) for row in order
-    )
+    return tuple(tuple(sorted({action.stage for cell in row for action in parse(cell)})) for row in order)
 
 
 def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
@@ -72,9 +68,7 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
             return
     stages, numbers = range(len(rows)), range(micro_batches)
     yield from (f"row {row} has no action" for row, cells in enumerate(order, 1) if not cells)
-    shared = {
-        stage: " and ".join(map(str, sorted(of))) for stage, of in rows.items() if len(of) > 1
-    }
+    shared = {stage: " and ".join(map(str, sorted(of))) for stage, of in rows.items() if len(of) > 1}
     yield from (f"stage {stage} is in rows {of}" for stage, of in shared.items())
     if rows.keys() - set(stages) or {number for _, number in kinds} != set(numbers):
         found = f"{len(rows)} stages and {len({number for _, number in kinds})} micro-batches"
@@ -119,14 +113,10 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
             for cell in row[next_of[rank] :]:
                 if missing := _missing(cell, last, ends):
                     text = order[rank][next_of[rank]]
-                    reasons.append(
-                        f"row {rank + 1}: {text} waits for {' and '.join(map(str, missing))}"
-                    )
+                    reasons.append(f"row {rank + 1}: {text} waits for {' and '.join(map(str, missing))}")
                     break
                 for action in cell:
-                    start = max(
-                        [clocks[rank], *(ends[key] for key in _waits_for(action, last, ends))]
-                    )
+                    start = max([clocks[rank], *(ends[key] for key in _waits_for(action, last, ends))])
                     clocks[rank] = ends[action] = start + cost[action.kind]
                 next_of[rank] += 1
         if len(ends) == before:
@@ -139,9 +129,7 @@ def _missing(cell: Sequence[Action], last: int, ends: Mapping[Action, float]) ->
     missing = list[Action]()
     for number, action in enumerate(cell):
         own = [key for key in cell[:number] if key.stage == action.stage]
-        missing += [
-            key for key in _waits_for(action, last, ends) if key not in ends and key not in own
-        ]
+        missing += [key for key in _waits_for(action, last, ends) if key not in ends and key not in own]
     return missing
 
 
@@ -165,7 +153,9 @@ def most_kept(row: Sequence[str]) -> int:
 def headline(stages: Stages, order: Order) -> str:
     """Return one line: schedule, stages, micro-batches and bubble."""
     name, many = stages.schedule or "the order of the CSV", "s" * (stages.size > 1)
-    counts = f"{name}, {len(stages.names)} stages on {len(stages.ranks)} ranks, {stages.micro_batches:,} micro-batches"
+    counts = (
+        f"{name}, {len(stages.names)} stages on {len(stages.ranks)} ranks, {stages.micro_batches:,} micro-batches"
+    )
     return f"{counts} of {stages.size} sequence{many}; ranks wait {bubble(order, COST):.1%} of a step, by estimate"
 
 
@@ -173,18 +163,13 @@ def describe(stages: Stages, order: Order) -> str:
     """Return the modules of every stage, and what every rank does in a step."""
     rows = [(f"{rank}", f"{most_kept(row)}", " ".join(row)) for rank, row in enumerate(order)]
     actions = format_table(rows, ("rank", "kept", "actions"))
-    return "\n\n".join(
-        (f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND)
-    )
+    return "\n\n".join((f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND))
 
 
 def stage_table(stages: Stages) -> str:
     """Return the pipeline rank and the modules of every stage."""
     rank_of = stages.rank_of
-    rows = [
-        (f"{stage}", f"{rank_of[stage]}", _shortened(names))
-        for stage, names in enumerate(stages.names)
-    ]
+    rows = [(f"{stage}", f"{rank_of[stage]}", _shortened(names)) for stage, names in enumerate(stages.names)]
     return format_table(rows, ("stage", "rank", "modules"))
 
 

@@ -132,9 +132,7 @@ class Training(Section):
     @property
     def sources(self) -> list[Mixture]:
         """The data sets that are read: those of the mixture, or `dataset` alone."""
-        return self.mixture or [
-            Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
-        ]
+        return self.mixture or [Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)]
 
 
 class Optimizer(Section):
@@ -379,11 +377,7 @@ def _fields(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldIn
             yield from _fields(type(field.default), f"{prefix}{name}.")
 
 
-SECTIONS = {
-    name: type(field.default)
-    for name, field in _fields(JobConfig)
-    if isinstance(field.default, Section)
-}
+SECTIONS = {name: type(field.default) for name, field in _fields(JobConfig) if isinstance(field.default, Section)}
 KEYS = {name: field for name, field in _fields(JobConfig) if name not in SECTIONS}
 
 

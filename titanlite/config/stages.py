@@ -6,13 +6,7 @@ from math import ceil
 from typing import Any, Literal
 
 Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 """torch's schedules: all but its two base classes."""
 SINGLE = ("GPipe", "1F1B")
@@ -56,9 +50,7 @@ def splits_backward(schedule: str, order: Iterable[Iterable[str]]) -> bool:
 def fits(schedule: str, ranks: int, stages: int) -> bool:
     """Return whether a schedule runs this many stages on these ranks."""
     each, rest = divmod(stages, ranks)
-    return not rest and (
-        each == 1 if schedule in SINGLE else each == 2 if schedule in V_SHAPED else each >= 2
-    )
+    return not rest and (each == 1 if schedule in SINGLE else each == 2 if schedule in V_SHAPED else each >= 2)
 
 
 def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
@@ -66,9 +58,7 @@ def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
     if settings.module_fqns_per_model_part:
         return len(settings.module_fqns_per_model_part)
     if settings.pipeline_parallel_layers_per_stage:
-        return ceil(
-            (layers + sum(ends_weigh(settings))) / settings.pipeline_parallel_layers_per_stage
-        )
+        return ceil((layers + sum(ends_weigh(settings))) / settings.pipeline_parallel_layers_per_stage)
     return ranks * (1 if settings.pipeline_parallel_schedule in SINGLE else 2)
 
 
@@ -77,18 +67,13 @@ def fills_stages(settings: Any, ranks: int, layers: int) -> bool:
     if ranks == 1 or settings.pipeline_parallel_schedule_csv:
         return True
     stages = number_of_stages(settings, ranks, layers)
-    is_split = settings.module_fqns_per_model_part or split_layers(
-        layers, stages, *ends_weigh(settings)
-    )
+    is_split = settings.module_fqns_per_model_part or split_layers(layers, stages, *ends_weigh(settings))
     return fits(settings.pipeline_parallel_schedule, ranks, stages) and bool(is_split)
 
 
 def ends_weigh(settings: Any) -> tuple[int, int]:
     """Return how many layers what runs before and after the layers counts for."""
-    return (
-        settings.pipeline_parallel_first_stage_less_layers,
-        settings.pipeline_parallel_last_stage_less_layers,
-    )
+    return settings.pipeline_parallel_first_stage_less_layers, settings.pipeline_parallel_last_stage_less_layers
 
 
 def split_layers(layers: int, stages: int, first: int, last: int) -> list[range]:

@@ -53,10 +53,7 @@ DIFFERENT: dict[str, str] = _DATA["different"]
 FOREIGN: dict[str, Foreign] = {
     **{key: Foreign(None, "") for key in _DATA["tuning"]},
     **{key: Foreign((), f"is spelled {name} here") for key, name in _DATA["spelled"].items()},
-    **{
-        key: Foreign(tuple(known["values"]), known["instead"])
-        for key, known in _DATA["off"].items()
-    },
+    **{key: Foreign(tuple(known["values"]), known["instead"]) for key, known in _DATA["off"].items()},
 }
 """Keys and sections that titanlite does not have."""
 

@@ -17,9 +17,7 @@ class Mixture:
         shares = [Fraction(str(weight)) for weight in weights]
         self.period = lcm(*(share.denominator for share in shares))
         self._per_period = [int(share * self.period) for share in shares]
-        assert sum(self._per_period) == self.period, (
-            "the config rules refuse weights that do not add up to 1"
-        )
+        assert sum(self._per_period) == self.period, "the config rules refuse weights that do not add up to 1"
         self._pattern = _earliest_deadline_first(self._per_period)
 
     def __call__(self, index: int) -> tuple[int, int]:

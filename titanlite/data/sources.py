@@ -34,9 +34,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     )
 
 
-def open_source(
-    key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int
-) -> "Source":
+def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path)
     if documents is None:
@@ -75,19 +73,13 @@ class ByteSource:
         filled = 0
         for document, offset, length in spans(self._stops, start, count):
             path = self._documents.root / self._documents.names[document]
-            size = min(
-                length, self._documents.sizes[document] - offset
-            )  # the span may include the end token
+            size = min(length, self._documents.sizes[document] - offset)  # the span may include the end token
             try:
                 content = np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
             except OSError as error:
-                raise RunFailed(
-                    f"the data changed during the run: {path}: {error.strerror}"
-                ) from None
+                raise RunFailed(f"the data changed during the run: {path}: {error.strerror}") from None
             if len(content) != size:
-                raise RunFailed(
-                    f"the data changed during the run: {path} is shorter than it was at the start"
-                )
+                raise RunFailed(f"the data changed during the run: {path} is shorter than it was at the start")
             out[filled : filled + size] = content
             filled += length
         return out

@@ -31,9 +31,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError, first_line, install_command
 from titanlite.runtime.determinism import derive_seed
 
-BLOCK_CHARACTERS = (
-    1 << 26
-)  # a block with this much text ends, even with fewer than `Stream.block` documents
+BLOCK_CHARACTERS = 1 << 26  # a block with this much text ends, even with fewer than `Stream.block` documents
 _STREAMS = {  # repository, configuration and split
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
@@ -61,13 +59,7 @@ class Stream:
     @property
     def fingerprint(self) -> str:
         """A hash of the data set's name and number of files, the tokenizer, and what else decides the windows."""
-        parts = (
-            self.name,
-            self.shards.num_shards,
-            self.tokenizer.fingerprint,
-            self.seq_len,
-            self.seed,
-        )
+        parts = (self.name, self.shards.num_shards, self.tokenizer.fingerprint, self.seq_len, self.seed)
         return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def blank_window(self) -> np.ndarray:
@@ -86,9 +78,7 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(
-            f"{setting}: streaming needs datasets: {install_command('datasets')}"
-        ) from None
+        raise UserError(f"{setting}: streaming needs datasets: {install_command('datasets')}") from None
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
@@ -114,48 +104,24 @@ def _require_hub(key: str, setting: str) -> None:
             get_session().head(constants.ENDPOINT, timeout=constants.DEFAULT_REQUEST_TIMEOUT)
     except Exception as error:  # of whichever library it uses for HTTP
         why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
-        raise UserError(
-            f"{setting} can't be streamed: {why}; {key}.dataset_path names a copy"
-        ) from None
+        raise UserError(f"{setting} can't be streamed: {why}; {key}.dataset_path names a copy") from None
 
 
 class Reader:
     """Windows of reader `number` of `readers`, from the beginning or from a state."""
 
     def __init__(self, stream: Stream, rank: int, number: int, readers: int, batch: int) -> None:
-        self._stream, self._rank, self._number, self._readers, self._batch = (
-            stream,
-            rank,
-            number,
-            readers,
-            batch,
-        )
+        self._stream, self._rank, self._number, self._readers, self._batch = stream, rank, number, readers, batch
         self._files = stream.shards.num_shards
-        self._file_groups = math.gcd(
-            self._files, readers
-        )  # disjoint sets of files, each with as many readers
-        self._file_group, self._reader_in_group = (
-            number % self._file_groups,
-            number // self._file_groups,
-        )
+        self._file_groups = math.gcd(self._files, readers)  # disjoint sets of files, each with as many readers
+        self._file_group, self._reader_in_group = number % self._file_groups, number // self._file_groups
         self._readers_per_group = readers // self._file_groups
-        start = {
-            "epoch": 0,
-            "file": 0,
-            "document": 0,
-            "taken": 0,
-            "rest": [],
-            "given": 0,
-            "over": False,
-        }
+        start = {"epoch": 0, "file": 0, "document": 0, "taken": 0, "rest": [], "given": 0, "over": False}
         self.load_state_dict(start)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the block's start, how many of its documents were used, and the tokens not yet in a window."""
-        state = dict(
-            zip(("epoch", "file", "document"), self._block_start, strict=True),
-            taken=self._documents_taken,
-        )
+        state = dict(zip(("epoch", "file", "document"), self._block_start, strict=True), taken=self._documents_taken)
         rest = self._leftover_tokens.tolist()
         return {**state, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
 
@@ -163,10 +129,7 @@ class Reader:
         """Continue from a state that a reader with the same number returned."""
         self._block_start = self._position = (state["epoch"], state["file"], state["document"])
         self._documents_taken, self._windows_emitted = state["taken"], state["given"]
-        self._leftover_tokens, self._exhausted = (
-            np.asarray(state["rest"], dtype=np.int64),
-            state["over"],
-        )
+        self._leftover_tokens, self._exhausted = np.asarray(state["rest"], dtype=np.int64), state["over"]
         self._block: list[str] | None = None
         self._documents = self._read_epoch()
 
@@ -192,12 +155,8 @@ class Reader:
         if self._block is None:
             self._block = self._read_block()
         if self._documents_taken < len(self._block):
-            ids = np.asarray(
-                self._stream.tokenizer.encode(self._block[self._documents_taken]), dtype=np.int64
-            )
-            self._leftover_tokens = np.concatenate(
-                [self._leftover_tokens, ids, [self._stream.tokenizer.end]]
-            )
+            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._documents_taken]), dtype=np.int64)
+            self._leftover_tokens = np.concatenate([self._leftover_tokens, ids, [self._stream.tokenizer.end]])
             self._documents_taken += 1
             return
         if self._block:
@@ -224,17 +183,13 @@ class Reader:
             size += len(text)
             if len(block) == self._stream.block or size >= BLOCK_CHARACTERS:
                 break
-        order = np.random.default_rng(
-            derive_seed("block", self._stream.seed, self._number, *self._block_start)
-        )
+        order = np.random.default_rng(derive_seed("block", self._stream.seed, self._number, *self._block_start))
         return [block[i] for i in order.permutation(len(block))]
 
     def _read_epoch(self) -> Iterator[tuple[tuple[int, int, int], str]]:
         """Yield this reader's documents from its position to the epoch's end, each with the position after it."""
         epoch, first_file, first_document = self._position
-        order = np.random.default_rng(derive_seed("files", self._stream.seed, epoch)).permutation(
-            self._files
-        )
+        order = np.random.default_rng(derive_seed("files", self._stream.seed, epoch)).permutation(self._files)
         files = order[self._file_group :: self._file_groups].tolist()
         for index in range(first_file, len(files)):
             for document, text in self._read_with_retries(files[index], first_document):
@@ -245,9 +200,7 @@ class Reader:
         """Yield this reader's documents of a file from number `first` on; retry a read that fails or stalls."""
         retries = 0
         while True:
-            columns = Prefetcher(
-                _text_columns(self._stream, file), depth=2, timeout=self._stream.stall_timeout
-            )
+            columns = Prefetcher(_text_columns(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
             try:
                 start = 0
                 for texts in columns:
@@ -264,12 +217,8 @@ class Reader:
                 return
             except UserError:
                 raise
-            except (
-                Exception
-            ) as error:  # the network, the file system and the file format raise all kinds
-                location = (
-                    f"{self._description}, file {file + 1} of {self._files}, document {first}"
-                )
+            except Exception as error:  # the network, the file system and the file format raise all kinds
+                location = f"{self._description}, file {file + 1} of {self._files}, document {first}"
                 message = f"{location}: {first_line(error)}"
                 if retries == RETRIES:
                     raise RunFailed(f"{message}; gave up after {RETRIES} retries") from None
@@ -314,16 +263,11 @@ class StreamLoader:
     detect that no rank has any left.
     """
 
-    def __init__(
-        self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]) -> None:
         self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
         dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
         self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)
-        self.num_workers, self.prefetch_factor = (
-            self._loader.num_workers,
-            self._loader.prefetch_factor,
-        )
+        self.num_workers, self.prefetch_factor = self._loader.num_workers, self._loader.prefetch_factor
         self.persistent_workers = self._loader.persistent_workers
         self._exhausted = self._resume_exhausted = False
 

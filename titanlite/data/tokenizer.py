@@ -32,9 +32,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         text = b"".join(bytes([token]) if token < self.vocab_size else b"\xff" for token in tokens)
-        return text.decode(
-            "utf-8", errors="replace"
-        )  # ids that are no byte too, of a larger vocabulary
+        return text.decode("utf-8", errors="replace")  # ids that are no byte too, of a larger vocabulary
 
 
 class JsonTokenizer:
@@ -93,18 +91,13 @@ class JsonTokenizer:
                 return token
         if eos:
             raise UserError(f'{folder}: eos_token is "{eos}", which tokenizer.json does not have')
-        raise UserError(
-            f"{folder}: no end-of-text token; name it as eos_token in tokenizer_config.json"
-        )
+        raise UserError(f"{folder}: no end-of-text token; name it as eos_token in tokenizer_config.json")
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> Iterator[list[int]]:
-        return (
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        )
+        return (encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def decode(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)
@@ -135,17 +128,10 @@ def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokeniz
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards have none."""
-    shards = [
-        Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"
-    ]
+    shards = [Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
     assets = config.model.hf_assets_path or next(copies, "")
-    if (
-        shards
-        and not assets
-        and vocab_size != BYTE_VOCABULARY
-        and not any(map(read_manifest, shards))
-    ):
+    if shards and not assets and vocab_size != BYTE_VOCABULARY and not any(map(read_manifest, shards)):
         return None
     return load_tokenizer(assets)
 

@@ -31,9 +31,7 @@ class Spike(Exception):
         self.step = step
 
 
-def build_guard(
-    settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None
-) -> NonFiniteGuard:
+def build_guard(settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None) -> NonFiniteGuard:
     """Return the guard of the steps.
 
     The simple one is enough if values that are not finite end the run and spikes are off.
@@ -141,9 +139,7 @@ class BadSteps(NonFiniteGuard):
             self._act(step, *copy.read())
         return stop
 
-    def _act(
-        self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float
-    ) -> None:
+    def _act(self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float) -> None:
         """Apply fault.on_nonfinite or fault.on_spike to a step, if it was bad."""
         action = self._settings.on_spike
         if not math.isfinite(norm):

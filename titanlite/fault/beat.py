@@ -36,11 +36,7 @@ def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
     if page.phase == "start" or page.step == page.first_step:
         return comm.init_timeout_seconds, "comm.init_timeout_seconds"
-    return (
-        (stall, "fault.stall_seconds")
-        if stall
-        else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
-    )
+    return (stall, "fault.stall_seconds") if stall else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
 
 
 class Heart(threading.Thread):
@@ -64,10 +60,7 @@ class Heart(threading.Thread):
             launchers = connect_again(self._rank, self._environ, timedelta(seconds=60))
             if launchers is None:
                 return
-            attempt, key = (
-                attempt_store(launchers, attempt_number(self._environ)),
-                beat_key(self._rank.rank),
-            )
+            attempt, key = attempt_store(launchers, attempt_number(self._environ)), beat_key(self._rank.rank)
             watch = None if LAUNCHED in self._environ else self._watch(attempt)
             while True:
                 attempt.set(key, self.beat().render())
@@ -76,9 +69,7 @@ class Heart(threading.Thread):
                 elif (reason := self._asked()) and LAUNCHED in self._environ:
                     launchers.set(STOP, reason)
                 if watch and watch.look():
-                    time.sleep(
-                        self._rank.rank == 0
-                    )  # the others read from a store that may be this process's
+                    time.sleep(self._rank.rank == 0)  # the others read from a store that may be this process's
                     os._exit(FAILED)
                 if self._ended.wait(beat_interval(self._rank.world)):
                     attempt.set(key, replace(self.beat(), phase=ENDED).render())
@@ -88,9 +79,7 @@ class Heart(threading.Thread):
         """Return what watches for a hang where no launcher does; its report comes from rank 0."""
         who = self._rank.world, self._rank.world, self._rank.rank
         say = partial(print, file=sys.stderr, flush=True)
-        return HangWatch(
-            attempt, self._config, *who, self._this_process, attempt_number(self._environ), say
-        )
+        return HangWatch(attempt, self._config, *who, self._this_process, attempt_number(self._environ), say)
 
     def _this_process(self) -> dict[int, RankProcess]:
         stack = Path(self._config.job.dump_folder, "logs", f"rank-{self._rank.rank}.stack")
@@ -101,9 +90,7 @@ class Heart(threading.Thread):
         page, host = OWN_PAGE, self._rank.host
         seconds = round(time.monotonic() - page.since, 1)
         limit = phase_limit(self._config, page)
-        return Beat(
-            page.step, page.phase, page.sequence, seconds, *limit, os.getpid(), host, page.completed
-        )
+        return Beat(page.step, page.phase, page.sequence, seconds, *limit, os.getpid(), host, page.completed)
 
     def end(self) -> None:
         """Tell that this rank has nothing left to do, and beat no more."""

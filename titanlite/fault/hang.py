@@ -46,19 +46,12 @@ class HangWatch:
         name: str,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._store, self._watchers, self._number, self._processes = (
-            store,
-            watchers,
-            number,
-            processes,
-        )
+        self._store, self._watchers, self._number, self._processes = store, watchers, number, processes
         self._say = say
         self._file = Path(config.job.dump_folder, "logs", f"hang-{name}.txt")
         self._unheard, self._heard = set(range(world)), []
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
-        self._judge = (
-            Judge(world, beat_interval(world), start, time.monotonic()) if number == 0 else None
-        )
+        self._judge = Judge(world, beat_interval(world), start, time.monotonic()) if number == 0 else None
 
     def look(self) -> str:
         """Return "" while the run moves. If it hangs, take what stacks this watcher can, and return the report."""
@@ -74,23 +67,15 @@ class HangWatch:
             self._store.set(REPORT, text)
         else:
             wait_until(lambda: self._store.check([REPORT]), 2 * GATHER_SECONDS)
-            time.sleep(
-                0.5
-            )  # or the ranks of node 0 could fail for the loss of these before they are ended
-        return (
-            self._store.get(REPORT).decode()
-            if self._store.check([REPORT])
-            else "the run hangs; see node 0"
-        )
+            time.sleep(0.5)  # or the ranks of node 0 could fail for the loss of these before they are ended
+        return self._store.get(REPORT).decode() if self._store.check([REPORT]) else "the run hangs; see node 0"
 
     def _beats(self) -> dict[int, bytes]:
         """Return the beats of all ranks that were ever heard of; a store waits for keys that do not exist."""
         new = [rank for rank in self._unheard if self._store.check([beat_key(rank)])]
         self._unheard.difference_update(new)
         self._heard += new
-        texts = (
-            self._store.multi_get([beat_key(rank) for rank in self._heard]) if self._heard else []
-        )
+        texts = self._store.multi_get([beat_key(rank) for rank in self._heard]) if self._heard else []
         return dict(zip(self._heard, texts, strict=True))
 
     def _gather(self, hang: Hang) -> str:
@@ -100,10 +85,7 @@ class HangWatch:
         found: dict[int, Inspection] = {}
         for key in keys:
             if self._store.check([key]):
-                found |= {
-                    int(rank): Inspection(*each)
-                    for rank, each in json.loads(self._store.get(key)).items()
-                }
+                found |= {int(rank): Inspection(*each) for rank, each in json.loads(self._store.get(key)).items()}
         hang = hang.inspected(found)
         with suppress(OSError):  # a full disk: the console still has it
             self._file.parent.mkdir(parents=True, exist_ok=True)

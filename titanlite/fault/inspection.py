@@ -15,14 +15,7 @@ from titanlite.runtime.page import Page, read_page
 
 STACK_SECONDS = 2
 """How long a process has to write its stack."""
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a device (D)",
-    "T": STOPPED,
-    "t": STOPPED,
-    "Z": "gone",
-}
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device (D)", "T": STOPPED, "t": STOPPED, "Z": "gone"}
 HELD = (STOPPED, STATES["D"])
 """Of a process that does not hear a signal now."""
 
@@ -38,24 +31,18 @@ class RankProcess(NamedTuple):
 
 def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
     """Return what is seen of each rank's process."""
-    found = {
-        rank: (process_state(each.pid), read_page(each.page)) for rank, each in processes.items()
-    }
+    found = {rank: (process_state(each.pid), read_page(each.page)) for rank, each in processes.items()}
     for each in processes.values():
         _ask(each.pid)
     stopped = [each for rank, each in processes.items() if found[rank][0] == STOPPED]
     _await(each.stack for each in processes.values() if each not in stopped)
-    for each in (
-        stopped
-    ):  # it answers first of all when it goes on; the others, which then move too, have answered
+    for each in stopped:  # it answers first of all when it goes on; the others, which then move too, have answered
         _send(each.pid, signal.SIGCONT)
     _await(each.stack for each in stopped)
     for each in stopped:
         _send(each.pid, signal.SIGSTOP)
     stacks = {rank: _read(each.stack) or _spied(each.pid) for rank, each in processes.items()}
-    return {
-        rank: Inspection(state, stacks[rank], _place(page)) for rank, (state, page) in found.items()
-    }
+    return {rank: Inspection(state, stacks[rank], _place(page)) for rank, (state, page) in found.items()}
 
 
 def process_state(pid: int) -> str:
@@ -105,9 +92,7 @@ def _read(file: Path) -> str:
 
 def _spied(pid: int) -> str:
     """Return the stack of a process that did not answer, if py-spy is installed and may look."""
-    with suppress(
-        subprocess.SubprocessError, OSError
-    ):  # without --nonblocking it would stop the process first
+    with suppress(subprocess.SubprocessError, OSError):  # without --nonblocking it would stop the process first
         command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     return ""

@@ -54,40 +54,23 @@ def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]
         slowest = max(timed, key=lambda one: one.seconds)
         took = f"{slowest.size / 1e6:.2g} MB in {1e3 * slowest.seconds:.3g} ms"
         parts.append(f"{name} {len(slowest.ranks)}: {took}, {slowest.bandwidth / 1e9:.2g} GB/s")
-    warnings = [
-        f"warning: {line}" for line in (*notable(facts), *slow_parts(groups, rounds, facts))
-    ]
-    return [
-        f"preflight  {agreement(facts)}",
-        f"network    all-reduce over {'; '.join(parts)}",
-        *warnings,
-    ]
+    warnings = [f"warning: {line}" for line in (*notable(facts), *slow_parts(groups, rounds, facts))]
+    return [f"preflight  {agreement(facts)}", f"network    all-reduce over {'; '.join(parts)}", *warnings]
 
 
-def measure(
-    mesh: DeviceMesh, device: torch.device
-) -> tuple[dict[str, list[Timed]], list[list[Timed]]]:
+def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Timed]], list[list[Timed]]]:
     """Return what the ranks saw of the groups of each dimension and of the pairs of each round, on rank 0."""
-    rank, world, groups, rounds = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        dict[str, Timed](),
-        list[Timed](),
-    )
+    rank, world, groups, rounds = dist.get_rank(), dist.get_world_size(), dict[str, Timed](), list[Timed]()
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
         if len(ranks := dist.get_process_group_ranks(group)) > 1:
-            groups[name] = Timed(
-                tuple(ranks), *_time(partial(dist.all_reduce, group=group), device)
-            )
+            groups[name] = Timed(tuple(ranks), *_time(partial(dist.all_reduce, group=group), device))
     # NCCL keeps buffers for every pair: in a group of its own they are freed with it.
     pairs: Any = dist.new_group() if device.type == "cuda" else dist.group.WORLD
     for bit in range((world - 1).bit_length()):
         peer = rank ^ (1 << bit)
         ranks = sorted((rank, peer)) if peer < world else []
-        rounds.append(
-            Timed(tuple(ranks), *_time(partial(_exchange, peer if ranks else None, pairs), device))
-        )
+        rounds.append(Timed(tuple(ranks), *_time(partial(_exchange, peer if ranks else None, pairs), device)))
     if device.type == "cuda":
         dist.destroy_process_group(pairs)
     everyone: list[Any] | None = [None] * world if rank == 0 else None
@@ -100,10 +83,7 @@ def measure(
 def _exchange(peer: int | None, group: dist.ProcessGroup, data: torch.Tensor) -> None:
     if peer is not None:
         received = torch.empty_like(data)
-        both = (
-            dist.P2POp(dist.isend, data, peer, group),
-            dist.P2POp(dist.irecv, received, peer, group),
-        )
+        both = dist.P2POp(dist.isend, data, peer, group), dist.P2POp(dist.irecv, received, peer, group)
         for work in dist.batch_isend_irecv([*both]):
             work.wait()
 
@@ -126,14 +106,10 @@ def _time(action: Callable[[torch.Tensor], object], device: torch.device) -> tup
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks send the same
     share = min(1.0, LONGEST_SECONDS / (PROBE * slowest.item()))
     data = data[: max(1, int(share * len(data)))]
-    return data.nbytes, min(
-        seconds(data) for _ in range(REPEATS if slowest.item() < LONGEST_SECONDS else 1)
-    )
+    return data.nbytes, min(seconds(data) for _ in range(REPEATS if slowest.item() < LONGEST_SECONDS else 1))
 
 
-def slow_parts(
-    groups: dict[str, list[Timed]], rounds: list[list[Timed]], facts: Sequence[Facts]
-) -> list[str]:
+def slow_parts(groups: dict[str, list[Timed]], rounds: list[list[Timed]], facts: Sequence[Facts]) -> list[str]:
     """Return what takes twice as long as its peers: hosts, ranks, links, and groups that have none of these."""
     hosts, lines, explained = [own.host for own in facts], list[str](), set[int]()
     judge = partial(_judge, hosts=hosts, noise=NOISE_SECONDS[facts[0].device])
@@ -141,9 +117,7 @@ def slow_parts(
     def name(what: str, ranks: Iterable[int], those: Sequence[Timed]) -> None:
         least = min(those, key=lambda one: one.seconds)
         took = f"{'at least ' * (len(those) > 1)}{1e3 * least.seconds:.3g} ms for {least.size / 1e6:.2g} MB"
-        lines.append(
-            f"slow {what}: {named([facts[r] for r in ranks])}, {took}, peers {1e3 * least.typical:.3g} ms"
-        )
+        lines.append(f"slow {what}: {named([facts[r] for r in ranks])}, {took}, peers {1e3 * least.typical:.3g} ms")
 
     pairs = [pair for timed in rounds for pair in judge(timed)]
     for kind, part_of in (("host", hosts), ("rank", range(len(facts)))):
@@ -151,11 +125,7 @@ def slow_parts(
         apart = {pair: parts for pair, parts in apart.items() if len(parts) > 1}
         for part in _always_slow((*parts, pair.slow) for pair, parts in apart.items()):
             members = [rank for rank in range(len(facts)) if part_of[rank] == part]
-            name(
-                f"with each {kind} tried",
-                members,
-                [pair for pair, parts in apart.items() if part in parts],
-            )
+            name(f"with each {kind} tried", members, [pair for pair, parts in apart.items() if part in parts])
             explained |= {*members}
         pairs = [pair for pair in pairs if not explained & {*pair.ranks}]
     for pair in pairs:
@@ -169,28 +139,20 @@ def slow_parts(
             if group.slow:
                 name(f"group of {dimension}", group.ranks, [group])
             elif group.bandwidth < SLOW_NETWORK and len({hosts[rank] for rank in group.ranks}) > 1:
-                name(
-                    f"network between hosts ({group.bandwidth / 1e9:.2g} GB/s)",
-                    group.ranks,
-                    [group],
-                )
+                name(f"network between hosts ({group.bandwidth / 1e9:.2g} GB/s)", group.ranks, [group])
     return lines
 
 
 def _judge(timed: Sequence[Timed], hosts: Sequence[str], noise: float) -> list[Timed]:
     peers: dict[bool, dict[tuple[int, ...], Timed]] = {False: {}, True: {}}
-    for one in sorted(
-        timed, key=lambda one: -one.seconds
-    ):  # the shortest of what its ranks saw is kept
+    for one in sorted(timed, key=lambda one: -one.seconds):  # the shortest of what its ranks saw is kept
         if one.ranks:
             peers[len({hosts[rank] for rank in one.ranks}) > 1][one.ranks] = one
     judged = []
     for group in filter(None, peers.values()):
         typical = median_low(one.seconds for one in group.values())
         limit = typical + max(typical, noise)
-        judged += [
-            replace(one, typical=typical, slow=one.seconds > limit) for one in group.values()
-        ]
+        judged += [replace(one, typical=typical, slow=one.seconds > limit) for one in group.values()]
     return judged
 
 

@@ -63,21 +63,13 @@ MUST_BE_EQUAL: dict[str, Callable[[Facts], str]] = {
     "the order of the pipeline": lambda own: own.order,
     "the kind of device": lambda own: own.device,
     "the software": lambda own: own.software,
-    "the code's revision": lambda own: own.revision.partition(" ")[
-        0
-    ],  # what was changed may be a log
+    "the code's revision": lambda own: own.revision.partition(" ")[0],  # what was changed may be a log
 }
 
 
-def facts_of(
-    job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = ""
-) -> Facts:
+def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = "") -> Facts:
     """Return the facts of this rank. Call it on all ranks: they read their clocks at the same time."""
-    software, gpu, complaints = (
-        f"titanlite {__version__}, torch {torch.__version__}",
-        "",
-        list[str](),
-    )
+    software, gpu, complaints = f"titanlite {__version__}, torch {torch.__version__}", "", list[str]()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -90,12 +82,7 @@ def facts_of(
     return Facts(
         rank.rank,
         rank.host,
-        re.sub(
-            r"^(dump_folder|hf_assets_path|dataset_path) = .*$",
-            "",
-            to_toml(job.given),
-            flags=re.MULTILINE,
-        ),
+        re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(job.given), flags=re.MULTILINE),
         str(job.stages),
         device.type,
         gpu,
@@ -136,8 +123,7 @@ def differences(facts: Sequence[Facts]) -> list[str]:
         (first, *_), *others = groups.values() or [facts]
         found = [f"rank {first.rank} has {_value(what, first, first)}"]
         found += [
-            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}"
-            for group in others
+            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}" for group in others
         ]
         if others:
             lines.append(f"{what} differs between ranks: {', '.join(found)}")
@@ -148,9 +134,7 @@ def _value(what: str, own: Facts, first: Facts) -> str:
     """Return a fact; of a config the keys that differ."""
     if what != "the config":
         return MUST_BE_EQUAL[what](own)
-    changed = [
-        f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()
-    ]
+    changed = [f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()]
     more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
     return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
 
@@ -165,10 +149,7 @@ def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[F
 
 def named(facts: Sequence[Facts]) -> str:
     """Return such as "ranks 0-3, 6 on a, b"."""
-    runs = [
-        [own.rank for _, own in run]
-        for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])
-    ]
+    runs = [[own.rank for _, own in run] for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])]
     listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
     return f"rank{'s' * (len(facts) > 1)} {listed} on {', '.join(dict.fromkeys(own.host for own in facts))}"
 
@@ -184,21 +165,14 @@ def agreement(facts: Sequence[Facts]) -> str:
 def notable(facts: Sequence[Facts]) -> list[str]:
     """Return what may differ or be little, but should be known."""
     hosts, lines = by(lambda own: own.host, facts), []
-    for what, groups in (
-        ("GPUs", by(lambda own: own.gpu, facts)),
-        ("Pythons", by(lambda own: own.python, facts)),
-    ):
+    for what, groups in (("GPUs", by(lambda own: own.gpu, facts)), ("Pythons", by(lambda own: own.python, facts))):
         if len(groups) > 1:
-            having = "; ".join(
-                f"{named(group)}: {value or 'none'}" for value, group in groups.items()
-            )
+            having = "; ".join(f"{named(group)}: {value or 'none'}" for value, group in groups.items())
             lines.append(f"ranks have different {what}: {having}")
     clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
     if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
         late, early = clocks[max(clocks)], clocks[min(clocks)]
-        lines.append(
-            f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be"
-        )
+        lines.append(f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be")
     if len(folders := by(lambda own: own.folder, facts)) > 1:
         each = "; ".join(named(group) for group in folders.values())
         lines.append(f"job.dump_folder is not shared: each of these has its own: {each}")
@@ -212,9 +186,7 @@ def notable(facts: Sequence[Facts]) -> list[str]:
 def _nvidia_smi() -> str:
     try:
         command = ["nvidia-smi", "-q", "-x"]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=False
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -225,25 +197,15 @@ def gpu_complaints(xml: str) -> list[str]:
         gpus = [*ElementTree.fromstring(xml).iter("gpu")]
     except ElementTree.ParseError:
         return []
-    bad = r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
+    bad = (
+        r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
+    )
     lines = []
     for gpu in gpus:
-        counts = [
-            *gpu.iterfind("ecc_errors/volatile/*"),
-            *gpu.iterfind("ecc_errors/volatile/double_bit/total"),
-        ]
-        found = [
-            f"{e.tag}={(e.text or '').strip()}"
-            for e in counts
-            if re.search("_uncorrectable|total", e.tag)
-        ]
-        found = [
-            f"{count} since its driver started" for count in found if re.search("=[1-9]", count)
-        ]
-        states = [
-            re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}")
-            for element in gpu.iter()
-        ]
+        counts = [*gpu.iterfind("ecc_errors/volatile/*"), *gpu.iterfind("ecc_errors/volatile/double_bit/total")]
+        found = [f"{e.tag}={(e.text or '').strip()}" for e in counts if re.search("_uncorrectable|total", e.tag)]
+        found = [f"{count} since its driver started" for count in found if re.search("=[1-9]", count)]
+        states = [re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}") for element in gpu.iter()]
         found += [state[1] or state[2] for state in states if state]
         lines += [f"GPU {gpu.get('id', '')} has {', '.join(found)}"] if found else []
     return lines

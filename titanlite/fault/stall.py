@@ -77,9 +77,7 @@ class Standing:
         beat = self.beat
         if beat and found.place:
             step, phase, sequence, seconds = found.place
-            beat = replace(
-                beat, step=step, phase=phase, sequence=sequence, seconds=seconds - self.age
-            )
+            beat = replace(beat, step=step, phase=phase, sequence=sequence, seconds=seconds - self.age)
         return replace(self, beat=beat, state=found.state, stack=found.stack)
 
     @property
@@ -105,10 +103,7 @@ class Hang:
 
     def inspected(self, found: Mapping[int, "Inspection"]) -> "Hang":
         """Return the hang with what was found of each rank that someone could look at."""
-        return replace(
-            self,
-            ranks=tuple(each.inspected(found.get(each.rank, Inspection())) for each in self.ranks),
-        )
+        return replace(self, ranks=tuple(each.inspected(found.get(each.rank, Inspection())) for each in self.ranks))
 
 
 class Stalled(RunFailed):
@@ -122,9 +117,7 @@ class Stalled(RunFailed):
 class Judge:
     """Follows the beats of all ranks by its own clock: theirs may stand as still as they do."""
 
-    def __init__(
-        self, world: int, interval: float, start_limit: tuple[float, str], now: float
-    ) -> None:
+    def __init__(self, world: int, interval: float, start_limit: tuple[float, str], now: float) -> None:
         self._interval, self._start_limit = interval, start_limit
         self._clock, self._last_look = 0.0, now
         self._texts: list[bytes] = [b""] * world
@@ -152,9 +145,7 @@ class Judge:
         limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in beats)
         if self._clock - max(self._moved[rank] for rank in left) < limit:
             return None
-        ranks = (
-            Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left
-        )
+        ranks = (Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left)
         return Hang(limit, key, self._interval, tuple(ranks))
 
 
@@ -167,9 +158,7 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
         return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
     elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
-    waits = elsewhere and all(
-        each.stack and each not in elsewhere for each in behind
-    )  # a stage, for the one before
+    waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)  # a stage, for the one before
     if len(behind) < len(ranks) and not waits:
         return behind, "behind the others"
     if len(ranks) > 1 and len(elsewhere) == len(ranks):
@@ -195,15 +184,10 @@ def report(hang: Hang, whole: bool = False) -> str:
     for each in hang.ranks:
         if each not in guilty[:MOST_STACKS]:
             inside = f", in {main_frames(each.stack)[0]}" if main_frames(each.stack) else ""
-            groups.setdefault(
-                f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []
-            ).append(each)
+            groups.setdefault(f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []).append(each)
     shown = [*groups.items()][: len(groups) if whole else MOST_GROUPS]
     for line, ranks in shown:
-        lines += [
-            f"{_names(ranks)}: {line}",
-            *_indented(_all_threads(ranks[0].stack) if whole else []),
-        ]
+        lines += [f"{_names(ranks)}: {line}", *_indented(_all_threads(ranks[0].stack) if whole else [])]
     if len(shown) < len(groups):
         lines.append(f"and ranks in {len(groups) - len(shown)} more places")
     return "\n".join(lines)
@@ -218,9 +202,7 @@ def _describe(each: Standing) -> str:
 
 def _names(ranks: Sequence[Standing]) -> str:
     listed = ", ".join(str(each.rank) for each in ranks[:8])
-    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
+    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -231,16 +213,13 @@ def _threads(stack: str) -> dict[str, list[str]]:
     """Return the Python frames of each thread that has some, innermost first, by the line that introduces it."""
     parts = iter(re.split(r"^((?:Current thread|Thread) .*)$", stack, flags=re.MULTILINE)[1:])
     threads = {
-        head: [*filter(None, map(_frame, frames.splitlines()))]
-        for head, frames in zip(parts, parts, strict=True)
+        head: [*filter(None, map(_frame, frames.splitlines()))] for head, frames in zip(parts, parts, strict=True)
     }
     return {head: frames for head, frames in threads.items() if frames}
 
 
 def _frame(line: str) -> str:
-    match = next(
-        filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None
-    )
+    match = next(filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None)
     return "{file}:{line} in {name}".format(**match.groupdict()) if match else ""
 
 

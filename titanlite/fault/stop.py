@@ -52,12 +52,8 @@ class Stop(threading.Thread):
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-            signal.siginterrupt(
-                number, False
-            )  # libraries may not expect that a call is interrupted
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # who started this may have blocked them
+            signal.siginterrupt(number, False)  # libraries may not expect that a call is interrupted
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # who started this may have blocked them
         os.register_at_fork(after_in_child=_hear_nothing)
         self.start()
 
@@ -73,10 +69,7 @@ class Stop(threading.Thread):
             if now > self._asked_at + self._grace:
                 os._exit(self.leave(f"fault.grace_seconds = {self._grace} ran out"))
             # Without data no rank can take a step: what is left of the time would save nothing.
-            if (
-                OWN_PAGE.phase == "data"
-                and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2
-            ):
+            if OWN_PAGE.phase == "data" and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2:
                 os._exit(self.leave(f"no data for half of fault.grace_seconds = {self._grace}"))
 
     def _hear(self, number: signal.Signals) -> None:

@@ -47,9 +47,7 @@ def judge(failure: Failure, earlier: Sequence[Failure], max_restarts: int) -> Ve
     if failure.is_user_error or not max_restarts:
         return Verdict(failure.code)
     if any(failure.repeats(other) for other in earlier):
-        return Verdict(
-            FAILED, f"not restarted: step {failure.step} failed before, with the same words"
-        )
+        return Verdict(FAILED, f"not restarted: step {failure.step} failed before, with the same words")
     if len(earlier) >= max_restarts:
         return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}")
     return Verdict(None)
@@ -69,23 +67,13 @@ class Attempts:
     ) -> None:
         """`work` runs an attempt's workers of this node, which leave what their launcher should know in `private`."""
         self._work, self._given, self._rendezvous, self._private = work, given, rendezvous, private
-        self._processes, self._folder, self._max_restarts = (
-            processes,
-            Path(given.job.dump_folder),
-            max_restarts,
-        )
+        self._processes, self._folder, self._max_restarts = processes, Path(given.job.dump_folder), max_restarts
         self._saved_before = _saved(given)
         self._failures: list[Failure] = []
         """Of all attempts so far; on node 0."""
         self._first_step, self._looked_at = 0, 0.0
 
-    def run(
-        self,
-        members: list[int],
-        fits: Callable[[int], str],
-        asked: Callable[[], str],
-        shown: set[int],
-    ) -> int:
+    def run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
         """Run attempts until one succeeds, or another is not worth a try; return the exit code.
 
         `members` are the nodes of the first, `fits` says what a number of ranks lacks, `asked` why the run should
@@ -95,28 +83,16 @@ class Attempts:
             return self._run(members, fits, asked, shown)
         except RunFailed:  # of which the other launchers know, or which they cannot be told
             raise
-        except (
-            BaseException
-        ) as error:  # a signal, a full disk: the others should not wait for this launcher
+        except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
             host = socket.gethostname()
-            number = getattr(
-                error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
-            )
+            number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
             cause = signal.Signals(number).name if number else first_line(error)
             words = f"the launcher on {host} has ended: {cause}"
             code = 128 + number if number else getattr(error, "code", FAILED)
-            self._rendezvous.leave(
-                Failure(-1, host, time.time(), None, words, words, code, is_user_error=True)
-            )
+            self._rendezvous.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
             raise
 
-    def _run(
-        self,
-        members: list[int],
-        fits: Callable[[int], str],
-        asked: Callable[[], str],
-        shown: set[int],
-    ) -> int:
+    def _run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
         resumes = False
         while True:
             attempt = self._begin(members, resumes)
@@ -124,11 +100,7 @@ class Attempts:
             decide = partial(self._decide, attempt, asked)
             verdict = self._rendezvous.settle(own, over, decide)
             failure = Failure.parse(verdict.failure) if verdict.failure else None
-            logs = (
-                self._folder / "logs"
-                if verdict.code is not None
-                else _keep_logs(self._folder, attempt)
-            )
+            logs = self._folder / "logs" if verdict.code is not None else _keep_logs(self._folder, attempt)
             if failure and not (failure.is_user_error and shown & set(failure.told_by)):
                 print(failure.describe(logs / f"rank-{failure.rank}.log"), file=sys.stderr)
             if verdict.why:
@@ -150,9 +122,7 @@ class Attempts:
         first = members.index(self._rendezvous.rank) * self._processes
         ranks, config = range(first, first + self._processes), self._given
         if resumes:
-            saving = config.checkpoint.model_copy(
-                update={"load_step": -1, "exclude_from_loading": []}
-            )
+            saving = config.checkpoint.model_copy(update={"load_step": -1, "exclude_from_loading": []})
             config = config.model_copy(update={"checkpoint": saving})
         return Attempt(self._rendezvous.attempt, ranks, len(members) * self._processes, config)
 
@@ -161,18 +131,14 @@ class Attempts:
         host = socket.gethostname()
         exits, reason = self._work(attempt)
         if isinstance(reason, Stalled):
-            return Failure(
-                -1, host, reason.time, None, first_line(reason), str(reason), known=False
-            ), True
+            return Failure(-1, host, reason.time, None, first_line(reason), str(reason), known=False), True
         if reason and not isinstance(reason, PeerFailed):
             return Failure(-1, host, time.time(), None, first_line(reason), str(reason)), True
         return first_failure(exits, self._folder, self._private, host), bool(reason)
 
     # ---------------------------------------------------------------- on node 0
 
-    def _decide(
-        self, attempt: Attempt, asked: Callable[[], str], failures: list[Failure]
-    ) -> Verdict:
+    def _decide(self, attempt: Attempt, asked: Callable[[], str], failures: list[Failure]) -> Verdict:
         """Return what follows an attempt with these failures on its nodes."""
         if not failures:
             return Verdict(OK)
@@ -180,9 +146,7 @@ class Attempts:
         beats = self._rendezvous.beats(attempt.number, range(attempt.world))
         if failure.step is None and failure.rank in beats:
             failure = replace(failure, step=beats[failure.rank].step)
-        verdict = replace(
-            judge(failure, self._failures, self._max_restarts), failure=failure.render()
-        )
+        verdict = replace(judge(failure, self._failures, self._max_restarts), failure=failure.render())
         self._failures.append(failure)
         if verdict.code is not None:
             return verdict
@@ -195,11 +159,7 @@ class Attempts:
             return replace(verdict, code=left.code, why=describe_stop(self._given, left))
         number = f"restart {len(self._failures)} of {self._max_restarts}"
         why = f"{number}, {source}; {lost} step{'s' * (lost != 1)} lost"
-        return replace(
-            verdict,
-            why=why,
-            resumes=bool(_saved(attempt.config).items() - self._saved_before.items()),
-        )
+        return replace(verdict, why=why, resumes=bool(_saved(attempt.config).items() - self._saved_before.items()))
 
     def _look_for_step(self) -> None:
         """Say on node 0 when the attempt has taken its first step."""

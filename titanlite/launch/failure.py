@@ -68,11 +68,7 @@ class Failure:
     def repeats(self, earlier: Failure) -> bool:
         """Whether the run failed before in the same step with the same words. A kill comes from outside."""
         where = self.step, self.words
-        return (
-            self.step is not None
-            and where == (earlier.step, earlier.words)
-            and "SIGKILL" not in self.words
-        )
+        return self.step is not None and where == (earlier.step, earlier.words) and "SIGKILL" not in self.words
 
     def describe(self, log: Path) -> str:
         """Return the lines to print, with the traceback last."""
@@ -82,30 +78,19 @@ class Failure:
         if not self.is_user_error:
             title += f"; its log: {log}"
         if self.stuck:
-            title += (
-                f"\nrank {', '.join(map(str, self.stuck))} hung or was stopped: it had to be killed"
-            )
+            title += f"\nrank {', '.join(map(str, self.stuck))} hung or was stopped: it had to be killed"
         return f"\ntitanlite: {title}\n{self.text}"
 
 
-def first_failure(
-    exits: Mapping[int, Exit], folder: Path, private: Path, host: str
-) -> Failure | None:
+def first_failure(exits: Mapping[int, Exit], folder: Path, private: Path, host: str) -> Failure | None:
     """Return the failure of the rank of this node that failed first; None if none failed."""
-    errors = {
-        rank: error for rank in exits if (error := _read_error(rank_file(private, rank, ERROR)))
-    }
+    errors = {rank: error for rank in exits if (error := _read_error(rank_file(private, rank, ERROR)))}
     stuck = tuple(rank for rank, exit in exits.items() if exit.stopped)
-    failed = [
-        rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)
-    ]
+    failed = [rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)]
     if not failed:
         return None
     # A killed rank writes no file, and sorts before ranks that may only have lost it as a peer.
-    rank = min(
-        failed,
-        key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0,
-    )
+    rank = min(failed, key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0)
     if rank not in errors:
         log_tail = rank_log(folder, rank).read_text(errors="replace").splitlines()[-30:]
         words = f"exited without a traceback ({_describe_exit(exits[rank].code)})"
@@ -116,13 +101,7 @@ def first_failure(
     same = tuple(other for other, error in errors.items() if error["message"] == message)
     codes = {exits[other].code for other in same}  # some may have been ended before they could exit
     return Failure(
-        *(
-            rank,
-            host,
-            details.get("time", exits[rank].time),
-            details.get("step"),
-            message.partition("\n")[0],
-        ),
+        *(rank, host, details.get("time", exits[rank].time), details.get("step"), message.partition("\n")[0]),
         text=said if is_user_error else details["py_callstack"].rstrip(),
         code=next((code for code in (REFUSED, GIVEN_UP) if code in codes), FAILED),
         is_user_error=is_user_error,

@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
-from titanlite.checkpoint.resume import (
-    checkpoint_root,
-    finished_message,
-    last_saved_message,
-    take_folder,
-)
+from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.schema import Fault
@@ -60,19 +55,14 @@ SLURM_* and PET_* are understood too).
 class _KeysHelp(Action):
     """Print --help with every config key, or only the keys that mention a search word."""
 
-    def __call__(
-        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
-    ) -> None:
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         from titanlite.config.docs import help_text
         from titanlite.config.schema import KEYS
 
         text = help_text(values)
         if not text:
             close = nearest(values, {part for key in KEYS for part in key.split(".")})
-            raise UserError(
-                f"no config key mentions '{values}'"
-                + (f"; did you mean '{close}'?" if close else "")
-            )
+            raise UserError(f"no config key mentions '{values}'" + (f"; did you mean '{close}'?" if close else ""))
         if not values:
             parser.print_help()
             print()
@@ -86,9 +76,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
     about = "list every config key, or those that mention WORD"
-    parser.add_argument(
-        "-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about
-    )
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about)
 
 
 def run(arguments: Namespace, argv: list[str]) -> int:
@@ -106,17 +94,11 @@ def _check_and_run(argv: list[str]) -> int:
     job, nodes, device, processes = find_job(loaded, environ)
     shown = shown_ranks(environ)
     if max(shown) >= job.layout.world:
-        raise UserError(
-            f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}"
-        )
+        raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}")
     if job.config.fault.min_nodes > nodes.count:
-        raise UserError(
-            f"fault.min_nodes = {job.config.fault.min_nodes}, but the run has {nodes.count} (NNODES)"
-        )
+        raise UserError(f"fault.min_nodes = {job.config.fault.min_nodes}, but the run has {nodes.count} (NNODES)")
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    if nodes.count == 1 and os.path.exists(
-        run_lock
-    ):  # other nodes would wait in vain, and are told later
+    if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and are told later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes, first_node=nodes.rank == 0)
     root = checkpoint_root(job.config)
@@ -136,9 +118,7 @@ def _check_and_run(argv: list[str]) -> int:
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
     """Return the job of a config here: with its nodes, the kind of device, and the number of this node's workers."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a background job inherits an ignored one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
     check_torch()
     nodes = find_nodes(environ)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
@@ -154,14 +134,8 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
 def _of_another_run(job: Job, root: Path) -> list[str]:
     """Return the keys of the model and the data that differ from those of the newest checkpoint."""
     saved = step_folder(root, committed(root)[-1]) / CONFIG
-    keys = (
-        toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given))
-        if saved.exists()
-        else {}
-    )
-    return [
-        key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))
-    ]
+    keys = toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given)) if saved.exists() else {}
+    return [key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))]
 
 
 def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -170,21 +144,15 @@ def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str,
     if choice == "cuda" and not gpus:
         hidden = environ.get("CUDA_VISIBLE_DEVICES")
         why = "there is no /dev/nvidia*" if hidden is None else f'CUDA_VISIBLE_DEVICES="{hidden}"'
-        raise UserError(
-            f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu'
-        )
+        raise UserError(f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu')
     device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
     processes = count_processes(environ, device, gpus)
     if device == "cuda" and processes > gpus:
-        raise UserError(
-            f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu"
-        )
+        raise UserError(f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu")
     return device, max(1, processes)
 
 
-def _plan(
-    job: Job, nodes: Nodes, device: str, processes: int
-) -> AbstractContextManager[Callable[[], list[str]]]:
+def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContextManager[Callable[[], list[str]]]:
     """Plan a step of the job in the background; yield what returns the lines about it when they are known."""
     if not job.config.job.plan or nodes.rank > 0:
         return nullcontext(list)
@@ -194,9 +162,7 @@ def _plan(
 
 
 def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
-    from titanlite.planner.start import (
-        start_lines,  # in the child: the workers' start does not wait for it
-    )
+    from titanlite.planner.start import start_lines  # in the child: the workers' start does not wait for it
 
     gpu = gpu_name() if device == "cuda" else ""
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
@@ -234,10 +200,7 @@ def _run(
         nonlocal terminal
         ranks = sorted(shown & {*attempt.ranks}) or attempt.ranks[:1]
         logs = {rank: rank_log(folder, rank) for rank in ranks}
-        before = [
-            folder / "logs" / f"attempt-{attempt.number - 1}",
-            *(archive / "logs" for archive in moved or ()),
-        ]
+        before = [folder / "logs" / f"attempt-{attempt.number - 1}", *(archive / "logs" for archive in moved or ())]
         known = known_facts(next(filter(Path.exists, before), None), ranks)
         terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices, known)
         config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
@@ -264,9 +227,7 @@ def _run(
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if nodes.rank == 0 and (line := job.no_effect_of(loaded.given)):
             say(f"titanlite: {line}")
-        rendezvous = NodeRendezvous(
-            nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds
-        )
+        rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
         members = rendezvous.call_roll(fits)
         archives = {*folder.glob("previous/*")}
         if nodes.rank == 0 and (message := take_folder(job.given)):
@@ -282,9 +243,7 @@ def _run(
     except (KeyboardInterrupt, Signaled) as error:
         number = getattr(error, "number", signal.SIGINT)
         step = last_step()
-        files = (
-            f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
-        )
+        files = f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
         # What ranks have logged may show a hang.
         silent = not any(path.stat().st_size for path in (folder / "logs").glob("**/rank-*"))
         if silent and nodes.count == 1 and moved is not None and _put_back(folder, moved):
@@ -325,9 +284,7 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if nodes.count == 1:  # a laptop's host name need not resolve
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {LAUNCHED: str(os.getpid())} | {
-        name: value for name, value in defaults.items() if name not in environ
-    }
+    return {LAUNCHED: str(os.getpid())} | {name: value for name, value in defaults.items() if name not in environ}
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:

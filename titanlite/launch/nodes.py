@@ -32,10 +32,7 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
         source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
     elif environ.get("PET_NNODES"):
         source, prefix = "PET_*", "PET_"
-    elif (
-        read_number(environ, "SLURM_NNODES", 1) > 1
-        or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
-    ):
+    elif read_number(environ, "SLURM_NNODES", 1) > 1 or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _slurm_nodes(environ)
     else:
         return Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")
@@ -52,21 +49,10 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
         raise UserError(f"{several} {prefix}NODE_RANK is not set: 0 to {count - 1}")
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
-        raise UserError(
-            f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}"
-        )
-    named, default_port = (
-        "the port of PET_RDZV_ENDPOINT",
-        read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS),
-    )
+        raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
+    named, default_port = "the port of PET_RDZV_ENDPOINT", read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
     default_port = read_number({named: port}, named, default_port, *PORTS)
-    return Nodes(
-        count,
-        rank,
-        addr,
-        read_number(environ, f"{prefix}MASTER_PORT", default_port, *PORTS),
-        source,
-    )
+    return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port, *PORTS), source)
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, str]:
@@ -83,9 +69,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
     tasks = read_number(environ, "SLURM_STEP_NUM_TASKS", count)
     if tasks > count:
         remedy = "use --ntasks-per-node=1, or run `python -m titanlite.train` for one task per GPU"
-        raise UserError(
-            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}"
-        )
+        raise UserError(f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}")
     return Nodes(count, read_number(environ, "SLURM_NODEID", 0), *slurm_master(environ), "SLURM_*")
 
 
@@ -104,24 +88,18 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return len([part for part in listed if part and part != "-1"])
     device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    return len(
-        device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")]
-    )  # WSL has no files
+    return len(device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])  # WSL has no files
 
 
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU; None if unknown."""
-    sizes = [
-        int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()
-    ]
+    sizes = [int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()]
     return min(sizes, default=None)
 
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the oldest GPU; None if unknown."""
-    versions = [
-        text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)
-    ]
+    versions = [text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)]
     return min(((int(major), int(minor)) for major, minor in versions), default=None)
 
 

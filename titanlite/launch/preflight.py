@@ -12,13 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import (
-    CorruptCheckpoint,
-    committed,
-    faults,
-    read_manifest,
-    step_folder,
-)
+from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
@@ -88,9 +82,7 @@ def data_faults(loaded: Loaded) -> list[Fault]:
     config, found = loaded.config, list[Fault]()
     checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
     for section, part in _datasets(config):
-        if is_streamed(part.dataset) or (
-            part.dataset in ("text", "tokens") and not part.dataset_path
-        ):
+        if is_streamed(part.dataset) or (part.dataset in ("text", "tokens") and not part.dataset_path):
             continue
         checks.append((find_documents, section, part.dataset, part.dataset_path))
         if part.dataset == "tokens":
@@ -135,18 +127,14 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
-        if notice := check(
-            validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer
-        ):
+        if notice := check(validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
-    elif (
-        device == "cuda" and config.training.document_mask
-    ):  # FlexAttention is compiled in any case
+    elif device == "cuda" and config.training.document_mask:  # FlexAttention is compiled in any case
         check(_check_triton, "training.document_mask")
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
@@ -168,9 +156,7 @@ def _check_gpus(device: str) -> None:
 
 
 def _check_dump_folder(folder: Path) -> None:
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path)
-    )
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     try:  # os.access does not know /proc, nor what a server of files refuses
         tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
     except OSError as error:
@@ -185,9 +171,7 @@ def _check_start(job: Job) -> None:
     steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
         require_step(root, settings.load_step, steps)
-        _require_complete(
-            "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
-        )
+        _require_complete("checkpoint.load_step", step_folder(root, settings.load_step), resumable=True)
     elif settings.initial_load_in_hf and not steps:
         from titanlite.checkpoint.hf.load import HuggingFaceFolder
 
@@ -197,9 +181,7 @@ def _check_start(job: Job) -> None:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
         folder = step_folder(path, found[-1]) if (found := committed(path)) else path
-        _require_complete(
-            "checkpoint.initial_load_path", folder, not settings.initial_load_model_only
-        )
+        _require_complete("checkpoint.initial_load_path", folder, not settings.initial_load_model_only)
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:
@@ -220,9 +202,7 @@ def _check_triton(key: str) -> None:
     """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first step."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         remedy = "install gcc or clang, or let CC name a compiler"
-        raise UserError(
-            f"{key} = true needs a C compiler on a GPU, where Triton calls it: {remedy}"
-        )
+        raise UserError(f"{key} = true needs a C compiler on a GPU, where Triton calls it: {remedy}")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
         remedy = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
@@ -250,9 +230,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
     return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
 
 
-def _check_memory(
-    job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None
-) -> None:
+def _check_memory(job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None) -> None:
     """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
     from titanlite.parallel.build import build_meta_model
     from titanlite.planner.rehearse import static_bytes
@@ -271,10 +249,7 @@ def _check_memory(
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if (
-            _state_size(job, [smaller], smaller_table, element_size) // job.layout.splits
-            <= available
-        ):
+        if _state_size(job, [smaller], smaller_table, element_size) // job.layout.splits <= available:
             fitting.append(flavor)
     of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.splits}"
     raise UserError(
@@ -291,8 +266,6 @@ def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], elemen
     from titanlite.optim import optimizer_bytes, trained_parameters
 
     # gradients as well
-    elements = sum(
-        p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters()
-    )
+    elements = sum(p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters())
     groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())
     return elements * element_size + optimizer_bytes(groups, job.config)

@@ -45,20 +45,12 @@ class Link:
                 return self._try(operation)
             except (dist.DistError, RuntimeError, OSError) as error:
                 self._store, now = None, time.monotonic()
-                refused_at = (
-                    (refused_at or now) if isinstance(error, ConnectionRefusedError) else 0.0
-                )
-                if isinstance(error, Unreachable) or (
-                    refused_at and now > refused_at + REFUSED_SECONDS
-                ):
-                    raise Unreachable(
-                        "node 0's launcher, which hosts the store of the run, has ended"
-                    ) from None
+                refused_at = (refused_at or now) if isinstance(error, ConnectionRefusedError) else 0.0
+                if isinstance(error, Unreachable) or (refused_at and now > refused_at + REFUSED_SECONDS):
+                    raise Unreachable("node 0's launcher, which hosts the store of the run, has ended") from None
                 if now > began + seconds:
                     silence = f"did not answer for {now - began:.0f} s"
-                    raise Unreachable(
-                        f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}"
-                    ) from None
+                    raise Unreachable(f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}") from None
                 time.sleep(BEAT_SECONDS)
 
     def read(self, key: str, seconds: float) -> bytes | None:
@@ -89,13 +81,9 @@ class Link:
         return answer  # type: ignore[return-value]
 
     def _connect(self) -> dist.TCPStore:
-        socket.create_connection(
-            (self._host, self._port), CONNECT_SECONDS
-        ).close()  # torch tries again if refused
+        socket.create_connection((self._host, self._port), CONNECT_SECONDS).close()  # torch tries again if refused
         limit = timedelta(seconds=CONNECT_SECONDS)
-        store = dist.TCPStore(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit
-        )
+        store = dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
         if store.get("run").decode() != self._run:
             raise Unreachable("another run")
         return store

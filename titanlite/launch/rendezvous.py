@@ -80,9 +80,7 @@ class NodeRendezvous:
             self.launchers.set("run", uuid.uuid4().hex)
         run, port = self.launchers.get("run").decode(), self.launchers.port
         self._link = Link(nodes.master_addr, port, run, self.launchers)
-        self._presence = Presence(
-            Link(nodes.master_addr, port, run), self.rank, nodes.count, self._claim()
-        )
+        self._presence = Presence(Link(nodes.master_addr, port, run), self.rank, nodes.count, self._claim())
         self._members: list[int] = []
         self.attempt = 1
         """The number of the attempt that runs, or comes next."""
@@ -94,9 +92,7 @@ class NodeRendezvous:
         attempt = self._timeout if is_node_0 else timedelta(seconds=2)
         while True:
             try:
-                store = dist.TCPStore(
-                    host, port, is_master=is_node_0, wait_for_workers=False, timeout=attempt
-                )
+                store = dist.TCPStore(host, port, is_master=is_node_0, wait_for_workers=False, timeout=attempt)
                 store.set_timeout(self._timeout)
                 return store
             except (dist.DistError, RuntimeError) as error:
@@ -105,9 +101,7 @@ class NodeRendezvous:
                     raise RunFailed(f"node 0 cannot {listening}: {error}") from None
                 if time.monotonic() > self._deadline:
                     remedy = "that it is started, that MASTER_ADDR is its address, and that the port is open"
-                    message = (
-                        f"node 0 did not answer at {host}:{port} {self._within}: check {remedy}"
-                    )
+                    message = f"node 0 did not answer at {host}:{port} {self._within}: check {remedy}"
                     raise RunFailed(message) from None
 
     @property
@@ -122,9 +116,7 @@ class NodeRendezvous:
             before, deadline = self._peek(key), time.monotonic() + TAKEOVER_SECONDS
             while time.monotonic() < deadline:
                 if self._peek(key) != before:
-                    raise UserError(
-                        f"two launchers use NODE_RANK={self.rank}; every node needs its own"
-                    )
+                    raise UserError(f"two launchers use NODE_RANK={self.rank}; every node needs its own")
                 time.sleep(0.2)
         self.launchers.set(key, f"{claims} 0")
         return claims
@@ -176,9 +168,7 @@ class NodeRendezvous:
             return
         ended = f"ended/{self.attempt}/{self.rank}"
         if self.rank in json.loads(members).get("nodes", []) and self._read(ended) is None:
-            replaced = self._lost(
-                f"the launcher of NODE_RANK={self.rank} ended, and another has taken its place"
-            )
+            replaced = self._lost(f"the launcher of NODE_RANK={self.rank} ended, and another has taken its place")
             self._write(ended, replaced.render())
             self._write(f"failed/{self.attempt}", "")  # a peer over NCCL may not notice
         self.attempt += 1
@@ -190,12 +180,8 @@ class NodeRendezvous:
         within = self._within if first else f"within {window} s (fault.rejoin_seconds)"
         while True:
             called = {node: self._read(f"call/{self.attempt}/{node}") for node in range(count)}
-            silent = {
-                node for node, seconds in self._presence.silent.items() if seconds > SILENCE_SECONDS
-            }
-            here = {
-                node: int(value) for node, value in called.items() if value and node not in silent
-            }
+            silent = {node for node, seconds in self._presence.silent.items() if seconds > SILENCE_SECONDS}
+            here = {node: int(value) for node, value in called.items() if value and node not in silent}
             if len(here) == count or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
@@ -224,17 +210,12 @@ class NodeRendezvous:
         self._check_not_replaced()
         if presence.failed_attempt == self.attempt:
             raise PeerFailed("another node has failed")
-        if (
-            max(presence.lost_seconds, *(presence.silent.get(node, 0.0) for node in self._members))
-            > SILENCE_SECONDS
-        ):
+        if max(presence.lost_seconds, *(presence.silent.get(node, 0.0) for node in self._members)) > SILENCE_SECONDS:
             raise PeerFailed(f"a node has not answered for {SILENCE_SECONDS:.0f} s")
 
     def _check_not_replaced(self) -> None:
         if self._presence.is_replaced:
-            raise Replaced(
-                f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead"
-            )
+            raise Replaced(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
 
     def is_over(self, attempt: int) -> bool:
         """Whether an attempt has failed on some node, or all nodes have settled how it ended."""
@@ -249,15 +230,11 @@ class NodeRendezvous:
         """Return the last beats of these ranks; on node 0, which has them."""
         store = attempt_store(self.launchers, str(attempt))
         keys = {rank: beat_key(rank) for rank in ranks}
-        return {
-            rank: Beat.parse(store.get(key)) for rank, key in keys.items() if store.check([key])
-        }
+        return {rank: Beat.parse(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     # ---------------------------------------------------------------- after an attempt
 
-    def settle(
-        self, own: Failure | None, over: bool, decide: Callable[[list[Failure]], Verdict]
-    ) -> Verdict:
+    def settle(self, own: Failure | None, over: bool, decide: Callable[[list[Failure]], Verdict]) -> Verdict:
         """Tell the others how the attempt ended here and return what follows; node 0 has `decide` do so.
 
         `over` says that the attempt has ended for all, whether this node has a failure of its own or not.
@@ -284,10 +261,7 @@ class NodeRendezvous:
         while missing := [node for node in self._members if node not in ended]:
             found = {node: self._read(f"ended/{self.attempt}/{node}") for node in missing}
             ended |= {node: text for node, text in found.items() if text is not None}
-            now, lost = (
-                time.monotonic(),
-                any(silent.get(node, 0.0) > SILENCE_SECONDS for node in missing),
-            )
+            now, lost = time.monotonic(), any(silent.get(node, 0.0) > SILENCE_SECONDS for node in missing)
             if not failed_at and (lost or self._read(f"failed/{self.attempt}") is not None):
                 failed_at = now
             if failed_at and now > failed_at + GATHER_SECONDS:
@@ -296,25 +270,17 @@ class NodeRendezvous:
         failures = [Failure.parse(text) for text in ended.values() if text]
         for node in self._members:
             if node not in ended and silent.get(node, 0.0) > TAKEOVER_SECONDS:
-                failures.append(
-                    self._lost(f"the launcher of NODE_RANK={node} does not answer", silent[node])
-                )
-        return failures or [self._lost("the launchers lost contact with each other")] * bool(
-            failed_at
-        )
+                failures.append(self._lost(f"the launcher of NODE_RANK={node} does not answer", silent[node]))
+        return failures or [self._lost("the launchers lost contact with each other")] * bool(failed_at)
 
     def _lost(self, words: str, seconds: float = 0.0) -> Failure:
-        return Failure(
-            -1, socket.gethostname(), time.time() - seconds, None, words, words, known=False
-        )
+        return Failure(-1, socket.gethostname(), time.time() - seconds, None, words, words, known=False)
 
     def leave(self, failure: Failure) -> None:
         """Tell the others that this launcher ends, and why, as far as they can be told in a few seconds."""
         with suppress(RunFailed):
             self._write(f"ended/{self.attempt}/{self.rank}", failure.render(), 0)
-            if (
-                failure.code != STOPPED or not self._presence.stop
-            ):  # all nodes asked leave after the same step
+            if failure.code != STOPPED or not self._presence.stop:  # all nodes asked leave after the same step
                 self._write(f"failed/{self.attempt}", "", 0)
             if self.rank == 0:
                 verdict = Verdict(failure.code, f"node 0: {failure.words}")
@@ -327,15 +293,8 @@ class NodeRendezvous:
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.rank == 0 and time.monotonic() < deadline:
             silent = self._presence.silent
-            others = [
-                node
-                for node in range(1, self._nodes.count)
-                if silent.get(node, 0.0) < TAKEOVER_SECONDS
-            ]
-            if all(
-                self._read(f"left/{node}") is not None or not self._read(f"launcher/{node}")
-                for node in others
-            ):
+            others = [node for node in range(1, self._nodes.count) if silent.get(node, 0.0) < TAKEOVER_SECONDS]
+            if all(self._read(f"left/{node}") is not None or not self._read(f"launcher/{node}") for node in others):
                 break
             time.sleep(0.1)
         self._presence.end()
@@ -353,13 +312,9 @@ class NodeRendezvous:
     def _wait(self, key: str, *unless: str) -> bytes:
         """Return the value of a key when there is one; RunEnded if others have a verdict that ends the run."""
         while (value := self._read(key)) is None:
-            for verdict in (
-                Verdict(**json.loads(text)) for other in unless if (text := self._read(other))
-            ):
+            for verdict in (Verdict(**json.loads(text)) for other in unless if (text := self._read(other))):
                 if verdict.code is not None:
                     self._leave()
-                    raise RunEnded(
-                        f"the run has ended: {verdict.why or 'see node 0'}", verdict.code
-                    )
+                    raise RunEnded(f"the run has ended: {verdict.why or 'see node 0'}", verdict.code)
             time.sleep(0.1)
         return value

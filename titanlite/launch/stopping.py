@@ -69,9 +69,7 @@ class Stopping:
             raise Stopped(self._ended())
 
     @contextmanager
-    def during(
-        self, rendezvous: NodeRendezvous, private: Path
-    ) -> Iterator[Callable[[Mapping[int, Exit]], None]]:
+    def during(self, rendezvous: NodeRendezvous, private: Path) -> Iterator[Callable[[Mapping[int, Exit]], None]]:
         """Leave a request to the workers that run inside; yield what raises Stopped if one ended them.
 
         Their files are in `private`.
@@ -94,9 +92,7 @@ class Stopping:
         if self.reason == CTRL_C and not self._announced:
             self._announced = True
             say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
-        if any(
-            ending.code == CUT_SHORT for ending in _endings(self._private)
-        ):  # no other rank can save any more
+        if any(ending.code == CUT_SHORT for ending in _endings(self._private)):  # no other rank can save any more
             raise Stopped(self._ended())
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
             self._kill(f"fault.grace_seconds = {grace} ran out")
@@ -116,9 +112,7 @@ class Stopping:
         signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS
         if self._config.checkpoint.enable and codes and codes <= {-number for number in signals}:
             # Before it could hear signals. One that can is never ended by them.
-            self.reason = (
-                self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
-            )
+            self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
             raise Stopped(self._ended())
 
     def _told_by_ranks(self) -> EarlyExit | None:
@@ -127,9 +121,7 @@ class Stopping:
         One rank that has saved its last step is enough: no other has taken a later one.
         """
         endings = _endings(self._private)
-        return min(
-            endings, key=lambda ending: (ending.code, "another rank" in ending.reason), default=None
-        )
+        return min(endings, key=lambda ending: (ending.code, "another rank" in ending.reason), default=None)
 
     def _ended(self) -> EarlyExit:
         """Return how a run ends whose ranks could not tell it."""

@@ -118,9 +118,7 @@ class Terminal:
                 show(line)
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
-                if self._is_known(line) or line.startswith(
-                    "no effect "
-                ):  # the launcher has said what was asked for
+                if self._is_known(line) or line.startswith("no effect "):  # the launcher has said what was asked for
                     continue
                 if line.startswith("step:"):
                     self._show_unchanged(show)
@@ -143,17 +141,13 @@ class Terminal:
 
     def _show_unchanged(self, show: Any) -> None:
         if self._unchanged:
-            show(
-                f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})"
-            )
+            show(f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})")
         self._known, self._unchanged = set(), {}
 
 
 def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
     """Return the facts that an earlier start logged before its first step, if `logs` are of one."""
-    files = (
-        [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
-    )
+    files = [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
     lines: set[str] = set()
     for path in files:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:

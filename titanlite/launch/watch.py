@@ -39,9 +39,7 @@ class Watch:
         with suppress(dist.DistError, RuntimeError):  # node 0's launcher has ended
             store = attempt_store(self._rendezvous.connect_again(), name)
             node, nodes = ranks.start // len(ranks), world // len(ranks)
-            watch = HangWatch(
-                store, self._attempt.config, world, nodes, node, self._processes, name
-            )
+            watch = HangWatch(store, self._attempt.config, world, nodes, node, self._processes, name)
             while not (self._report or self._rendezvous.is_over(self._attempt.number)):
                 self._report = watch.look()
                 time.sleep(beat_interval(world))
@@ -49,11 +47,7 @@ class Watch:
     def _processes(self) -> dict[int, RankProcess]:
         """Return the processes of this node that are ready to be asked."""
         return {
-            rank: RankProcess(
-                page.pid,
-                rank_file(self._private, rank, STACK),
-                rank_file(self._private, rank, PAGE),
-            )
+            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PAGE))
             for rank, page in read_pages(self._private).items()
             if _leads_session(page.pid)
         }

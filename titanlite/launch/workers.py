@@ -25,10 +25,7 @@ from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 2
 """From SIGINT to SIGKILL, and until a killed process is gone."""
-CRASHES = [
-    -number
-    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-]
+CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)]
 """Exit codes that the launcher does not cause, also where a rank still wrote its core when others had failed."""
 
 
@@ -126,9 +123,7 @@ def _are_over(processes: Iterable[subprocess.Popen[bytes]]) -> bool:
     return any(codes) or None not in codes
 
 
-def _end(
-    processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals
-) -> dict[int, Exit]:
+def _end(processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals) -> dict[int, Exit]:
     """End the workers that still run, and what workers have forked, such as data loaders; return the exits."""
     running = {rank: process for rank, process in processes.items() if process.poll() is None}
     now = time.time()

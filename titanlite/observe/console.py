@@ -5,15 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-_ANSI_COLORS = {
-    "step": 31,
-    "loss": 32,
-    "grad_norm": 33,
-    "memory": 36,
-    "tps": 34,
-    "tflops": 35,
-    "mfu": 36,
-}
+_ANSI_COLORS = {"step": 31, "loss": 32, "grad_norm": 33, "memory": 36, "tps": 34, "tflops": 35, "mfu": 36}
 _GRAY = 90
 
 
@@ -42,6 +34,4 @@ def colored(line: str) -> str:
     """Return a step's line with a color for each field; any other line unchanged."""
     if not line.startswith("step:"):
         return line
-    return re.sub(
-        r"(\w+):( +)(\S+)", lambda m: f"\033[{_ANSI_COLORS.get(m[1], _GRAY)}m{m[0]}\033[0m", line
-    )
+    return re.sub(r"(\w+):( +)(\S+)", lambda m: f"\033[{_ANSI_COLORS.get(m[1], _GRAY)}m{m[0]}\033[0m", line)

@@ -21,10 +21,7 @@ def machine_bytes() -> int:
 def peak_memory(device: torch.device) -> tuple[float, float]:
     """Return the peak of allocated memory of a GPU, or of a CPU process's resident set, in GiB and in percent."""
     if device.type == "cuda":
-        peak, total = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
+        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
@@ -34,22 +31,12 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 def memory_tags(device: torch.device) -> dict[str, float]:
     """Return TensorBoard's memory tags."""
     if device.type != "cuda":
-        return dict(
-            zip(
-                ("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True
-            )
-        )
-    stats, total = (
-        torch.cuda.memory_stats(device),
-        torch.cuda.get_device_properties(device).total_memory,
-    )
+        return dict(zip(("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True))
+    stats, total = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
     tags: dict[str, float] = {}
     for kind in ("active", "reserved"):
         peak_bytes = stats[f"{kind}_bytes.all.peak"]
-        tags |= {
-            f"memory/max_{kind}(GiB)": peak_bytes / GIB,
-            f"memory/max_{kind}(%)": 100 * peak_bytes / total,
-        }
+        tags |= {f"memory/max_{kind}(GiB)": peak_bytes / GIB, f"memory/max_{kind}(%)": 100 * peak_bytes / total}
     return tags | {f"memory/{name}": stats[name] for name in ("num_alloc_retries", "num_ooms")}
 
 

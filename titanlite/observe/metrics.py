@@ -105,10 +105,7 @@ class JsonLines:
         self.close = self._file.close
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        finite = {
-            key: None if value is None or not math.isfinite(value) else value
-            for key, value in values.items()
-        }
+        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
         _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
 
 
@@ -116,28 +113,18 @@ class TensorBoard:
     """TensorBoard's event files. torch's SummaryWriter writes in a thread, which a full disk ends for good."""
 
     def __init__(self, folder: Path, after: int) -> None:
-        from tensorboard.summary.writer.record_writer import (
-            RecordWriter,  # costs a quarter of a second
-        )
+        from tensorboard.summary.writer.record_writer import RecordWriter  # costs a quarter of a second
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
-        self._records, self.close = (
-            RecordWriter(SimpleNamespace(write=partial(_append, file))),
-            file.close,
-        )
-        self._event = import_module(
-            "tensorboard.compat.proto.event_pb2"
-        ).Event  # a type checker would not find it
+        self._records, self.close = RecordWriter(SimpleNamespace(write=partial(_append, file))), file.close
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event  # a type checker would not find it
         self._add(file_version="brain.Event:2")
         if after:
             self._add(step=after + 1, session_log={"status": "START"})  # what is later is dropped
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._add(
-            step=step,
-            summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]},
-        )
+        self._add(step=step, summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]})
 
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
@@ -170,14 +157,10 @@ class WeightsAndBiases:
                 config=config.model_dump(),
             )
         except wandb.Error as error:  # no key, no network
-            raise UserError(
-                f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline"
-            ) from error
+            raise UserError(f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline") from error
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._step = max(
-            step, self._step
-        )  # W&B drops what arrives for an earlier step, as a finished save does
+        self._step = max(step, self._step)  # W&B drops what arrives for an earlier step, as a finished save does
         self._run.log(tags, step=self._step)
 
     def close(self) -> None:

@@ -18,9 +18,7 @@ from titanlite.runtime.torch_private import dump_memory_snapshot, record_memory_
 class Profiler:
     """A context around the steps after step `done`, the last one of the checkpoint; call `step` after each."""
 
-    def __init__(
-        self, settings: Profiling, folder: Path, rank: int, device: torch.device, done: int
-    ) -> None:
+    def __init__(self, settings: Profiling, folder: Path, rank: int, device: torch.device, done: int) -> None:
         if settings.enable_memory_snapshot:
             require_gpu(device.type)
         self._settings, self._rank, self._done = settings, rank, done
@@ -30,9 +28,7 @@ class Profiler:
         if settings.enable_profiling:
             self._profile = profile(
                 # Torch counts this run's steps from 1; it is at 0 before the first.
-                schedule=lambda step: (
-                    action(settings, done + step) if step else ProfilerAction.NONE
-                ),
+                schedule=lambda step: action(settings, done + step) if step else ProfilerAction.NONE,
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
@@ -64,9 +60,7 @@ class Profiler:
             self._profile.stop()
 
     def _write_trace(self, traced: profile) -> None:
-        traced.export_chrome_trace(
-            str(_file(self._traces, f"step-{self._done}", f"rank-{self._rank}.json"))
-        )
+        traced.export_chrome_trace(str(_file(self._traces, f"step-{self._done}", f"rank-{self._rank}.json")))
 
     def _write_snapshot(self, step: str) -> None:
         dump_memory_snapshot(_file(self._snapshots, step, f"rank-{self._rank}.pickle"))
@@ -75,9 +69,7 @@ class Profiler:
 def action(settings: Profiling, step: int) -> ProfilerAction:
     """Return what the profiler does during a step of the job: a trace ends with every profile_freq-th."""
     active, warmup = settings.profiler_active, settings.profiler_warmup
-    return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(
-        step - 1
-    )
+    return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(step - 1)
 
 
 def require_gpu(device: str) -> None:

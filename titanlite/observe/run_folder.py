@@ -29,11 +29,7 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     A resumed run appends to its metrics and traces. W&B's folder stays: it has one per run, whose path W&B printed.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
-    appended = (
-        config.metrics.save_tb_folder,
-        profiling.save_traces_folder,
-        profiling.save_memory_snapshot_folder,
-    )
+    appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
     names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
@@ -69,9 +65,7 @@ def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
     archived = sorted((dump_folder / "previous").glob("*"), reverse=True)
     own = [folder for folder in archived if begin_of_metrics(folder, begin["size"]) == begin]
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
-    notice = (
-        f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
-    )
+    notice = f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
     if paths:
         archive = new_archive_folder(dump_folder)
         for path in paths:

@@ -65,13 +65,11 @@ def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torc
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
     if p == float("inf"):
         return _max_abs(gradients)
-    wide = (
-        torch.float32 if gradients[0].dtype == torch.bfloat16 else None
-    )  # else sums would have three digits
+    # In bfloat16 sums would have three digits. A CPU adds one square after the other: in float32,
+    # 2**24 of them have three digits too.
+    wide = torch.float32 if gradients[0].dtype == torch.bfloat16 else None
     if gradients[0].device.type == "cpu":
-        wide = (
-            torch.float64
-        )  # a CPU adds one square after the other: in float32, 2**24 of them have three digits
+        wide = torch.float64
     if wide:  # of DTensors partial norms, which get_total_norm would all-reduce one by one
         norms: dict[
             object, list[torch.Tensor]

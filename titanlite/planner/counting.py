@@ -64,22 +64,9 @@ _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _READS_ROWS = {"embedding", "index", "gather"}
 """Operations that read no more of their first argument than they return."""
-_WEAKEST_FIRST = (
-    "",
-    "communication",
-    "gathered",
-    "gradients",
-    "buffers",
-    "optimizer",
-    "parameters",
-)
+_WEAKEST_FIRST = ("", "communication", "gathered", "gradients", "buffers", "optimizer", "parameters")
 """Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase decides."""
-_KIND_OF_PHASE = {
-    "head": "logits",
-    "backward head": "logits",
-    "gradient norm": "gradients",
-    "optimizer": "optimizer",
-}
+_KIND_OF_PHASE = {"head": "logits", "backward head": "logits", "gradient norm": "gradients", "optimizer": "optimizer"}
 _PHASE_OF_REGION = {
     "forward": "embedding",
     "backward": "backward head",
@@ -156,9 +143,7 @@ class Counting(TorchDispatchMode):
 
     def enter_phase(self, phase: str) -> None:
         """Name what comes next; what was allocated or freed since the last operation is left to the phase before."""
-        if phase != self.phase and len(self._changes) > (
-            self._operations[-1][1] if self._operations else 0
-        ):
+        if phase != self.phase and len(self._changes) > (self._operations[-1][1] if self._operations else 0):
             self._record(Operation(self.phase, 0))
         self.phase = phase
 
@@ -198,15 +183,9 @@ class Counting(TorchDispatchMode):
             collective = self._collective(name, result, args)
             if func.namespace == "c10d":  # what is between DTensors is an activation
                 self.mark("communication", _tensors(args))
-        elif (
-            name == "chunk_cat" and func.namespace == "fsdp"
-        ):  # where FSDP2 collects what it reduces
+        elif name == "chunk_cat" and func.namespace == "fsdp":  # where FSDP2 collects what it reduces
             self.mark("gradients", _tensors(args[0]))
-        moved = (
-            0
-            if collective
-            else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
-        )
+        moved = 0 if collective else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
         count = _FLOPS.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count else 0
         if collective or flops or moved:
@@ -225,11 +204,7 @@ class Counting(TorchDispatchMode):
         group_name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
         dimension, ranks = self._dimension(group_name)
         size = max(_bytes(_tensors(item)) for item in (*args[:2], result))
-        return (
-            Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size)
-            if ranks > 1
-            else None
-        )
+        return Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size) if ranks > 1 else None
 
     def _record(self, operation: Operation) -> None:
         self._operations.append((operation, len(self._changes)))
@@ -273,14 +248,10 @@ def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
 def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, allocates: bool) -> int:
     """Return the bytes that an operation reads and writes at least; none if it returns views."""
     name = func.overloadpacket.__name__
-    if (
-        func.namespace == "fsdp"
-    ):  # copies of its first argument into or out of one buffer, in views of which it ends
+    if func.namespace == "fsdp":  # copies of its first argument into or out of one buffer, in views of which it ends
         return 2 * _bytes(_tensors(args[0]))
     written = [
-        t
-        for n, key in written_arguments(func)
-        for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
+        t for n, key in written_arguments(func) for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
     ]
     if name in _ALLOCATES_ONLY or not (allocates or written):
         return 0
@@ -294,9 +265,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    items = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    )
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
     return [tensor for item in items for tensor in _tensors(item)]
 
 

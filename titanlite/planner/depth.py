@@ -39,22 +39,15 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
 
     def plan(role: str) -> tuple[bool, list[Recording]]:
         rehearsals = [Rehearsal(one, world, role, as_on_cuda) for one in shallow or jobs[:1]]
-        return rehearsals[0].is_even, [
-            _plan(job, shallow, rehearsals) or whole(job, role) for job in jobs
-        ]
+        return rehearsals[0].is_even, [_plan(job, shallow, rehearsals) or whole(job, role) for job in jobs]
 
     def whole(job: Job, role: str) -> Recording:
-        return _repeat_middle(
-            Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True), job
-        )
+        return _repeat_middle(Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True), job)
 
     is_even, first = plan("first")
     if is_even:
         return first
-    return [
-        max(both, key=lambda recording: recording.peak)
-        for both in zip(first, plan("last")[1], strict=True)
-    ]
+    return [max(both, key=lambda recording: recording.peak) for both in zip(first, plan("last")[1], strict=True)]
 
 
 def _plan(job: Job, shallow: Sequence[Job], rehearsals: Sequence[Rehearsal]) -> Recording | None:
@@ -63,9 +56,7 @@ def _plan(job: Job, shallow: Sequence[Job], rehearsals: Sequence[Rehearsal]) -> 
     if not more:
         return _repeat_middle(few, job)
     first, second = (one.shape.layers for one in shallow)
-    recording = extrapolate(
-        few, more[0], (job.shape.layers - first) // (second - first), edge=_edge(job)
-    )
+    recording = extrapolate(few, more[0], (job.shape.layers - first) // (second - first), edge=_edge(job))
     return recording and _repeat_middle(recording, job)
 
 
@@ -76,12 +67,8 @@ def _shallow_jobs(job: Job) -> list[Job]:
     field = _layers_field(job)
     if layers <= fewest + period or not field or not _is_affine(job):
         return []
-    flavors = [
-        dataclasses.replace(job.model, **{field: depth}) for depth in (fewest, fewest + period)
-    ]
-    return [
-        dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors
-    ]
+    flavors = [dataclasses.replace(job.model, **{field: depth}) for depth in (fewest, fewest + period)]
+    return [dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
 
 
 def _period(job: Job) -> int:
@@ -102,9 +89,7 @@ def _layers_field(job: Job) -> str:
     for field in dataclasses.fields(job.model):
         if getattr(job.model, field.name) == job.shape.layers:
             deeper = dataclasses.replace(job.model, **{field.name: job.shape.layers + 1})
-            if job.spec.shape(deeper) == dataclasses.replace(
-                job.shape, layers=job.shape.layers + 1
-            ):
+            if job.spec.shape(deeper) == dataclasses.replace(job.shape, layers=job.shape.layers + 1):
                 return field.name
     return ""
 
@@ -112,11 +97,7 @@ def _layers_field(job: Job) -> str:
 def _is_affine(job: Job) -> bool:
     """Return whether all blocks are alike and the optimizer treats all parameters alike."""
     config = job.config
-    patterns = [
-        *config.model.freeze,
-        *config.parallelism.fsdp_keep_whole,
-        *config.optimizer.no_decay,
-    ]
+    patterns = [*config.model.freeze, *config.parallelism.fsdp_keep_whole, *config.optimizer.no_decay]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
     settings = config.optimizer
@@ -147,32 +128,19 @@ def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> R
     return Recording(operations, static, dict(zip(KINDS, at_peak, strict=True)))
 
 
-def _stretch(
-    short: list[Operation], long: list[Operation], steps: int, edge: int
-) -> list[Operation] | None:
+def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: int) -> list[Operation] | None:
     """Extrapolate a section: its operations pair off from the start and from the end, and those between repeat."""
-    extra, short_keys, long_keys = (
-        len(long) - len(short),
-        [_key(o) for o in short],
-        [_key(o) for o in long],
-    )
+    extra, short_keys, long_keys = len(long) - len(short), [_key(o) for o in short], [_key(o) for o in long]
     a, b = _values(short), _values(long)
     if not extra:
         return _operations(short_keys, a + (b - a) * steps) if short_keys == long_keys else None
     start = _interior(short, long, edge)
     end = start + extra
     repeated = short_keys[start:end]
-    if (
-        extra < 0
-        or end > len(short)
-        or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]
-    ):
+    if extra < 0 or end > len(short) or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]:
         return None
     costs = slice(2, 5)  # of blocks: FLOPs, bytes that are moved and communicated
-    if (
-        _number(short[0]) >= 0
-        and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any()
-    ):
+    if _number(short[0]) >= 0 and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any():
         return None
     one, first, second = a[start:end], b[start:end], b[end : end + extra]
     keys = [*short_keys[:start], *repeated * (steps + 1), *short_keys[end:]]
@@ -217,15 +185,7 @@ def _key(operation: Operation) -> Key:
 def _values(section: list[Operation]) -> np.ndarray:
     """Return a row for each operation: what is extrapolated."""
     rows = (
-        (
-            _number(o),
-            o.live,
-            o.flops,
-            o.moved,
-            o.collective.bytes if o.collective else 0,
-            *o.by_kind,
-        )
-        for o in section
+        (_number(o), o.live, o.flops, o.moved, o.collective.bytes if o.collective else 0, *o.by_kind) for o in section
     )
     return np.array([*rows], dtype=np.int64)
 
@@ -237,9 +197,7 @@ def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
         number, live, flops, moved, size, *by_kind = row
         phase = f"{phase} {number}" if number >= 0 else phase
         collective = collective and dataclasses.replace(collective, bytes=size)
-        operations.append(
-            Operation(phase, live, flops, dtype, moved, collective, awaits, tuple(by_kind))
-        )
+        operations.append(Operation(phase, live, flops, dtype, moved, collective, awaits, tuple(by_kind)))
     return operations
 
 

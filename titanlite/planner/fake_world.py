@@ -30,9 +30,7 @@ class FakeWorld:
         if (rank, layout.world) != (self._rank, self._size):
             self._leave()
             hook = sys.excepthook  # torch would print later errors as those of this rank
-            dist.init_process_group(
-                "fake", store=dist.HashStore(), rank=rank, world_size=layout.world
-            )
+            dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.world)
             sys.excepthook = hook
             self._rank, self._size = rank, layout.world
         if layout not in self._meshes:

@@ -48,17 +48,10 @@ def render(plan: Plan) -> str:
         parts += [f"<h2>{escape(table.title)}</h2>", pictures.get(table.name, ""), _html(table)]
     header = ("phase", "starts, s", "takes, s", "GiB together", *STACK)
     rows = [
-        (
-            p["phase"],
-            Number(p["start"], 3),
-            Number(p["seconds"], 3),
-            *(gib(p[key]) for key in ("live", *STACK)),
-        )
+        (p["phase"], Number(p["start"], 3), Number(p["seconds"], 3), *(gib(p[key]) for key in ("live", *STACK)))
         for p in phases
     ]
-    parts.append(
-        f"<details><summary>Every phase</summary>{_html(Table('phases', '', header, rows))}</details>"
-    )
+    parts.append(f"<details><summary>Every phase</summary>{_html(Table('phases', '', header, rows))}</details>")
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(title=title, body="\n".join(parts))
 
@@ -76,9 +69,7 @@ def _html(table: Table) -> str:
     notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
     return "".join(
         [
-            f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-            if rows
-            else "",
+            f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>' if rows else "",
             *(f'<p class="note">{escape(note)}</p>' for note in notes if note),
         ]
     )
@@ -89,9 +80,7 @@ def _phases(plan: Plan) -> Iterator[Row]:
     phases, starts = [*phases_of(plan.recording)], [0.0]
     names = {phase["phase"] for phase in phases}
     computing = [span for span in plan.speed.spans if span.what in names]
-    visits = [
-        (what, next(group).start) for what, group in groupby(computing, key=lambda span: span.what)
-    ]
+    visits = [(what, next(group).start) for what, group in groupby(computing, key=lambda span: span.what)]
     for phase in phases:
         starts.append(visits.pop(0)[1] if visits and visits[0][0] == phase["phase"] else starts[-1])
     starts = [*starts[1:], _end(plan)]
@@ -102,13 +91,7 @@ def _phases(plan: Plan) -> Iterator[Row]:
         name = " to ".join(dict.fromkeys([chunk[0]["phase"], chunk[-1]["phase"]]))
         seconds = starts[first + len(chunk)] - starts[first]
         memory = {kind: fullest["by_kind"].get(kind, 0) for kind in STACK}
-        yield {
-            "phase": name,
-            "live": fullest["live"],
-            "start": starts[first],
-            "seconds": seconds,
-            **memory,
-        }
+        yield {"phase": name, "live": fullest["live"], "start": starts[first], "seconds": seconds, **memory}
 
 
 def _end(plan: Plan) -> float:
@@ -152,28 +135,19 @@ def _draw_memory(plan: Plan, phases: Sequence[Row]) -> str:
         low = high
     y, far = HEIGHT - usable * scale, "" if usable <= top else ", far above"
     parts.append(
-        _box(0, max(y, 0), WIDTH, 1, "limit")
-        + _text(4, max(y, 0) + 14, f"{usable / GIB:.2f} GiB usable{far}")
+        _box(0, max(y, 0), WIDTH, 1, "limit") + _text(4, max(y, 0) + 14, f"{usable / GIB:.2f} GiB usable{far}")
     )
     x = 0
     for name, group in groupby(phases, key=lambda phase: phase["phase"].rstrip("0123456789 ")):
         columns = len([*group])
-        parts.append(
-            _text((x + columns / 2) * width, HEIGHT + 16, name, "middle")
-            if columns * width > 60
-            else ""
-        )
+        parts.append(_text((x + columns / 2) * width, HEIGHT + 16, name, "middle") if columns * width > 60 else "")
         x += columns
     for n, phase in enumerate(phases):
-        alive = "".join(
-            f"\n{kind}: {gib(phase[kind])} GiB" for kind in reversed(STACK) if phase[kind]
-        )
+        alive = "".join(f"\n{kind}: {gib(phase[kind])} GiB" for kind in reversed(STACK) if phase[kind])
         times = f"\nstarts at {phase['start']:.3f} s, takes {phase['seconds']:.3f} s"
         title = f"{phase['phase']}: {gib(phase['live'])} GiB{alive}{times}"
         parts.append(_box(n * width, 0, width, HEIGHT, "hit", title))
-    return _svg(
-        "memory", parts, HEIGHT + 24, f"Memory over the phases of a step, at most {gib(peak)} GiB"
-    )
+    return _svg("memory", parts, HEIGHT + 24, f"Memory over the phases of a step, at most {gib(peak)} GiB")
 
 
 def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
@@ -190,8 +164,7 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
     parts = []
     for lane, name in enumerate(LANES):
         path = "".join(
-            f"M{a:.2f},{40 * lane}h{max(b - a, 0.3):.2f}v30h{-max(b - a, 0.3):.2f}z"
-            for a, b in boxes.get(name, [])
+            f"M{a:.2f},{40 * lane}h{max(b - a, 0.3):.2f}v30h{-max(b - a, 0.3):.2f}z" for a, b in boxes.get(name, [])
         )
         parts.append(f'<path class="{name}" d="{path}"/>')
     for n in range(5):
@@ -201,17 +174,13 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
         x, width = (WIDTH * phase[key] / end for key in ("start", "seconds"))
         title = f"{phase['phase']}: from {phase['start']:.3f} s for {phase['seconds']:.3f} s"
         parts.append(_box(x, 0, width, 40 * len(LANES), "hit", title) if width else "")
-    return _svg(
-        "speed", parts, 40 * len(LANES) + 12, "When a GPU computes, gathers, reduces, and waits"
-    )
+    return _svg("speed", parts, 40 * len(LANES) + 12, "When a GPU computes, gathers, reduces, and waits")
 
 
 def _waiting(spans: Sequence[Span]) -> Iterator[Span]:
     """Yield when compute waits for a lane."""
     now = 0.0
-    for span in sorted(
-        (span for span in spans if span.lane == "compute"), key=lambda span: span.start
-    ):
+    for span in sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start):
         if span.start > now:
             yield Span("waiting", "", now, span.start)
         now = max(now, span.end)
@@ -226,9 +195,7 @@ def _draw_mesh(plan: Plan) -> str:
     layout, node, parts = plan.job.layout, plan.hardware.node, []
     across = ceil((2 * node.gpus) ** 0.5)
     width, height = SQUARE * across + 8, SQUARE * ceil(node.gpus / across) + 8
-    in_a_row = 1 << (
-        int(WIDTH // (width + 8)).bit_length() - 1
-    )  # a power of two, so that groups end where rows do
+    in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)  # a power of two, so that groups end where rows do
     nodes = ceil(layout.world / node.gpus)
     for rank in range(min(layout.world, MOST_NODES * node.gpus)):
         down, right = divmod(rank // node.gpus, in_a_row)
@@ -242,23 +209,8 @@ def _draw_mesh(plan: Plan) -> str:
         title = f"rank {rank}: " + ", ".join(
             f"{name} {places[name]} of {getattr(layout, name)}" for name in _split(plan)
         )
-        parts.append(
-            _box(
-                left + SQUARE * column + 5,
-                top + SQUARE * row + 5,
-                SQUARE - 2,
-                SQUARE - 2,
-                color,
-                title,
-            )
-        )
+        parts.append(_box(left + SQUARE * column + 5, top + SQUARE * row + 5, SQUARE - 2, SQUARE - 2, color, title))
     rows = ceil(min(nodes, MOST_NODES) / in_a_row)
-    more = (
-        f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>"
-        if nodes > MOST_NODES
-        else ""
-    )
+    more = f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>" if nodes > MOST_NODES else ""
     links = f"In a node {node.link:g} GB/s of each GPU, between nodes {node.nics} x {plan.hardware.nic:g} GB/s."
-    return (
-        _svg("mesh", parts, rows * (height + 8), f"{nodes} nodes") + f"{more}<p>{escape(links)}</p>"
-    )
+    return _svg("mesh", parts, rows * (height + 8), f"{nodes} nodes") + f"{more}<p>{escape(links)}</p>"

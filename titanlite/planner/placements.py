@@ -36,29 +36,19 @@ def _groups(job: Job, per_node: int) -> list[str]:
     world = job.layout.world
     nodes = -(-world // per_node)
     lines = [f"mesh: {job.layout}" + (f", {world} ranks" if world > 1 else "")]
-    lines.append(
-        f"nodes: {nodes}, of {per_node} rank{'s' * (per_node > 1)} each (NGPU sets another number)"
-    )
+    lines.append(f"nodes: {nodes}, of {per_node} rank{'s' * (per_node > 1)} each (NGPU sets another number)")
     lines += [f"  node {node}: {_span(node, per_node, world)}" for node in range(min(nodes, 3))]
     if nodes > 3:
         lines.append(f"  … node {nodes - 1}: {_span(nodes - 1, per_node, world)}")
     sides = [(job.layout.degrees, dimension, name) for dimension, name in enumerate(DIMENSIONS)]
     if job.layout.ep > 1:
-        sides += [
-            (job.layout.expert_degrees, d, name)
-            for d, name in enumerate(EXPERT_DIMENSIONS)
-            if d > 1
-        ]
+        sides += [(job.layout.expert_degrees, d, name) for d, name in enumerate(EXPERT_DIMENSIONS) if d > 1]
     for degrees, dimension, name in sides:
         if degrees[dimension] > 1:
-            groups = (
-                torch.arange(world).view(degrees).movedim(dimension, -1).flatten(0, -2).tolist()
-            )
+            groups = torch.arange(world).view(degrees).movedim(dimension, -1).flatten(0, -2).tolist()
             crossed = max(len({rank // per_node for rank in ranks}) for ranks in groups)
             crossing = "inside a node" if crossed == 1 else f"across {crossed} nodes"
-            lines.append(
-                f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}"
-            )
+            lines.append(f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}")
     return lines
 
 

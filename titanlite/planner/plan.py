@@ -98,9 +98,7 @@ class Plan:
                 "flavor": config.model.flavor,
                 "description": config.job.description,
                 "world": layout.world,
-                "layout": {
-                    name: degree for name, degree in asdict(layout).items() if name in DIMENSIONS
-                },
+                "layout": {name: degree for name, degree in asdict(layout).items() if name in DIMENSIONS},
                 "batch": {**asdict(batch), "total": batch.total},
                 "seq_len": config.training.seq_len,
                 "tokens_per_step": speed.tokens,
@@ -130,12 +128,7 @@ class Plan:
                 "assumptions": list(speed.assumptions),
             },
             "changes": [
-                {
-                    "overrides": c.option.split(),
-                    "peak": c.peak,
-                    "bound": c.speed.bound,
-                    "estimate": c.speed.estimate,
-                }
+                {"overrides": c.option.split(), "peak": c.peak, "bound": c.speed.bound, "estimate": c.speed.estimate}
                 for c in self.changes
             ],
         }
@@ -164,9 +157,7 @@ def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
 def reserve_text(hardware: Hardware) -> str:
     """Say what of a GPU's memory is kept free, and who says so."""
     reserve = hardware.reserve
-    return with_source(
-        f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source
-    )
+    return with_source(f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source)
 
 
 def is_upper_bound(job: Job) -> bool:
@@ -183,8 +174,7 @@ def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
         found[:] = found[0] + number, found[1] + number * one.bytes
     order = [*DIMENSIONS, "world"]
     return [
-        Traffic(*key, *sums[key])
-        for key in sorted(sums, key=lambda key: (order.index(key[0].split(" x ")[0]), *key))
+        Traffic(*key, *sums[key]) for key in sorted(sums, key=lambda key: (order.index(key[0].split(" x ")[0]), *key))
     ]
 
 

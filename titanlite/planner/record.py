@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-KINDS = tuple(
-    "parameters gathered gradients activations logits optimizer buffers communication".split()
-)
+KINDS = tuple("parameters gathered gradients activations logits optimizer buffers communication".split())
 """What bytes are alive for. "buffers" are the model's; "communication" is what a collective reads or writes."""
 
 
@@ -64,6 +62,4 @@ class Recording:
         return max(self.operations, key=lambda operation: operation.live).phase
 
     def collectives(self) -> Counter[Collective]:
-        return Counter(
-            operation.collective for operation in self.operations if operation.collective
-        )
+        return Counter(operation.collective for operation in self.operations if operation.collective)

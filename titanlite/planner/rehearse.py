@@ -42,15 +42,11 @@ from titanlite.train.step import StepRunner
 class Rehearsal:
     """A job on its "first" or "last" rank, as it is after its first step; from then on steps are alike."""
 
-    def __init__(
-        self, job: Job, world: FakeWorld, role: str = "first", as_on_cuda: bool = True
-    ) -> None:
+    def __init__(self, job: Job, world: FakeWorld, role: str = "first", as_on_cuda: bool = True) -> None:
         check_planned(job)
         mesh = world.mesh(job.layout, 0 if role == "first" else job.layout.world - 1)
         self._context, self._parts = _skeleton(job, mesh)
-        self.is_even = all(
-            _is_even(parameter) for part in self._parts for parameter in part.parameters()
-        )
+        self.is_even = all(_is_even(parameter) for part in self._parts for parameter in part.parameters())
         """Whether every rank has shards of the same shapes."""
         self._fake, self._device = fake_tensor_mode(), _as_on_cuda if as_on_cuda else nullcontext
         with self._device(self._parts), self._fake:
@@ -63,9 +59,7 @@ class Rehearsal:
             self._optimizer = build_optimizer(trained, job.config)
             self._guard = build_guard(job.config.fault, self._context.device, job.layout.tp)
             self._counting = Counting(job.layout)
-            with (
-                self._counting
-            ):  # what a first step leaves: the optimizer's state, flags, cached meshes
+            with self._counting:  # what a first step leaves: the optimizer's state, flags, cached meshes
                 runner, zero = self._runner(job), torch.zeros((), dtype=torch.float64)
                 self._guard.all_reduce_tokens(zero.long())
                 for parameter in self._parameters:
@@ -88,9 +82,7 @@ class Rehearsal:
 
     def _runner(self, job: Job) -> StepRunner:
         context = replace(self._context, job=_eager(job))
-        return StepRunner(
-            context, self._parts, self._parameters, self._optimizer, seed=0, rank=dist.get_rank()
-        )
+        return StepRunner(context, self._parts, self._parameters, self._optimizer, seed=0, rank=dist.get_rank())
 
 
 def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:
@@ -105,9 +97,7 @@ def static_bytes(job: Job) -> dict[str, int]:
         context, parts = _skeleton(job, world.mesh(job.layout))
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         return {
-            "parameters": _storage_bytes(
-                parameter for part in parts for parameter in part.parameters()
-            ),
+            "parameters": _storage_bytes(parameter for part in parts for parameter in part.parameters()),
             "gradients": _storage_bytes(item.parameter for item in trained),
             "optimizer": optimizer_bytes(trained, job.config),
             "buffers": _storage_bytes(buffer for part in parts for buffer in part.buffers()),
@@ -116,14 +106,8 @@ def static_bytes(job: Job) -> dict[str, int]:
 
 def blank_batches(job: Job) -> list[MicroBatch]:
     """Return the micro-batches of a step, of the size that a rank reads."""
-    shape = (
-        job.batch.local,
-        4 if job.config.training.document_mask else 2,
-        job.config.training.seq_len,
-    )
-    return [
-        MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)
-    ]
+    shape = (job.batch.local, 4 if job.config.training.document_mask else 2, job.config.training.seq_len)
+    return [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
@@ -138,9 +122,7 @@ def _eager(job: Job) -> Job:
     """Return the job without what only changes how its operations are run."""
     config = job.config
     update: dict[str, Any] = {"compile": config.compile.model_copy(update={"enable": False})}
-    update["parallelism"] = config.parallelism.model_copy(
-        update={"enable_async_tensor_parallel": False}
-    )
+    update["parallelism"] = config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
     return replace(job, config=config.model_copy(update=update))
 
 
@@ -174,12 +156,8 @@ def _count_step(
                 _name_phases(part, runner.context, counting, hooks)
             counting.restart("valid tokens")
             static: dict[str, list[torch.Tensor]] = {
-                "parameters": [
-                    parameter for part in runner.parts for parameter in part.parameters()
-                ],
-                "optimizer": [
-                    v for values in state for v in values.values() if isinstance(v, torch.Tensor)
-                ],
+                "parameters": [parameter for part in runner.parts for parameter in part.parameters()],
+                "optimizer": [v for values in state for v in values.values() if isinstance(v, torch.Tensor)],
                 "buffers": [buffer for part in runner.parts for buffer in part.buffers()],
                 "": [batch.rows for batch in micro_batches],
             }
@@ -188,9 +166,7 @@ def _count_step(
             labels = [batch.labels for batch in micro_batches]
             valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack(labels)))
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
-            static["gradients"] = [
-                parameter.grad for parameter in runner.parameters if parameter.grad is not None
-            ]
+            static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
             counting.mark("gradients", static["gradients"])
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
             static.clear()
@@ -240,8 +216,7 @@ def check_planned(job: Job) -> None:
             and config.optimizer.implementation != "fused"
             and config.optimizer.name != "SGD"
         ),
-        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name
-        == "Muon",
+        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name == "Muon",
         "optimizer.state_dtype = bfloat16 (its steps read numbers on the host)": config.optimizer.state_dtype
         == "bfloat16",
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
@@ -287,9 +262,7 @@ def _rms_norm(
 
 AS_ON_CUDA: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
-    "attention_mask": lambda *args: (
-        None
-    ),  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
+    "attention_mask": lambda *args: None,  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
 }
 """What keeps more on a CPU than on CUDA, and what allocates as CUDA does."""
 

@@ -73,9 +73,7 @@ class Found:
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
     end, facts = time.monotonic() + max_seconds, _Facts(job, hardware)
-    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](
-        list
-    )  # each shares its rehearsed models
+    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](list)  # each shares its rehearsed models
     for settings in _space(job, hardware):
         if other := changed(job, settings):
             shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
@@ -97,9 +95,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
                 continue
             counts["rehearsed"] += len(tried)
             found = _rehearse(job, tried, hardware, world)
-            too_large += [
-                candidate.job for candidate in found if candidate.peak > hardware.usable_bytes
-            ]
+            too_large += [candidate.job for candidate in found if candidate.peak > hardware.usable_bytes]
             fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
             fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
     return Found(fitting[:most], counts["rehearsed"], counts["ruled out"], counts["not reached"])
@@ -111,13 +107,8 @@ def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
     """Return what was found, with the best few sorted by `measure`, which returns the seconds of a step."""
-    timed = [
-        replace(candidate, measured=measure(candidate.settings))
-        for candidate in found.best[:number]
-    ]
-    return replace(
-        found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]]
-    )
+    timed = [replace(candidate, measured=measure(candidate.settings)) for candidate in found.best[:number]]
+    return replace(found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]])
 
 
 def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> list[Candidate]:
@@ -126,11 +117,7 @@ def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> 
     with FakeWorld() as world:
         for settings, ranks in _changes(job, hardware):
             seen = {candidate.job.layout.world for candidate in found}
-            if (
-                len(found) == most
-                or not attempts
-                or (job.layout.world in seen and ranks > job.layout.world)
-            ):
+            if len(found) == most or not attempts or (job.layout.world in seen and ranks > job.layout.world):
                 break
             other = changed(job, settings, ranks)
             is_new = other and other != job and (ranks == job.layout.world or ranks not in seen)
@@ -155,9 +142,7 @@ def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
     values = {key: value_of(job.given, key) for key in KEYS} | dict(settings)
     loaded = Loaded(config_of(values), {}, set(), [])
     try:
-        return job_from(
-            loaded, world=world or job.layout.world, training=True, device=job.config.job.device
-        )
+        return job_from(loaded, world=world or job.layout.world, training=True, device=job.config.job.device)
     except ConfigError:
         return None
 
@@ -167,14 +152,8 @@ def _rehearse(
 ) -> list[Candidate]:
     """Rehearse jobs that differ from each other in nothing but batch and loss chunks."""
     found = []
-    for (settings, other), recording in zip(
-        tried, plan_steps([other for _, other in tried], world), strict=True
-    ):
-        new = [
-            f"--{key} {value}"
-            for key, value in settings.items()
-            if value_of(job.given, key) != value
-        ]
+    for (settings, other), recording in zip(tried, plan_steps([other for _, other in tried], world), strict=True):
+        new = [f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value]
         new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
         speed = speed_of_job(other, recording, hardware)
         found.append(Candidate(settings, other, " ".join(new) or "as it is", recording.peak, speed))
@@ -195,19 +174,13 @@ def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
             RESHARD: ("always", "never") if data_parallel > replicate else ("default",),
             CHUNKS: (1, CHUNKED),
         }
-        yield from (
-            mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values())
-        )
+        yield from (mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
 
 
 def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
     """Yield what makes a step smaller, with the number of ranks: one thing, all that cost no ranks, more ranks."""
     world, total = job.layout.world, job.batch.total
-    cheap: list[dict[str, Any]] = [
-        {CHUNKS: CHUNKED},
-        {LOCAL: 1, GLOBAL: total},
-        {RECOMPUTE: "full"},
-    ]
+    cheap: list[dict[str, Any]] = [{CHUNKS: CHUNKED}, {LOCAL: 1, GLOBAL: total}, {RECOMPUTE: "full"}]
     meshes = [{REPLICATE: 1, SHARD: -1}] if job.layout.dp_replicate > 1 else []
     degrees = [tp for tp in divisors(min(world, hardware.node.gpus)) if tp > job.layout.tp]
     meshes += [{TP: tp, SHARD: -1, GLOBAL: total} for tp in degrees]
@@ -244,17 +217,12 @@ class _Facts:
         self._parameters = sum(p.numel() for p in model.parameters())
         self._trained = sum(item.parameter.numel() for item in trained)
         self._width = min(
-            (p.size(1) for n, p in model.named_parameters() if table[n].tensor == "embedding"),
-            default=0,
+            (p.size(1) for n, p in model.named_parameters() if table[n].tensor == "embedding"), default=0
         )
         named = [*model.named_parameters()]
         self._flops = flops_per_token(named, table, job.shape, seq_len)
-        blocks = [
-            (name, parameter) for name, parameter in named if name.startswith(f"{job.spec.blocks}.")
-        ]
-        self._recomputed = (
-            flops_per_token(blocks, table, job.shape, seq_len) // 3
-        )  # the blocks' forward pass
+        blocks = [(name, parameter) for name, parameter in named if name.startswith(f"{job.spec.blocks}.")]
+        self._recomputed = flops_per_token(blocks, table, job.shape, seq_len) // 3  # the blocks' forward pass
 
     def state_bytes(self, job: Job) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a rank."""
@@ -280,17 +248,10 @@ class _Facts:
         computing += activations * (12 if is_full else 8) * self._shape.layers * samples
         passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
         gather = seconds("all-gather", "dp_shard", self._parameters // layout.tp, dtype)
-        scatter = seconds(
-            "reduce-scatter",
-            "dp_shard",
-            self._trained // layout.tp,
-            training.mixed_precision_reduce,
-        )
+        scatter = seconds("reduce-scatter", "dp_shard", self._trained // layout.tp, training.mixed_precision_reduce)
         shard = self._trained // layout.tp // layout.dp_shard
         reduce = seconds("all-reduce", "dp_replicate", shard, training.mixed_precision_reduce)
         reductions = 1 if settings.defer_gradient_sync else batch.accumulation
         return max(
-            computing,
-            batch.accumulation * passes * gather + reductions * scatter,
-            reductions * (scatter + reduce),
+            computing, batch.accumulation * passes * gather + reductions * scatter, reductions * (scatter + reduce)
         )

@@ -74,11 +74,7 @@ class Speed:
 
 
 def speed_of(
-    recording: Recording,
-    layout: Layout,
-    hardware: Hardware,
-    tokens_per_step: int,
-    compiled: bool = False,
+    recording: Recording, layout: Layout, hardware: Hardware, tokens_per_step: int, compiled: bool = False
 ) -> Speed:
     """Return the bound and the estimate of a recorded step; `compiled` chooses among the efficiencies."""
     terms = tuple(_terms(recording, layout, hardware))
@@ -92,9 +88,7 @@ def speed_of(
     assumptions = (*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED)
     spans, exposed = tuple(schedule.spans), dict(schedule.exposed)
     estimate = max(bound, schedule.finish())
-    return Speed(
-        terms, bound, binding, estimate, exposed, spans, tokens_per_step, layout.world, assumptions
-    )
+    return Speed(terms, bound, binding, estimate, exposed, spans, tokens_per_step, layout.world, assumptions)
 
 
 @cache
@@ -104,11 +98,7 @@ def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[floa
     Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g NICs; a GPU gets
     1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
     """
-    near, ranks, size = (
-        ranks_in_a_node(collective, layout, per_node),
-        collective.ranks,
-        collective.bytes,
-    )
+    near, ranks, size = ranks_in_a_node(collective, layout, per_node), collective.ranks, collective.bytes
     if collective.kind == "all-to-all":  # `bytes` is what one rank has
         return size * (near - 1) / ranks, size * (ranks - near) / ranks
     passes = 2 if collective.kind == "all-reduce" else 1
@@ -121,12 +111,8 @@ def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> in
     steps = []
     for position, (name, degree) in enumerate(zip(DIMENSIONS, layout.degrees, strict=True)):
         if whole or name in collective.dimension.split(" x "):
-            steps.append(
-                [prod(layout.degrees[position + 1 :]) * number for number in range(degree)]
-            )
-    members = [sum(step) for step in product(*steps)][
-        : collective.ranks
-    ]  # a part of a dimension is its first ranks
+            steps.append([prod(layout.degrees[position + 1 :]) * number for number in range(degree)])
+    members = [sum(step) for step in product(*steps)][: collective.ranks]  # a part of a dimension is its first ranks
     return max(Counter(rank // per_node for rank in members).values())
 
 
@@ -143,26 +129,18 @@ def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator
     flops = Counter[str]()
     for operation in recording.operations:
         flops[operation.dtype] += operation.flops
-    yield from (
-        Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n
-    )
+    yield from (Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n)
     moved = sum(map(_moved, recording.operations))
     yield Term(MEMORY, "", moved, moved / hardware.memory_rate)
     sent: dict[str, dict[str, float]] = {LINK: defaultdict(float), NETWORK: defaultdict(float)}
     for collective, count in recording.collectives().items():
         # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce only once.
         count /= 2 if collective.kind == "all-reduce" else 1
-        for resource, size in zip(
-            sent, traffic(collective, layout, hardware.node.gpus), strict=True
-        ):
+        for resource, size in zip(sent, traffic(collective, layout, hardware.node.gpus), strict=True):
             sent[resource][collective.dimension] += count * size
     rates = {LINK: hardware.link_rate, NETWORK: hardware.network_rate}
     for resource, by_dimension in sent.items():
-        yield from (
-            Term(resource, of, size, size / rates[resource])
-            for of, size in by_dimension.items()
-            if size
-        )
+        yield from (Term(resource, of, size, size / rates[resource]) for of, size in by_dimension.items() if size)
 
 
 def _moved(operation: Operation) -> int:
@@ -181,9 +159,7 @@ class _Schedule:
     def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
         self.layout, self.hardware, self.compiled = layout, hardware, compiled
         self.now = 0.0  # how far compute is
-        self.free: dict[str, float] = defaultdict(
-            float
-        )  # when lanes and links have done what was scheduled
+        self.free: dict[str, float] = defaultdict(float)  # when lanes and links have done what was scheduled
         self.gathers: list[Span] = []  # not taken by compute yet
         self.reduction: Span | None = None
         self.taken = 0.0

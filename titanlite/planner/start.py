@@ -22,21 +22,14 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
         recording = plan_step(job, as_on_cuda=bool(gpu))
         known = recognize(gpu, memory) if gpu else ""
         hardware = load_hardware(known) if known else None
-        speed = (
-            f'no speed bound of "{gpu}", which hardware.toml has not'
-            if gpu
-            else "no speed bound on a CPU"
-        )
+        speed = f'no speed bound of "{gpu}", which hardware.toml has not' if gpu else "no speed bound on a CPU"
         if hardware:
             found = speed_of_job(job, recording, hardware)
             speed = f"{found.bound:.3g} s or more by {found.binding}, by estimate {found.estimate:.3g} s"
     except UserError as error:
         return [f"titanlite: memory and speed are {error}"]
     sent = _communication(job, recording, processes)
-    return [
-        f"titanlite: {_memory(job, recording, hardware, memory)}",
-        f"titanlite: {sent}; {speed}",
-    ]
+    return [f"titanlite: {_memory(job, recording, hardware, memory)}", f"titanlite: {sent}; {speed}"]
 
 
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
@@ -50,22 +43,18 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
         return f"{line}; {of}"
     found = changes(job, hardware, most=1) if hardware else []
     remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
-    return f"warning: {line}, but {of}{f', of which {reserve:g} GiB should stay free (assumed)' * bool(reserve)}{remedy}"
+    return (
+        f"warning: {line}, but {of}{f', of which {reserve:g} GiB should stay free (assumed)' * bool(reserve)}{remedy}"
+    )
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:
     parts = []
-    for dimension, group in groupby(
-        traffic_of(job, recording, processes), key=lambda row: row.dimension
-    ):
+    for dimension, group in groupby(traffic_of(job, recording, processes), key=lambda row: row.dimension):
         rows = [*group]
         numbers = Counter[str]()
         for row in rows:
             numbers[row.kind] += row.number
-        counts = " + ".join(
-            f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items()
-        )
-        parts.append(
-            f"{dimension} {counts} of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}"
-        )
+        counts = " + ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items())
+        parts.append(f"{dimension} {counts} of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}")
     return f"planned communication of a step: {'; '.join(parts) or 'none'}"

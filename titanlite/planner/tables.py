@@ -9,18 +9,7 @@ from titanlite.errors import format_table
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
-from titanlite.planner.search import (
-    CHUNKS,
-    GLOBAL,
-    LOCAL,
-    RECOMPUTE,
-    REPLICATE,
-    RESHARD,
-    SHARD,
-    TP,
-    Candidate,
-    Found,
-)
+from titanlite.planner.search import CHUNKS, GLOBAL, LOCAL, RECOMPUTE, REPLICATE, RESHARD, SHARD, TP, Candidate, Found
 
 
 @dataclass(frozen=True)
@@ -49,9 +38,7 @@ class Table:
         lines = [self.title]
         if self.rows:
             align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
-            lines.append(
-                format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2)
-            )
+            lines.append(format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2))
         lines += [f"  {self.note}"] if self.note else []
         lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
         return "\n".join(lines)
@@ -64,12 +51,7 @@ def report(plan: Plan) -> str:
 
 def heading(plan: Plan) -> tuple[str, str, str]:
     """Return what is planned, what a step is, and whether it fits."""
-    config, layout, batch, hardware = (
-        plan.job.config,
-        plan.job.layout,
-        plan.job.batch,
-        plan.hardware,
-    )
+    config, layout, batch, hardware = plan.job.config, plan.job.layout, plan.job.batch, plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
     may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
     no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
@@ -88,10 +70,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables in the order of what a reader asks."""
     recording, hardware, speed = plan.recording, plan.hardware, plan.speed
     if not plan.fits:
-        rows = [
-            (c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3))
-            for c in plan.changes
-        ]
+        rows = [(c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3)) for c in plan.changes]
         none = "No single change of recomputation, batch, chunks or mesh that was rehearsed fits; try --search"
         title = "What would fit, each rehearsed" if rows else none
         yield Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
@@ -101,37 +80,16 @@ def tables(plan: Plan) -> Iterator[Table]:
     ]
     sizes.append((f"peak, in {recording.moment}", recording.peak, sum(recording.static.values())))
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
-    yield Table(
-        "memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions
-    )
+    yield Table("memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions)
 
     exposed, rows = dict(speed.exposed), []
     for row in plan.traffic:
         waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
-        rows.append(
-            (
-                row.dimension,
-                row.kind,
-                row.dtype,
-                row.where,
-                Number(row.number),
-                gib(row.bytes),
-                waits,
-            )
-        )
+        rows.append((row.dimension, row.kind, row.dtype, row.where, Number(row.number), gib(row.bytes), waits))
     header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
     note = "GiB of whole tensors; exposed: seconds in which compute waits for the dimension, in the estimate"
-    node = with_source(
-        f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source
-    )
-    yield Table(
-        "communication",
-        "Communication of a rank in a step",
-        header,
-        rows,
-        [node],
-        note if rows else "none",
-    )
+    node = with_source(f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source)
+    yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
 
     columns = plan.rates(speed.bound), plan.rates(speed.estimate)
     titles = {
@@ -141,30 +99,15 @@ def tables(plan: Plan) -> Iterator[Table]:
         "days": (f"days for {plan.tokens:.3g} tokens", 1),
     }
     rows = [
-        (
-            title,
-            *(Number(value, digits) for column in columns if (value := column[name]) is not None),
-        )
+        (title, *(Number(value, digits) for column in columns if (value := column[name]) is not None))
         for name, (title, digits) in titles.items()
     ]
     rows = [row for row in rows if len(row) == 3]
-    yield Table(
-        "speed",
-        "Speed",
-        ("", "bound", "estimate"),
-        rows,
-        speed.assumptions,
-        f"bound by {speed.binding}",
-    )
+    yield Table("speed", "Speed", ("", "bound", "estimate"), rows, speed.assumptions, f"bound by {speed.binding}")
 
     units = {"compute": 1e12}
     rows = [
-        (
-            term.resource,
-            term.of,
-            Number(term.amount, 2, units.get(term.resource, 1e9)),
-            Number(term.seconds, 3),
-        )
+        (term.resource, term.of, Number(term.amount, 2, units.get(term.resource, 1e9)), Number(term.seconds, 3))
         for term in speed.terms
     ]
     yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
@@ -172,39 +115,22 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:
     """Return the ranking of a search."""
-    counts = {
-        "rehearsed": found.rehearsed,
-        "ruled out": found.ruled_out,
-        "not reached in time": found.not_reached,
-    }
+    counts = {"rehearsed": found.rehearsed, "ruled out": found.ruled_out, "not reached in time": found.not_reached}
     seen = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     if not found.best:
         return Table("search", f"No plan fits on {world} x {hardware.name}: {seen}", (), ())
 
     def row(number: int, one: Candidate) -> list[str | Number]:
         seconds = [one.measured or nan, one.speed.estimate, one.speed.bound][unmeasured:]
-        return [
-            Number(number),
-            gib(one.peak),
-            *(Number(time, 3) for time in seconds),
-            one.speed.binding,
-            _name(one),
-        ]
+        return [Number(number), gib(one.peak), *(Number(time, 3) for time in seconds), one.speed.binding, _name(one)]
 
     unmeasured = not any(candidate.measured for candidate in found.best)
     header = ("", "GiB", *("measured s", "estimate s", "bound s")[unmeasured:], "by", "plan")
     rows = [row(number, candidate) for number, candidate in enumerate(found.best, 1)]
-    assumed = dict.fromkeys(
-        text for candidate in found.best for text in candidate.speed.assumptions
-    )
+    assumed = dict.fromkeys(text for candidate in found.best for text in candidate.speed.assumptions)
     title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
     return Table(
-        "search",
-        title,
-        header,
-        rows,
-        [reserve_text(hardware), *assumed],
-        fill(_KEYS, 98, subsequent_indent="  "),
+        "search", title, header, rows, [reserve_text(hardware), *assumed], fill(_KEYS, 98, subsequent_indent="  ")
     )
 
 
@@ -213,11 +139,7 @@ def _name(one: Candidate) -> str:
     layout, batch, config = one.job.layout, one.job.batch, one.job.config
     degrees = {"replicate": layout.dp_replicate, "dp": layout.dp_shard, "tp": layout.tp}
     mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-    parts = [
-        mesh,
-        f"batch {batch.local}",
-        config.activation_checkpoint.mode.replace("none", "no recompute"),
-    ]
+    parts = [mesh, f"batch {batch.local}", config.activation_checkpoint.mode.replace("none", "no recompute")]
     parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
     parts += [f"{config.training.loss_chunks} chunks"] if config.training.loss_chunks > 1 else []
     return ", ".join(filter(None, parts))

@@ -8,9 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,  # 2.11 and 2.14; no public name
-)
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 and 2.14; no public name
 
 
 def register_fake_backend() -> None:
@@ -56,14 +54,10 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """
     arguments = enumerate(operation._schema.arguments)
     written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
-    return tuple(
-        (i, name) for i, name in written if name != "grads"
-    )  # an optimizer's, written only when it unscales
+    return tuple((i, name) for i, name in written if name != "grads")  # an optimizer's, written only when it unscales
 
 
-def around_sharding_propagation(
-    around: Callable[[], AbstractContextManager[Any]],
-) -> AbstractContextManager[Any]:
+def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     """Put a context around each of DTensor's own computations of what a result's shape and type will be."""
     # torch 2.11 and 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -87,14 +81,10 @@ def waiting_as_on_a_device() -> Iterator[None]:
     """
     from torch.distributed import _functional_collectives as functional
 
-    loaded = [
-        module for name, module in sys.modules.items() if name.startswith("torch.distributed")
-    ]
+    loaded = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
                 patches.enter_context(patch.object(module, "_are_we_tracing", lambda: False))
-        patches.enter_context(
-            patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
-        )
+        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor))
         yield

@@ -4,18 +4,7 @@ May import layout, errors and the standard library (pydantic late). Never import
 """
 
 from titanlite.registry.hf import Box, FusedSlice, HuggingFace, Rotary, Transposed, WeightTransform
-from titanlite.registry.model import (
-    Init,
-    ModelDims,
-    ModelSpec,
-    Role,
-    Rule,
-    assign,
-    expert_paths,
-    normal,
-    ones,
-    zeros,
-)
+from titanlite.registry.model import Init, ModelDims, ModelSpec, Role, Rule, assign, expert_paths, normal, ones, zeros
 from titanlite.registry.register import (
     OptimizerSpec,
     find_converter,
@@ -27,8 +16,4 @@ from titanlite.registry.register import (
     register_optimizer,
 )
 
-Step, Part, Shape = (
-    WeightTransform,
-    FusedSlice,
-    ModelDims,
-)  # earlier names, which users' packages may import
+Step, Part, Shape = WeightTransform, FusedSlice, ModelDims  # earlier names, which users' packages may import

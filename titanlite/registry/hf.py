@@ -31,11 +31,7 @@ class WeightTransform:
         import torch
 
         hf_shape = self.to_hf(torch.empty(tuple(shape), device="meta")).shape
-        return (
-            tuple(slice(0, size) for size in hf_shape),
-            tuple(slice(0, size) for size in shape),
-            self,
-        )
+        return tuple(slice(0, size) for size in hf_shape), tuple(slice(0, size) for size in shape), self
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ class Registry(Generic[Item]):
             return self.items[name]
         known = self.names()
         close = nearest(name, known)
-        is_another_version = re.sub(r"\d", "", close) == re.sub(
-            r"\d", "", name
-        )  # llama4 is not llama3 misspelled
+        is_another_version = re.sub(r"\d", "", close) == re.sub(r"\d", "", name)  # llama4 is not llama3 misspelled
         hint = "known:" if is_another_version or not close else f"did you mean {close}? Known:"
         raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
 
@@ -91,9 +89,7 @@ register_optimizer(OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2
 register_optimizer(OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2))
 _no_moments = ("beta1", "beta2", "eps", "state_dtype")
 register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
-register_optimizer(
-    OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True)
-)
+register_optimizer(OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True))
 
 _converters = Registry[str]("converter")
 find_converter = _converters.find
@@ -117,17 +113,13 @@ def import_package(package: str) -> None:
     if not all(part.isidentifier() for part in package.split(".")):
         raise UserError(f'"{package}" is not a name that Python can import, such as my_models.tiny')
     if "" not in sys.path:
-        sys.path.append(
-            ""
-        )  # the current folder, where the installed script does not look; last, to shadow nothing
+        sys.path.append("")  # the current folder, where the installed script does not look; last, to shadow nothing
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise
-        raise UserError(
-            f"there is no package {error.name} in {os.getcwd()}, and none is installed"
-        ) from None
+        raise UserError(f"there is no package {error.name} in {os.getcwd()}, and none is installed") from None
 
 
 def _load_entry_point(point: EntryPoint) -> None:
@@ -137,17 +129,11 @@ def _load_entry_point(point: EntryPoint) -> None:
     except Exception as error:
         of = f"{point.dist.name}'s entry point" if point.dist else "the entry point"
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}'
-        ) from None
+        raise UserError(f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}') from None
 
 
 def _model_folders() -> list[str]:
     """Return the names of the models in models/, without importing any."""
     package = importlib.util.find_spec("titanlite.models")
     paths = package.submodule_search_locations if package else None
-    return [
-        module.name
-        for module in pkgutil.iter_modules(paths)
-        if module.ispkg and module.name != "common"
-    ]
+    return [module.name for module in pkgutil.iter_modules(paths) if module.ispkg and module.name != "common"]

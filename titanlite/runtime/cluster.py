@@ -52,20 +52,14 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the first node of the job, and a port that other jobs on it are unlikely to use."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
-    address = environ.get("MASTER_ADDR") or (
-        first.group(1) + (first.group(2) or "") if first else ""
-    )
+    address = environ.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else "")
     if not address:
-        raise UserError(
-            "SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set"
-        )
+        raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
     job = read_number(environ, "SLURM_JOB_ID", 0)
     return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000, *PORTS)
 
 
-def read_number(
-    environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf
-) -> int:
+def read_number(environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf) -> int:
     """Return a variable as a whole number; raise UserError where it is anything else or out of range."""
     text = environ.get(name, "")
     if not text:
@@ -86,9 +80,7 @@ def shown_ranks(environ: Mapping[str, str]) -> set[int]:
 
 def cores() -> int:
     """Return the cores that this process may use, by its affinity and its container's quota."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = Path("/sys/fs/cgroup/cpu.max")
     quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
     return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
@@ -100,19 +92,14 @@ def check_torch() -> None:
         installed, requirements = version("torch"), requires("titanlite") or ()
     except PackageNotFoundError as error:
         if error.name == "torch":
-            raise UserError(
-                f"torch is not installed in this environment: {install_command('torch')}"
-            ) from None
+            raise UserError(f"torch is not installed in this environment: {install_command('torch')}") from None
         return  # a checkout on PYTHONPATH, not installed: nothing says the range
     requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
     if _major_minor(installed) < low:
         raise UserError(f"torch {installed} is too old: titanlite needs {requirement}")
     if _major_minor(installed) >= high:
-        print(
-            f"titanlite: torch {installed} is newer than any that was tested ({requirement})",
-            file=sys.stderr,
-        )
+        print(f"titanlite: torch {installed} is newer than any that was tested ({requirement})", file=sys.stderr)
 
 
 def _major_minor(version_text: str) -> tuple[int, ...]:

@@ -25,9 +25,7 @@ def reseed(seed: int, step: int, micro_batch: int, *coordinates: int) -> None:
     """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no generator state."""
     derived = derive_seed("dropout", seed, step, micro_batch, *coordinates)
     torch.default_generator.manual_seed(derived)
-    if (
-        torch.cuda.is_initialized()
-    ):  # torch.manual_seed would format the stack for each kind of device that is not
+    if torch.cuda.is_initialized():  # torch.manual_seed would format the stack for each kind of device that is not
         torch.cuda.manual_seed(derived)
 
 

@@ -31,9 +31,7 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     if torch.cuda.device_count() == 1:  # srun can give each task only its own GPU
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}"
-        )
+        raise UserError(f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
 
 
@@ -48,22 +46,14 @@ def process_group(
         backend, gpu = "cuda:nccl,cpu:gloo", device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)
-        if (
-            "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
-        ):  # an older name, which a newer one overrides
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # an older name, which a newer one overrides
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
         if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces / "rank_"))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if (
-            os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1"
-        ):  # the elastic agent's default, not NCCL's;
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
-                "3"  # with 1 the record can be lost (pytorch#121055)
-            )
-    soft, hard = resource.getrlimit(
-        resource.RLIMIT_NOFILE
-    )  # gloo connects all ranks of every group
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":  # the elastic agent's default, not NCCL's;
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1 the record can be lost (pytorch#121055)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # gloo connects all ranks of every group
     with suppress(OSError, ValueError):  # macOS has a lower limit beside these
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
@@ -93,9 +83,7 @@ def attempt_store(store: dist.Store, attempt: str) -> dist.PrefixStore:
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def connect_again(
-    rank: RankInfo, environ: Mapping[str, str], timeout: timedelta
-) -> dist.TCPStore | None:
+def connect_again(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.TCPStore | None:
     """Return another connection to the ranks' store, which under a launcher is the launchers'; None if there is none.
 
     A thread needs its own: a wait in one connection blocks all who use it.

@@ -20,10 +20,7 @@ _PATIENCE_SECONDS = 1.5  # the ranks of a killed launcher exit in less
 def take(path: Path, folder: str) -> None:
     """Lock a file until this process ends, or raise a UserError that names the process that has locked it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, deadline = (
-        os.open(path, os.O_RDWR | os.O_CREAT, 0o666),
-        time.monotonic() + _PATIENCE_SECONDS,
-    )
+    file, deadline = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic() + _PATIENCE_SECONDS
     while (fault := _lock(file, fcntl.LOCK_EX)) == _BUSY:
         if time.monotonic() > deadline:
             raise UserError(
@@ -32,15 +29,9 @@ def take(path: Path, folder: str) -> None:
         time.sleep(0.1)
     if fault:
         why = f"the file system has no locks ({fault}): a second run is not refused"
-        print(
-            f"titanlite: {folder}: {why}, and what killed saves leave is not deleted",
-            file=sys.stderr,
-        )
+        print(f"titanlite: {folder}: {why}, and what killed saves leave is not deleted", file=sys.stderr)
     os.truncate(file, 0)
-    os.write(
-        file,
-        f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode(),
-    )
+    os.write(file, f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode())
     _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; nobody else can take it
 
 
@@ -49,9 +40,7 @@ def join(path: Path) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     if _lock(file, fcntl.LOCK_SH) == _BUSY:
         raise UserError(f"{path.parent}: the launcher has ended, and another run starts there")
-    launcher = os.pread(file, 4096, 0).partition(b",")[
-        0
-    ]  # without the rank 0 of an earlier attempt
+    launcher = os.pread(file, 4096, 0).partition(b",")[0]  # without the rank 0 of an earlier attempt
     os.truncate(file, len(launcher))
     os.write(file, f", its rank 0 is pid {os.getpid()}".encode())
 

@@ -92,9 +92,7 @@ class OwnPage(Page):
             return
         with self._lock:
             self._writes += 1
-            text = json.dumps(
-                [self._writes, asdict(self), self._writes], ensure_ascii=False
-            ).encode()
+            text = json.dumps([self._writes, asdict(self), self._writes], ensure_ascii=False).encode()
             assert len(text) <= PAGE_BYTES, text
             self._file[:] = text.ljust(PAGE_BYTES)
 

@@ -48,11 +48,7 @@ def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return tuple(
-        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
-            1
-        ]
-    )
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -80,9 +76,7 @@ def set_activation_memory_budget(budget: float) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    if hasattr(
-        config, "unsafe_treat_script_objects_as_zero_size"
-    ):  # a device mesh in a graph has no size
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a device mesh in a graph has no size
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
@@ -103,9 +97,7 @@ def accumulate_gradients(part: "nn.Module") -> None:
     for module in part.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(
-                None, [state._fsdp_param_group]
-            ):
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
                 if hasattr(group, "_set_unsharded_grad_dtypes"):  # 2.15
                     group._set_unsharded_grad_dtypes(defer_upcast=False)
                     continue
@@ -145,19 +137,14 @@ def send_nothing_to_this_rank(stage: Any) -> None:
 
 
 def schedule_of_rows(
-    stages: "Sequence[PipelineStage]",
-    micro_batches: int,
-    rows: Sequence[Sequence[str]],
-    options: dict[str, Any],
+    stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
 ) -> Any:
     """Return a pipeline schedule that runs these actions, a row for each rank."""
     # torch 2.11, 2.13 and 2.14. The public way is a file in torch's format.
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)
-    schedule.pipeline_order = {
-        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
-    }
+    schedule.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
 
@@ -174,14 +161,10 @@ def gather_float8_as_bytes() -> None:
     # torchao 0.18. Nothing else reaches a collective inside of DTensor's redistribution.
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
-    def all_gather(
-        operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def all_gather(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         shard, options = args[0], kwargs or {}
         data = shard._data.contiguous()
-        gathered = torch.ops._c10d_functional.wait_tensor(
-            operation(data.view(torch.uint8), *args[1:], **options)
-        )
+        gathered = torch.ops._c10d_functional.wait_tensor(operation(data.view(torch.uint8), *args[1:], **options))
         fields = shard._scale, shard._orig_dtype, shard._linear_mm_config, shard._gemm_input_role
         return type(shard)(gathered.view(data.dtype), *fields)
 

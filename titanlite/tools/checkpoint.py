@@ -72,9 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         return sub
 
     ls = command("ls", _ls, "list steps, size, mesh, age and state", "ls outputs --full")
-    ls.add_argument(
-        "folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_FOLDER
-    )
+    ls.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_FOLDER)
     ls.add_argument("--full", action="store_true", help="read every byte")
     about = "read every byte; exit code 1 if a checksum differs"
     verify = command("verify", _verify, about, "verify outputs")
@@ -89,24 +87,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     out.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist")
     out.add_argument("--format", choices=("hf", "safetensors"), default="hf", help="default: hf")
     dtypes = ("float32", "bfloat16", "float16")
-    out.add_argument(
-        "--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype"
-    )
+    out.add_argument("--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype")
     out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the run's own")
     checks = ("full", "sizes")
-    out.add_argument(
-        "--verify", choices=checks, default="full", help="what to check first (default: full)"
-    )
+    out.add_argument("--verify", choices=checks, default="full", help="what to check first (default: full)")
     about = "the package the model is in; needed if the checkpoint's config names one"
     out.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
 
     about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
     into = command("import", _import, about, "import Llama-3.2-1B start")
-    more = "The model is that of config.json, unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]"
-    into.epilog = f"{into.epilog}\n\n{more}"
-    into.add_argument(
-        "folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors"
+    more = (
+        "The model is that of config.json, unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]"
     )
+    into.epilog = f"{into.epilog}\n\n{more}"
+    into.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors")
     into.add_argument("out", type=Path, metavar="OUT", help="where step-0 is written")
     into.set_defaults(takes_overrides=True)
 
@@ -150,11 +144,7 @@ def saved_root(dump_folder: Path) -> Path:
 def find_checkpoint(path: Path) -> Path:
     """Return a checkpoint, or the latest complete one of a folder or a run."""
     folders = find_checkpoints(path)
-    return (
-        folders[0]
-        if len(folders) == 1
-        else next(filter(is_complete, reversed(folders)), folders[-1])
-    )
+    return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
 
 
 def _ls(arguments: Namespace, overrides: list[str]) -> int:
@@ -162,14 +152,8 @@ def _ls(arguments: Namespace, overrides: list[str]) -> int:
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
         weights = ", weights" if manifest and manifest.weights_only else ""
-        size, mesh = (
-            (format_bytes(manifest.size) + weights, _environment(folder)[0])
-            if manifest
-            else ("?", "?")
-        )
-        state = (
-            f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
-        )
+        size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
+        state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         rows.append((folder.name, size, mesh, _age(time.time() - store.modified(folder)), state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
@@ -207,15 +191,11 @@ def _show(arguments: Namespace, overrides: list[str]) -> int:
     if problems := faults(folder, manifest, _DOCUMENTS):
         raise CorruptCheckpoint(f"{folder} is damaged:{some_of(problems)}")
     position = read_state(folder)["position"]
-    position = {
-        name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()
-    }
+    position = {name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()}
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     optimizer = manifest.tensors.keys() - model.keys()
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
-    print(
-        f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files"
-    )
+    print(f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files")
     rows = [
         ("data", ", ".join(f"{name} {value}" for name, value in position.items())),
         ("mesh", mesh),
@@ -224,10 +204,7 @@ def _show(arguments: Namespace, overrides: list[str]) -> int:
     ]
     _print_table((), rows)
     print()
-    rows = [
-        (name, tensor.dtype, str([*tensor.shape]), tensor.placement)
-        for name, tensor in model.items()
-    ]
+    rows = [(name, tensor.dtype, str([*tensor.shape]), tensor.placement) for name, tensor in model.items()]
     _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
     return 0
@@ -250,25 +227,19 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
             rows.append((name, f"{kind_a}, {kind_b}"))
         else:
             pairs = zip(sides, manifests, strict=True)
-            tensor_a, tensor_b = (
-                load_tensors(side, [name], manifest)[name] for side, manifest in pairs
-            )
+            tensor_a, tensor_b = (load_tensors(side, [name], manifest)[name] for side, manifest in pairs)
             if not tensor_a.equal(tensor_b):
                 distance = (tensor_a.double() - tensor_b.double()).abs()
                 count = f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers"
                 rows.append((name, f"{count}, by {distance.max():.3g} at most"))
     numbers_a, numbers_b = (read_state(side)["numbers"] for side in sides)
-    different_numbers = sum(
-        numbers_a.get(key) != numbers_b.get(key) for key in numbers_a.keys() | numbers_b.keys()
-    )
+    different_numbers = sum(numbers_a.get(key) != numbers_b.get(key) for key in numbers_a.keys() | numbers_b.keys())
     if not rows and not different_numbers:
         print(f"the same {len(names)} tensors")
         return 0
     if rows:
         _print_table(("tensor", "differs"), rows[:_SHOWN_DIFFERENCES])
-    print(
-        f"{len(rows)} of {len(names)} tensors differ, and {different_numbers} of the optimizer's scalars"
-    )
+    print(f"{len(rows)} of {len(names)} tensors differ, and {different_numbers} of the optimizer's scalars")
     return 1
 
 
@@ -322,31 +293,18 @@ def _hf_folder(
             f"--model.package {config.model.package}"
         )
     spec = get_model(config.model.name, arguments.package)
-    overrides = {
-        **config.model.overrides,
-        **saved_model(folder, spec),
-    }  # a flavor may have been edited since
+    overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
     flavor = spec.configure(config.model.flavor, overrides)
     translation = Translation(spec, flavor)
-    buffers = {
-        name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
-    }
+    buffers = {name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors}
     values = load_tensors(folder, buffers.values(), manifest)
     translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
     saved = {
-        name.removeprefix("model."): t.shape
-        for name, t in manifest.tensors.items()
-        if name.startswith("model.")
+        name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
     }
     saved = {name: shape for name, shape in saved.items() if name not in buffers}
-    if wrong := [
-        name
-        for name in {**translation.shapes, **saved}
-        if translation.shapes.get(name) != saved.get(name)
-    ]:
-        raise CorruptCheckpoint(
-            f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
-        )
+    if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
+        raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
     tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
     return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
 
@@ -358,9 +316,7 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     if named:
         return load_tokenizer(named, "--tokenizer")
     sources, assets = config.training.sources, config.model.hf_assets_path
-    folders = (
-        [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
-    )
+    folders = [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
     is_known = here or (not assets and all(map(os.path.exists, folders)))
     if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
@@ -385,18 +341,11 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
     if config.checkpoint.initial_load_path == str(source):
         unset = {"initial_load_path": "", "initial_load_in_hf": False}
-        config = config.model_copy(
-            update={"checkpoint": config.checkpoint.model_copy(update=unset)}
-        )
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=unset)})
     spec = get_model(config.model.name, config.model.package)
     flavor = spec.configure(config.model.flavor, config.model.overrides)
     weights = HuggingFaceFolder(source, spec, flavor)
-    environment = {
-        "versions": versions(),
-        "mesh": {},
-        "model": asdict(flavor),
-        "imported_from": str(source),
-    }
+    environment = {"versions": versions(), "mesh": {}, "model": asdict(flavor), "imported_from": str(source)}
     dtype = getattr(torch, config.training.dtype)
     with writing(target):
         clear_leftovers(target)
@@ -410,9 +359,7 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command line in which the model is the folder's own, unless a config or a flavor is given."""
     line = parse_command_line(argv, environ)
-    is_default = line.files == [DEFAULT_CONFIG] and not any(
-        word.startswith("--config") for word in argv
-    )
+    is_default = line.files == [DEFAULT_CONFIG] and not any(word.startswith("--config") for word in argv)
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
         return argv
     return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
@@ -421,19 +368,12 @@ def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> lis
 def _rm(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
-    folders = [
-        Path(os.path.abspath(path)) for path in arguments.folders
-    ]  # a link is removed, not its target
+    folders = [Path(os.path.abspath(path)) for path in arguments.folders]  # a link is removed, not its target
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
-            raise UserError(
-                f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}"
-            )
+            raise UserError(f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}")
     for root in {folder.parent for folder in folders}:
-        for resumable, what in (
-            (False, "complete checkpoint"),
-            (True, "checkpoint that can be resumed"),
-        ):
+        for resumable, what in ((False, "complete checkpoint"), (True, "checkpoint that can be resumed")):
             steps = (step_folder(root, step) for step in committed(root))
             of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
             if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
@@ -465,9 +405,7 @@ def _environment(folder: Path) -> tuple[str, str]:
         environment = json.loads(store.read(folder / ENVIRONMENT))
     except (OSError, ValueError):
         environment = {}
-    mesh = ", ".join(
-        f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1
-    )
+    mesh = ", ".join(f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1)
     return mesh or "1 rank", ", ".join(
         f"{name} {version}" for name, version in environment.get("versions", {}).items()
     )
@@ -475,7 +413,5 @@ def _environment(folder: Path) -> tuple[str, str]:
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, on a terminal with damaged checkpoints in red."""
-    for line in format_table(
-        [[printable(cell) for cell in row] for row in rows], header
-    ).splitlines():
+    for line in format_table([[printable(cell) for cell in row] for row in rows], header).splitlines():
         print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)

@@ -31,13 +31,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     about += "Default: the fewest ranks that the degrees allow"
     parser.add_argument("--world", type=positive_int, metavar="N", help=about)
     shows = parser.add_mutually_exclusive_group()
-    about = "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what the fsdp_ "
+    about = (
+        "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what the fsdp_ "
+    )
     about += "keys of [parallelism] lead to"
     shows.add_argument("--schedule", action="store_true", help=about)
     about = "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default 8); "
     about += "then the techniques that are applied, and each parameter's split and shape on rank 0"
     shows.add_argument("--placements", action="store_true", help=about)
-    about = "print the stages of pipeline parallel: their modules, what each rank does in a step, and how long it waits"
+    about = (
+        "print the stages of pipeline parallel: their modules, what each rank does in a step, and how long it waits"
+    )
     shows.add_argument("--pipeline", action="store_true", help=about)
     about = "print the JSON schema with which editors complete and check configs: docs/config.schema.json"
     shows.add_argument("--schema", action="store_true", help=about)
@@ -54,9 +58,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule
 
-        print(
-            fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model)))
-        )
+        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
     elif arguments.pipeline:
         print(_pipeline(job))
     elif arguments.placements:
@@ -65,8 +67,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         per_node = os.environ.get("NGPU", "")
         print(
             placements.describe(
-                job,
-                int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world),
+                job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)
             )
         )
     else:
@@ -81,9 +82,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def _pipeline(job: Job) -> str:
     """Describe the stages of a job, and their order."""
     if job.layout.pp == 1:
-        raise UserError(
-            "--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it"
-        )
+        raise UserError("--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it")
     from titanlite.parallel.pipeline import orders
 
     return describe(job.stages, orders(job.stages))

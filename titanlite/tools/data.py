@@ -27,29 +27,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="prepare|show", required=True)
     about = "tokenize text into shards; a stopped run continues where it stopped"
     making = commands.add_parser("prepare", help=about, description=about)
-    making.epilog = (
-        "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
-    )
-    making.add_argument(
-        "sources", nargs="+", metavar="SRC", help=f"{', '.join(SUFFIXES)} files, or folders of them"
-    )
-    making.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written"
-    )
-    making.add_argument(
-        "--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)"
-    )
-    making.add_argument(
-        "--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores"
-    )
+    making.epilog = "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
+    making.add_argument("sources", nargs="+", metavar="SRC", help=f"{', '.join(SUFFIXES)} files, or folders of them")
+    making.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written")
+    making.add_argument("--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)")
+    making.add_argument("--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores")
     making.set_defaults(run=_prepare, resumable=True)
     about = "print the counts, the share of each source, and a few decoded windows"
-    showing = commands.add_parser(
-        "show", help=about, description=about, epilog="example: titanlite data show shards"
-    )
-    showing.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="made by `titanlite data prepare`"
-    )
+    showing = commands.add_parser("show", help=about, description=about, epilog="example: titanlite data show shards")
+    showing.add_argument("folder", type=Path, metavar="FOLDER", help="made by `titanlite data prepare`")
     showing.set_defaults(run=_show)
 
 
@@ -64,9 +50,7 @@ def _prepare(arguments: Namespace) -> int:
     for notice in filter(None, (found.notice for found in documents.values())):
         _print_notice(notice)
     with writing(arguments.out), _progress_bar() as report:
-        manifest = prepare(
-            documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice
-        )
+        manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]
@@ -77,12 +61,8 @@ def _prepare(arguments: Namespace) -> int:
 
 def counts_line(manifest: dict[str, Any]) -> str:
     """Return the numbers of tokens, documents and shards of a manifest."""
-    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {
-        "shards": len(manifest["shards"])
-    }
-    return ", ".join(
-        f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items()
-    )
+    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {"shards": len(manifest["shards"])}
+    return ", ".join(f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items())
 
 
 def _print_notice(text: str) -> None:
@@ -105,25 +85,14 @@ def _show(arguments: Namespace) -> int:
     folder = arguments.folder
     manifest = read_manifest(folder)
     if manifest is None:
-        raise UserError(
-            f"{folder} was not made by `titanlite data prepare`: it has no manifest.json"
-        )
-    tokenizer: Tokenizer = (
-        load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
-    )
+        raise UserError(f"{folder} was not made by `titanlite data prepare`: it has no manifest.json")
+    tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
     total, vocab_size = manifest["tokens"], manifest["vocab_size"]
     source = ShardSource("data show", folder, vocab_size, manifest["end"])
     print(counts_line(manifest))
-    print(
-        f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}"
-    )
+    print(f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}")
     rows = [
-        (
-            f"{part['tokens'] / total:.1%}",
-            f"{part['tokens']:,} tokens",
-            f"{part['documents']:,} documents",
-            name,
-        )
+        (f"{part['tokens'] / total:.1%}", f"{part['tokens']:,} tokens", f"{part['documents']:,} documents", name)
         for name, part in manifest["sources"].items()
     ]
     print(format_table(rows, align=">>>", indent=2))

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = (
-        "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
-    )
-    parser.add_argument(
-        "--dataset", metavar="NAME", help="a data set by name (default: the run's validation set)"
-    )
+    parser.epilog = "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
+    parser.add_argument("--dataset", metavar="NAME", help="a data set by name (default: the run's validation set)")
     parser.add_argument("--dataset-path", metavar="PATH", help="its folder or file")
-    about = "batches of validation.local_batch_size windows (default: all of --dataset, or the run's validation.steps)"
+    about = (
+        "batches of validation.local_batch_size windows (default: all of --dataset, or the run's validation.steps)"
+    )
     parser.add_argument("--steps", metavar="N", help=about)
     add_checkpoint(parser)
 
@@ -33,15 +31,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the loss, the bits per byte, and what they were computed from."""
     if arguments.dataset_path is not None and arguments.dataset is None:
-        raise UserError(
-            f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"'
-        )
+        raise UserError(f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"')
     if arguments.dataset is not None:
         path, steps = arguments.dataset_path or "", arguments.steps or "-1"
-        overrides += [
-            f"--validation.dataset={arguments.dataset}",
-            f"--validation.dataset_path={path}",
-        ]
+        overrides += [f"--validation.dataset={arguments.dataset}", f"--validation.dataset_path={path}"]
         overrides += ["--validation.enable", f"--validation.steps={steps}"]
     elif arguments.steps is not None:
         overrides.append(f"--validation.steps={arguments.steps}")
@@ -60,18 +53,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
     data = validation_data(job, tokenizer)
     model = load_model(job, folder, device)  # verifies the folder
-    everything, steps = (
-        RankSlice(0, 1, settings.local_batch_size),
-        None if settings.steps == -1 else settings.steps,
-    )
-    loader: Any = Counted(
-        build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer
-    )
-    print(
-        f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(),
-        file=sys.stderr,
-        flush=True,
-    )
+    everything, steps = RankSlice(0, 1, settings.local_batch_size), None if settings.steps == -1 else settings.steps
+    loader: Any = Counted(build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer)
+    print(f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(), file=sys.stderr, flush=True)
     loss = validation_loss([model], loader, device, None, job.config.training.loss_chunks)
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
     size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
@@ -94,9 +78,7 @@ class Counted:
 
         for batch in self._loader:
             predicted = [labels[labels != IGNORED].tolist() for labels in batch[:, 1]]
-            if isinstance(self._loader, StreamLoader) and not any(
-                predicted
-            ):  # its end is padding without end
+            if isinstance(self._loader, StreamLoader) and not any(predicted):  # its end is padding without end
                 return
             self.windows += sum(map(bool, predicted))
             self.tokens += sum(map(len, predicted))
@@ -108,8 +90,4 @@ class Counted:
         if self._tokenizer is None:
             return 0
         text = [token for token in tokens if token != self._tokenizer.end]
-        return (
-            len(text)
-            if isinstance(self._tokenizer, ByteTokenizer)
-            else len(self._tokenizer.decode(text).encode())
-        )
+        return len(text) if isinstance(self._tokenizer, ByteTokenizer) else len(self._tokenizer.decode(text).encode())

@@ -16,19 +16,13 @@ from titanlite.tools.load import add_checkpoint, load_model, saved_job
 if TYPE_CHECKING:
     import torch
 
-_KEYS = {
-    "prompt": "generate.prompt",
-    "tokens": "generate.tokens",
-    "temperature": "generate.temperature",
-}
+_KEYS = {"prompt": "generate.prompt", "tokens": "generate.tokens", "temperature": "generate.temperature"}
 _KEYS["seed"] = "debug.seed"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = (
-        'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
-    )
+    parser.epilog = 'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", help="tokens to generate")
     parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
@@ -38,9 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help=about)
     about = "of these, draw from the fewest whose chances add up to P (default: 1, from all)"
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
-    parser.add_argument(
-        "--seed", metavar="N", help="another one gives another text (default: the run's seed)"
-    )
+    parser.add_argument("--seed", metavar="N", help="another one gives another text (default: the run's seed)")
     add_checkpoint(parser)
 
 
@@ -64,18 +56,13 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     model = load_model(job, folder, device)  # verifies the folder
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
-    print(
-        f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}",
-        file=sys.stderr,
-    )
+    print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}", file=sys.stderr)
     narrow = narrowing(settings.temperature, top_k, top_p)
     for number, seed in enumerate(range(first_seed, first_seed + count), start=1):
         if count > 1:
             print("\n" * (number > 1) + f"----- sample {number} of {count}, seed {seed} -----")
         show = Show(tokenizer)
-        text = generate(
-            [model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show
-        )
+        text = generate([model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show)
         print(text[show.shown :])
     return 0
 
@@ -94,9 +81,7 @@ class Show:
         self.shown = max(self.shown, len(text))
 
 
-def narrowing(
-    temperature: float, top_k: int | None, top_p: float
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what rules out all tokens but the `top_k` likeliest, and of these all that --top-p leaves out."""
 
     def narrow(logits: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,7 @@ def load(
 
     from titanlite.data.tokenizer import open_tokenizer
 
-    job, folder = saved_job(
-        Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)]
-    )
+    job, folder = saved_job(Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)])
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
@@ -59,9 +57,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
-    names_config = any(
-        word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides
-    )
+    names_config = any(word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides)
     names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
     job = job_from(given, world=None, training=False) if names_config else None
     if checkpoint is None:
@@ -70,18 +66,12 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
         if not job and not committed(checkpoint):  # the run there may have set checkpoint.folder
             checkpoint = saved_root(Path(config.job.dump_folder))
         if not committed(checkpoint):
-            raise UserError(
-                f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint"
-            )
+            raise UserError(f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint")
     folder = find_checkpoint(checkpoint)
     _refuse_damage(folder, [CONFIG, ENVIRONMENT, STATE])
     if job:
         return job, folder
-    own = [
-        "--config",
-        str(folder / CONFIG),
-        "--job.device=auto",
-    ]  # this machine need not have what that one had
+    own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine need not have what that one had
     loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:
@@ -100,11 +90,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
 
     _refuse_damage(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
     check_model(
-        folder,
-        saved_model(folder, job.spec),
-        job.spec,
-        job.model,
-        job.config.checkpoint.exclude_from_loading,
+        folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
     )
     model, _ = build_model(job)
     allocate(model, device)

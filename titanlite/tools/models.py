@@ -66,9 +66,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
                 raise
             print(f"titanlite: {error}", file=sys.stderr)
     if arguments.markdown:
-        print(
-            markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end=""
-        )
+        print(markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end="")
     else:
         print("\n\n".join(map(_describe, specs)))
     return 0
@@ -81,17 +79,13 @@ def markdown(specs: list[ModelSpec]) -> str:
         for title, rows in (("flavor", _flavors(spec)), ("field", _fields(spec))):
             header, *lines = rows
             out += [f"## {spec.name}\n"] if title == "flavor" else []
-            out += [
-                "| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)
-            ]
+            out += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)]
             out.append("")
     return "\n".join(out)
 
 
 def _describe(spec: ModelSpec) -> str:
-    tables = [
-        format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))
-    ]
+    tables = [format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))]
     return "\n\n".join([spec.name, *tables])
 
 
@@ -102,9 +96,7 @@ def _flavors(spec: ModelSpec) -> list[list[str]]:
         values = ", ".join(f"{field} {value}" for field, value in _set_fields(flavor))
         count = spec.parameters(flavor) if spec.parameters else 0
         active = spec.active_parameters(flavor) if spec.active_parameters else count
-        rows.append(
-            [name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values]
-        )
+        rows.append([name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values])
     return rows
 
 
@@ -118,10 +110,7 @@ def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(flavor):
         value = getattr(flavor, field.name)
         if dataclasses.is_dataclass(value):
-            leaves = {
-                f"{field.name}.{leaf.name}": getattr(value, leaf.name)
-                for leaf in dataclasses.fields(value)
-            }
+            leaves = {f"{field.name}.{leaf.name}": getattr(value, leaf.name) for leaf in dataclasses.fields(value)}
         else:
             leaves = {field.name: value}
         if value != field.default:
@@ -134,7 +123,5 @@ def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(cls):
         has_none = field.default is dataclasses.MISSING
         yield f"{path}{field.name}", "required" if has_none else toml_value(field.default)
-        for nested in filter(
-            dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))
-        ):
+        for nested in filter(dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))):
             yield from _defaults(nested, f"{path}{field.name}.")

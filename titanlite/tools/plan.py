@@ -56,28 +56,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "--world",
-        type=positive_int,
-        metavar="N",
-        help="number of GPUs (default: the fewest that the config allows)",
+        "--world", type=positive_int, metavar="N", help="number of GPUs (default: the fewest that the config allows)"
     )
     about = "GPU to plan for, such as h100-80g (default: this machine's)"
     parser.add_argument("--gpu", metavar="NAME", help=about)
     about = "a TOML file with further GPUs, nodes or networks, or other numbers of known ones"
+    parser.add_argument("--hardware", type=Path, action="append", default=[], metavar="FILE", help=about)
     parser.add_argument(
-        "--hardware", type=Path, action="append", default=[], metavar="FILE", help=about
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_tokens,
-        default=0.0,
-        metavar="N",
-        help="also print the days that N tokens take",
+        "--tokens", type=_tokens, default=0.0, metavar="N", help="also print the days that N tokens take"
     )
     parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write a page with pictures of the step"
-    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures of the step")
     search = "look for the fastest mesh, batch and recomputation that fit"
     parser.add_argument("--search", action="store_true", help=search)
     about = "time for --search in seconds (default: 60)"
@@ -104,12 +93,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         if (path := getattr(arguments, option)) and not path.parent.is_dir():
             raise UserError(f"--{option} {path}: there is no folder {path.parent}")
     hardware = _hardware(arguments.gpu, arguments.hardware)
-    job = job_from(
-        parse_command_line(overrides, os.environ),
-        world=arguments.world,
-        training=True,
-        device="cuda",
-    )
+    job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
     if arguments.search:
         return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
@@ -130,9 +114,7 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     from titanlite.planner.tables import search_table
 
     if arguments.html or arguments.json or arguments.tokens:
-        raise UserError(
-            "--html, --json and --tokens show one plan: give them without --search, with what it found"
-        )
+        raise UserError("--html, --json and --tokens show one plan: give them without --search, with what it found")
     found = search(job, hardware, arguments.max_seconds or 60)
     if arguments.measure:
         found = measured(found, arguments.measure, partial(_measure, overrides, job.layout.world))
@@ -140,9 +122,7 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     if not found.best:
         return 2
     if arguments.out:
-        title = (
-            f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
-        )
+        title = f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
         arguments.out.write_text(title + overlay(found.best[0].settings), encoding="utf-8")
         print(f"wrote {arguments.out}")
     return 0
@@ -152,25 +132,14 @@ def _measure(overrides: list[str], world: int, settings: Settings) -> float:
     """Train a few steps on this machine; return the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
         own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
-        own += [
-            f"--job.dump_folder={folder}",
-            f"--training.steps={2 * MEASURED}",
-            "--metrics.log_freq=1",
-        ]
-        own += [
-            "--validation.no_enable",
-            "--checkpoint.no_enable",
-            "--generate.no_at_end",
-            "--job.no_plan",
-        ]
+        own += [f"--job.dump_folder={folder}", f"--training.steps={2 * MEASURED}", "--metrics.log_freq=1"]
+        own += ["--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end", "--job.no_plan"]
         command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
         environ = {**os.environ, "NGPU": f"{world}"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise RunFailed(
-                f"--measure: {' '.join(own[: len(settings)])} could not train: {''.join(last)}"
-            )
+            raise RunFailed(f"--measure: {' '.join(own[: len(settings)])} could not train: {''.join(last)}")
         lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return median(json.loads(line)["step_seconds"] for line in lines[-MEASURED:])
 
@@ -185,6 +154,4 @@ def _hardware(name: str | None, files: list[Path]) -> Hardware:
     if known := recognize(found, gpu_bytes(), files) if found else "":
         return load_hardware(known, files)
     why = f"this machine's GPU, {found}, is unknown" if found else "this machine has no NVIDIA GPU"
-    raise UserError(
-        f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}"
-    )
+    raise UserError(f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}")

@@ -60,16 +60,10 @@ class Run:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the runs, the file to write, and the x axis."""
-    parser.add_argument(
-        "dumps", metavar="DUMP", nargs="+", type=Path, help="dump folder of a run, or metrics.jsonl"
-    )
+    parser.add_argument("dumps", metavar="DUMP", nargs="+", type=Path, help="dump folder of a run, or metrics.jsonl")
     out_help = "an .html (default: curves.html), .png, .svg or .pdf"
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("curves.html"), help=out_help
-    )
-    parser.add_argument(
-        "--x", choices=("steps", "tokens", "hours"), default="steps", help="x axis (default: steps)"
-    )
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("curves.html"), help=out_help)
+    parser.add_argument("--x", choices=("steps", "tokens", "hours"), default="steps", help="x axis (default: steps)")
     parser.epilog = "example: titanlite plot outputs other_run --out curves.png --x hours"
 
 
@@ -82,9 +76,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     try:
         if out.suffix == ".html":
             figure.savefig(svg, format="svg")
-            out.write_text(
-                HTML.format(svg.getvalue().partition("<svg")[2], escape(table)), encoding="utf-8"
-            )
+            out.write_text(HTML.format(svg.getvalue().partition("<svg")[2], escape(table)), encoding="utf-8")
         else:
             figure.savefig(out, dpi=150)
     except OSError as error:
@@ -119,22 +111,15 @@ def read_run(dump: Path) -> Run:
             if "loss" in record:
                 logged[int(record["step"])] = tuple(_number(record[field]) for field in FIELDS)
             elif "validation_loss" in record:
-                validated[int(record["step"])] = (
-                    float(record["step"]),
-                    _number(record["validation_loss"]),
-                )
+                validated[int(record["step"])] = float(record["step"]), _number(record["validation_loss"])
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines) or not isinstance(error, json.JSONDecodeError):
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
-                raise UserError(
-                    f"line {number} of {file} is not a metrics record: {reason}"
-                ) from error
+                raise UserError(f"line {number} of {file} is not a metrics record: {reason}") from error
             print(f"line {number} of {file} is incomplete and skipped", file=sys.stderr)
     if not logged:
         raise UserError(f"{file} has no logged step yet; there is nothing to draw")
-    steps = np.array(
-        [row for _, row in sorted(logged.items())], [(field, float) for field in FIELDS]
-    )
+    steps = np.array([row for _, row in sorted(logged.items())], [(field, float) for field in FIELDS])
     losses = [row for _, row in sorted(validated.items())]
     return Run(str(dump), steps, np.array(losses, [("step", float), ("validation_loss", float)]))
 
@@ -149,18 +134,10 @@ def summarize(runs: list[Run]) -> str:
     rows = []
     for run in runs:
         last, finite = run.logged[-1], run.validated[np.isfinite(run.validated["validation_loss"])]
-        best = (
-            "{1:.5f} at step {0:,.0f}".format(*min(finite, key=lambda row: row[1]))
-            if len(finite)
-            else "none"
-        )
+        best = "{1:.5f} at step {0:,.0f}".format(*min(finite, key=lambda row: row[1])) if len(finite) else "none"
         reached = f"{last['step']:,.0f}", f"{last['tokens']:,.0f}", f"{last['loss']:.5f}"
         rows.append([run.name, *reached, best, f"{np.nanmedian(run.logged['tps']):,.0f}"])
-    return format_table(
-        rows,
-        ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"],
-        "<>>>>>",
-    )
+    return format_table(rows, ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"], "<>>>>>")
 
 
 def draw(runs: list[Run], x_axis: str) -> Figure:
@@ -170,9 +147,7 @@ def draw(runs: list[Run], x_axis: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         remedy = install_command("matplotlib")
-        raise UserError(
-            f"titanlite plot needs the package matplotlib, which is not installed: {remedy}"
-        ) from error
+        raise UserError(f"titanlite plot needs the package matplotlib, which is not installed: {remedy}") from error
     rcParams.update(STYLE)
     figure = Figure(figsize=(12.4, 7.2), layout="constrained")
     validation = "validation_loss" if any(len(run.validated) for run in runs) else "loss"
@@ -186,46 +161,34 @@ def draw(runs: list[Run], x_axis: str) -> Figure:
     return figure
 
 
-def _draw_panel(
-    axes: Axes, key: str, curves: list[tuple[np.ndarray, np.ndarray]], x_axis: str
-) -> None:
+def _draw_panel(axes: Axes, key: str, curves: list[tuple[np.ndarray, np.ndarray]], x_axis: str) -> None:
     """Draw three lines for each run: as logged, smoothed, and crosses where a value is not finite."""
     from matplotlib import ticker
 
     finite = np.concatenate([y[np.isfinite(y)] for _, y in curves])
     low, middle, high = np.quantile(finite, [0, 0.5, 1]) if len(finite) else (0.0, 0.0, 0.0)
     from_zero, smoothed = key in ("lr", "tps"), key not in ("lr", "validation_loss")
-    log = (
-        low > 0 and high > 2.5 * middle and not from_zero
-    )  # a linear axis would flatten most of the run
+    log = low > 0 and high > 2.5 * middle and not from_zero  # a linear axis would flatten most of the run
     for number, (x, y) in enumerate(curves):
         color, dashes = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
         valid = np.pad(np.isfinite(y), 1)
-        isolated = (
-            valid & ~np.roll(valid, 1) & ~np.roll(valid, -1)
-        )  # a line alone would not show such a value
+        isolated = valid & ~np.roll(valid, 1) & ~np.roll(valid, -1)  # a line alone would not show such a value
         marked, crosses = list(isolated[1:-1] | (len(y) <= 40)), x[~valid[1:-1]]
         mean = y if not smoothed else np.exp(smooth(np.log(y))) if log else smooth(y)
         axes.plot(x, y, color=color, alpha=0.35, lw=0.8)
         axes.plot(x, mean, dashes, color=color, lw=1.8, marker="o", ms=3.5, markevery=marked)
-        axes.plot(
-            crosses, [0.98] * len(crosses), "x", color=color, transform=axes.get_xaxis_transform()
-        )
+        axes.plot(crosses, [0.98] * len(crosses), "x", color=color, transform=axes.get_xaxis_transform())
     axes.set(title=TITLES[key] + (", log scale" if log else ""), xlabel=x_axis)
     if log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(
-            ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3))
-        )
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     elif from_zero:
         axes.set_ylim(bottom=0)
     prefixed = ticker.EngFormatter(sep="")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=x_axis != "hours"))
-    axes.xaxis.set_major_formatter(
-        "{x:g}" if x_axis == "hours" else lambda x, _: prefixed(x).replace("G", "B")
-    )
+    axes.xaxis.set_major_formatter("{x:g}" if x_axis == "hours" else lambda x, _: prefixed(x).replace("G", "B"))
     axes.tick_params(labelbottom=True)  # in the upper row too
 
 
@@ -238,6 +201,4 @@ def smooth(y: np.ndarray) -> np.ndarray:
     half = np.minimum(max(2, len(y) // 60), index) if len(y) >= 12 else 0 * index
     first, end = index - half, np.minimum(index + half + 1, len(y))
     sums, counts = (np.append(0, np.cumsum(values)) for values in (np.where(valid, y, 0.0), valid))
-    return np.where(
-        valid, (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1), np.nan
-    )
+    return np.where(valid, (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1), np.nan)

@@ -45,9 +45,7 @@ with torch.no_grad():
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="an empty folder (default: a temporary one)"
-    )
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="an empty folder (default: a temporary one)")
     parser.epilog = "example: titanlite tour --to tour"
 
 
@@ -58,9 +56,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--to {folder}: the folder must be empty")
     start = time.monotonic()
     dump, single, exported = folder / "run", folder / "single", folder / "exported"
-    _print(
-        "1  Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all."
-    )
+    _print("1  Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all.")
     _train_and_kill(dump)
     killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
     recent = saved is not None and killed_at - saved <= 2 * INTERVAL
@@ -88,9 +84,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
-    worst = max(
-        abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a
-    )
+    worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
     _check(
         worst < 1e-4,
         f"training and validation losses differ by at most {worst:.1e}",
@@ -105,11 +99,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     _titanlite("checkpoint export", dump, exported)
     names = sorted(path.name for path in exported.iterdir())
     exported_names = ", ".join(names) or "nothing"
-    _check(
-        "config.json" in names,
-        f"exported {exported_names}",
-        f"no config.json in {exported}: {exported_names}",
-    )
+    _check("config.json" in names, f"exported {exported_names}", f"no config.json in {exported}: {exported_names}")
 
     _print("5  Load it with transformers, which shares no code with titanlite.")
     if find_spec("transformers"):
@@ -179,9 +169,7 @@ def _train_and_kill(run: Path) -> None:
         finally:
             _kill_all(process)
         log.seek(0)
-        raise UserError(
-            f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}"
-        )
+        raise UserError(f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}")
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

@@ -9,9 +9,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C ends a rank at once, also inside a collective or an import
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
     from titanlite.runtime.page import OWN_PAGE

@@ -12,21 +12,15 @@ from titanlite.runtime.page import EarlyExit
 def describe_end(config: JobConfig) -> str:
     """Return the lines."""
     folder = Path(config.job.dump_folder)
-    rows = {name: str(folder / file) for name, file in _FILES.items()} | {
-        "checkpoints": last_saved_message(config)
-    }
+    rows = {name: str(folder / file) for name, file in _FILES.items()} | {"checkpoints": last_saved_message(config)}
     if config.metrics.enable_tensorboard:
         logs = str(folder / config.metrics.save_tb_folder)
         rows["TensorBoard"] = command_line("tensorboard", "--logdir", logs)
     if config.profiling.enable_profiling:
-        rows["traces"] = (
-            f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
-        )
+        rows["traces"] = f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
     rows["plot"] = command_line("titanlite", "plot", str(folder))
     if config.checkpoint.enable:
-        rows["generate"] = command_line(
-            "titanlite", "generate", "--config", str(folder / "config.toml")
-        )
+        rows["generate"] = command_line("titanlite", "generate", "--config", str(folder / "config.toml"))
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])

@@ -17,9 +17,7 @@ from titanlite.runtime.page import OWN_PAGE
 
 
 @torch.no_grad()
-@torch.compiler.set_stance(
-    "force_eager"
-)  # compiling for every length of a growing text costs more than it saves
+@torch.compiler.set_stance("force_eager")  # compiling for every length of a growing text costs more than it saves
 def generate(
     parts: Sequence[nn.Module],
     tokenizer: Tokenizer | None,
@@ -51,16 +49,10 @@ def generate(
         OWN_PAGE.enter("sample")
         show(tokens)
         context = tokens[-positions:]
-        padded = torch.tensor(
-            [context + [tokenizer.end] * (-len(context) % multiple)], device=device
-        )
+        padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)
         batch = MicroBatch(padded.unsqueeze(1), own_places(padded.size(1)))
         last_logits = partial(_logits_at, len(context) - 1, group)
-        logits = (
-            pipeline.forward(batch, last_logits)
-            if pipeline
-            else last_logits(parts[0], batch, batch.tokens)
-        )
+        logits = pipeline.forward(batch, last_logits) if pipeline else last_logits(parts[0], batch, batch.tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
         if logits is not None:  # only a pipeline's last stage has them
             token = _sample(narrow(logits.cpu()), settings.temperature, generator).to(device)
@@ -74,11 +66,7 @@ def generate(
 
 
 def _logits_at(
-    place: int,
-    group: dist.ProcessGroup | None,
-    model: nn.Module,
-    batch: MicroBatch,
-    inputs: torch.Tensor,
+    place: int, group: dist.ProcessGroup | None, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor
 ) -> torch.Tensor:
     """Return all logits at a place of the sequence; `inputs` are its tokens, or a last stage's hidden states."""
     if batch.places is None:

@@ -103,9 +103,7 @@ class StepRunner:
             total += loss.detach()
         return total
 
-    def _loss(
-        self, model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _loss(self, model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
         chunks = self.config.training.loss_chunks
         return model_loss(model, batch, chunks, self.token_loss, hidden, self._runs_again)
 

@@ -150,9 +150,7 @@ class Trainer:
         values = gather_objects(local_value, dist.group.WORLD)
         for rank, value in enumerate(values):
             if value != values[0]:
-                raise UserError(
-                    f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}"
-                )
+                raise UserError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}")
 
     def _build_model(self) -> None:
         """Build this rank's parts of the model, their optimizer, the step runner and the report."""
@@ -175,9 +173,7 @@ class Trainer:
         self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
         optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
-        self.runner = StepRunner(
-            context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank
-        )
+        self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
 
     @phase("load")
     def _restore(self) -> None:
@@ -369,9 +365,7 @@ class Trainer:
             if self.data.samples and not self.job.config.training.mixture:
                 epoch = self.consumed // self.data.samples
             fingerprint = self.data.fingerprint
-            position = Position(
-                self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint
-            )
+            position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint)
             guard = self.nonfinite.state_dict()
             self.checkpoints.save(position, self.state, self.batches.state, guard)
 

@@ -57,11 +57,7 @@ def validation_loss(
                 dist.all_reduce(valid_anywhere, group=group)
                 if not valid_anywhere.item():
                     break
-            loss = (
-                pipeline.forward(batch, last_loss)
-                if pipeline
-                else model_loss(parts[0], batch, chunks)
-            )
+            loss = pipeline.forward(batch, last_loss) if pipeline else model_loss(parts[0], batch, chunks)
             if loss is not None:  # only a pipeline's last stage has one
                 totals += torch.stack([loss.double(), valid])
     nn.ModuleList(parts).train()

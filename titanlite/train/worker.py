@@ -33,9 +33,7 @@ from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 
-def main(
-    argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None
-) -> int:
+def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None) -> int:
     """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or
     76 for one that was asked to stop; there titanlite's launcher gets 0 and a file."""
     environ = dict(os.environ)
@@ -52,10 +50,7 @@ def main(
             check_torch()
         rank = rank_info(environ)
         source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
-        line, device = (
-            parse_command_line(source, environ),
-            environ[DEVICE] if LAUNCHED in environ else "",
-        )
+        line, device = parse_command_line(source, environ), environ[DEVICE] if LAUNCHED in environ else ""
         job = job_from(line, world=rank.world, training=True, device=device)
         if task:
             task(job, rank, environ)
@@ -65,16 +60,12 @@ def main(
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = RunFailed(str(error))
-        if isinstance(
-            error, UserError
-        ):  # printed first: the launcher does not print again what is in this file
+        if isinstance(error, UserError):  # printed first: the launcher does not print again what is in this file
             print(f"titanlite: {error}", file=sys.stderr)
             write_error_file(error, environ)
             return error.code
         if stop and stop.others_may_have_left():
-            print(
-                f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr
-            )
+            print(f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr)
             return stop.leave("another rank had left")
         write_error_file(error, environ)
         traceback.print_exc()
@@ -102,14 +93,10 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
 def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
     """Train a valid job on this rank; return its exit code."""
     config, folder = job.config, Path(job.config.job.dump_folder)
-    if (
-        config.checkpoint.enable
-    ):  # otherwise nothing can be saved, and a signal ends this rank at once
+    if config.checkpoint.enable:  # otherwise nothing can be saved, and a signal ends this rank at once
         stop.listen()
     device = pick_device(config.job.device, rank.local_rank)
-    if (
-        device.type == "cuda" and config.quantize.linear.float8.enable
-    ):  # under torchrun no launcher has checked it
+    if device.type == "cuda" and config.quantize.linear.float8.enable:  # under torchrun no launcher has checked it
         from titanlite.parallel import float8
 
         float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))

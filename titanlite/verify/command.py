@@ -17,18 +17,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
-from titanlite.verify.table import (
-    BEYOND,
-    EXTRA,
-    INDUCTOR,
-    LAYOUTS,
-    ONLY_FULL,
-    Row,
-    beyond,
-    choices,
-    full,
-    pairwise,
-)
+from titanlite.verify.table import BEYOND, EXTRA, INDUCTOR, LAYOUTS, ONLY_FULL, Row, beyond, choices, full, pairwise
 
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
@@ -51,14 +40,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help=product)
     about = "all rows of the further layouts and of inductor; without options only the first of each runs"
     parser.add_argument("--beyond", action="store_true", help=about)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
     about = "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; 1 is the layout, #1 the row"
     parser.add_argument("--only", metavar="ROW,…", help=about)
-    parser.add_argument(
-        "--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them"
-    )
+    parser.add_argument("--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them")
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -68,11 +53,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.fault and arguments.full:
         raise UserError("--fault runs the rows that can show the fault: remove --full")
     for name, selected_by in (("only", arguments.only is not None), ("beyond", arguments.beyond)):
-        others = [
-            option
-            for option in ("full", "fault", "beyond")
-            if option != name and getattr(arguments, option)
-        ]
+        others = [option for option in ("full", "fault", "beyond") if option != name and getattr(arguments, option)]
         if selected_by and others:
             raise UserError(f"--{name} selects rows of the default table: remove --{others[0]}")
     if arguments.fault == "list":
@@ -97,11 +78,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def first_rows(rows: Rows) -> Rows:
     """Return the rows that run without options: of each further layout, and of inductor, the first only."""
     first = {_further(row): number for number, row in reversed(rows.items())}
-    return {
-        number: row
-        for number, row in rows.items()
-        if not _further(row) or first[_further(row)] == number
-    }
+    return {number: row for number, row in rows.items() if not _further(row) or first[_further(row)] == number}
 
 
 def further_rows(rows: Rows) -> Rows:
@@ -119,9 +96,7 @@ def _further(row: Row) -> str:
 def table(model: ModelUnderTest) -> Rows:
     """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
     variants, documents, allowed = list(model.variants), model.documents, model.layouts
-    rows = pairwise(
-        choices([layout for layout in LAYOUTS if layout in allowed], variants, documents)
-    )
+    rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
     rows += _of_single_techniques(model)
     for layout in filter(allowed.get, BEYOND):
         rows += beyond(choices([layout], variants, documents, **allowed[layout]))
@@ -153,27 +128,16 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
     names = {name.strip() for name in only.split(",")} - {""}
     layouts = [layout for layout in model.layouts if layout not in ONLY_FULL]
-    numbers = {
-        name: number
-        for number in rows
-        for name in (f"#{number}", f"{number}")
-        if name not in layouts
-    }
+    numbers = {name: number for number in rows for name in (f"#{number}", f"{number}") if name not in layouts}
     unknown = sorted(names - {*layouts, *numbers})
     if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
-        what = (
-            f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
-        )
+        what = f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
         legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
     chosen = {numbers[name] for name in names & numbers.keys()}
-    return {
-        n: row
-        for n, row in rows.items()
-        if n in chosen or (row.layout in names and row.layout in layouts)
-    }
+    return {n: row for n, row in rows.items() if n in chosen or (row.layout in names and row.layout in layouts)}
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
@@ -186,9 +150,7 @@ def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
         raise UserError(f"--fault: unknown fault '{fault}'; {hint}")
     rows = FAULTS[fault].rows
     if model.tied:
-        rows = tuple(
-            replace(row, variant="plain") if row.variant == "tied" else row for row in rows
-        )
+        rows = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in rows)
     allowed = [row for row in rows if row.layout in model.layouts and row.variant in model.variants]
     if not allowed:
         raise UserError(f"{model.name} has no row that can show {fault}: {rows[0]}")
@@ -209,10 +171,7 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached), of_table))
     results: list[Result] = []
     told = False
-    with (
-        open_pool(max(row.mesh.world for row in rows.values())) as pool,
-        row_runner(model, pool) as run,
-    ):
+    with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
         for number, row in rows.items():
             result = cached.get(row) or run(row, arguments.fault or "")
             results.append(result)
@@ -225,9 +184,7 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
                 cache.add(result)
         printer.foot(results, time.monotonic() - start, pool.log)
     if cache:
-        out.write_text(
-            page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8"
-        )
+        out.write_text(page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8")
         print(f"wrote {out}")
     return 0 if all(result.passed for result in results) else 1
 
@@ -287,19 +244,12 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 def source_files(model: ModelUnderTest) -> set[Path]:
     """Return the files of titanlite and of the model's packages; of a lone module, those beside it too."""
     titanlite = Path(__file__).parents[1]
-    files = {
-        *titanlite.rglob("*.py"),
-        *(titanlite / "models").resolve().rglob("*.py"),
-    }  # a link in a checkout
+    files = {*titanlite.rglob("*.py"), *(titanlite / "models").resolve().rglob("*.py")}  # a link in a checkout
     for module in model.modules:
         top = find_spec(module.partition(".")[0])
         assert top is not None, "the model was imported"
         if top.submodule_search_locations is not None:
-            files.update(
-                path
-                for folder in top.submodule_search_locations
-                for path in Path(folder).rglob("*.py")
-            )
+            files.update(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
         elif top.origin:
             files.update(Path(top.origin).parent.glob("*.py"))
     return files

@@ -22,30 +22,22 @@ from titanlite.verify.fault_patch import Patch, after, fault
 from titanlite.verify.table import Row
 
 
-@fault(
-    "gradients of experts are averaged over the ranks that have tokens for them", Row("ep2 of dp4")
-)
+@fault("gradients of experts are averaged over the ranks that have tokens for them", Row("ep2 of dp4"))
 def _expert_sum_over_ep() -> Patch:
     def average(model: torch.nn.Module, context: Context) -> None:
         for module in expert.expert_modules(model, context.table).values():
             assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(
-                float(context.job.layout.efsdp * context.job.layout.ep)
-            )
+            module.set_gradient_divide_factor(float(context.job.layout.efsdp * context.job.layout.ep))
 
     return after(fsdp.apply, average)
 
 
-@fault(
-    "each rank of tensor parallel keeps its own tokens' gradient of the router", Row("ep2 of tp2")
-)
+@fault("each rank of tensor parallel keeps its own tokens' gradient of the router", Row("ep2 of tp2"))
 def _router_unsummed() -> Patch:
     def of_own_tokens(style: Any, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
         if not expert.is_router(module):
             return apply(style, module, mesh)
-        with patch.multiple(
-            tensor, _local=lambda parameter: parameter.to_local(grad_placements=(Replicate(),))
-        ):
+        with patch.multiple(tensor, _local=lambda parameter: parameter.to_local(grad_placements=(Replicate(),))):
             return apply(style, module, mesh)
 
     apply = tensor.ReplicatedModule._apply
@@ -110,14 +102,9 @@ def _experts_one_matrix() -> Patch:
     return patch.multiple(Muon, _orthogonalize=as_one)
 
 
-@fault(
-    "a Hugging Face folder's experts are imported in the opposite order",
-    Row("ep2", extra="imported"),
-)
+@fault("a Hugging Face folder's experts are imported in the opposite order", Row("ep2", extra="imported"))
 def _expert_slices_swapped() -> Patch:
-    def mirrored(
-        self: Translation, name: str, region: Any, read_hf: Callable[..., Tensor]
-    ) -> Tensor:
+    def mirrored(self: Translation, name: str, region: Any, read_hf: Callable[..., Tensor]) -> Tensor:
         if self.table[name].tensor != "expert":
             return read(self, name, region, read_hf)
         experts, (own, *rest) = self.shapes[name][0], region

@@ -48,9 +48,7 @@ def followed_by(owner: Any, name: str, more: Callable[..., Any]) -> Patch:
     return patch.object(owner, name, both)
 
 
-def after(
-    technique: parallelize.Technique, change: Callable[[torch.nn.Module, Context], Any]
-) -> Patch:
+def after(technique: parallelize.Technique, change: Callable[[torch.nn.Module, Context], Any]) -> Patch:
     """Change a model part after a technique of the fixed order is applied to it."""
 
     def both(model: torch.nn.Module, context: Context) -> list[str]:
@@ -58,6 +56,4 @@ def after(
         change(model, context)
         return notes
 
-    return patch.multiple(
-        parallelize, ORDER=[both if each is technique else each for each in parallelize.ORDER]
-    )
+    return patch.multiple(parallelize, ORDER=[both if each is technique else each for each in parallelize.ORDER])

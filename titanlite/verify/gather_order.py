@@ -27,9 +27,7 @@ ROOT = frozenset(("the root",))
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     """Append the modules of each all-gather and of each reduction, in the order in which they were issued."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*clears events"
-        )  # torch 2.11 says so of longer profiles
+        warnings.filterwarnings("ignore", message=".*clears events")  # torch 2.11 says so of longer profiles
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
     try:
@@ -38,15 +36,9 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
         trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
     # The public trace.events() makes an object for each of many thousand events: longer than the row's steps.
-    events = [
-        event
-        for event in trace.profiler.kineto_results.events()
-        if event.name().startswith("FSDP::")
-    ]
+    events = [event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::")]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if match := re.fullmatch(
-            r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()
-        ):
+        if match := re.fullmatch(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()):
             into = gathered if match[1] == "all_gather" else reduced
             into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
 
@@ -61,9 +53,7 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     forward_order, order = range(len(plan.groups)), list[int]()
     policy = "never" if policy == "default" and job.layout.pp > 1 else policy
     not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
-    one_ahead = {
-        turn: (following,) for turn, following in pairwise(plan.backward_order)
-    }  # FSDP2's own
+    one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's own
 
     def gather(turns: Sequence[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
         for turn in turns:
@@ -78,15 +68,9 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
             gather(forward_order, dict(enumerate(plan.forward or ())))
             whole &= not_resharded
         else:  # which frees parameters only at the end of the step
-            gather(
-                plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead
-            )
+            gather(plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead)
     groups, layout, spec = _groups(plan), job.layout, job.spec
-    apart = tuple(
-        f".{path}"
-        for path in expert_paths(spec.rules(job.model), spec.blocks)
-        if layout.experts_apart
-    )
+    apart = tuple(f".{path}" for path in expert_paths(spec.rules(job.model), spec.blocks) if layout.experts_apart)
     ranks = [layout.efsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups]
     return [groups[group] for group in order if ranks[group] > 1]
 
@@ -96,21 +80,13 @@ def declared_reductions(job: Job, part: nn.Module) -> list[Group]:
     plan = _plan(job, part)
 
     def is_trained(modules: Iterable[str]) -> bool:
-        return any(
-            p.requires_grad for name in modules for p in part.get_submodule(name).parameters()
-        )
+        return any(p.requires_grad for name in modules for p in part.get_submodule(name).parameters())
 
-    return [
-        group
-        for group, modules in zip(_groups(plan), plan.groups, strict=True)
-        if is_trained(modules)
-    ]
+    return [group for group, modules in zip(_groups(plan), plan.groups, strict=True) if is_trained(modules)]
 
 
 def _plan(job: Job, part: nn.Module) -> Schedule:
-    return schedule(
-        job, tied=bool(shared_names(part)), modules={name for name, _ in part.named_modules()}
-    )
+    return schedule(job, tied=bool(shared_names(part)), modules={name for name, _ in part.named_modules()})
 
 
 def _groups(plan: Schedule) -> list[Group]:
@@ -120,9 +96,7 @@ def _groups(plan: Schedule) -> list[Group]:
     return groups
 
 
-def first_difference(
-    actual: Sequence[Group | str], expected: Sequence[Group | str], done: str = "gathered"
-) -> str:
+def first_difference(actual: Sequence[Group | str], expected: Sequence[Group | str], done: str = "gathered") -> str:
     """Describe the first group, or action, that is not as expected, or return an empty string."""
     for number, (one, other) in enumerate(zip_longest(actual, expected, fillvalue="nothing"), 1):
         if one != other:

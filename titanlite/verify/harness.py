@@ -48,9 +48,7 @@ def measure(
     """
     # Compile in the rank itself: a process that is killed would leave compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    logging.getLogger("torch").setLevel(
-        logging.ERROR
-    )  # it warns of every block that is recomputed and compiled
+    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every block that is recomputed and compiled
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
@@ -62,12 +60,8 @@ def measure(
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
-        raise RowFailed(
-            f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}"
-        ) from error
-    mismatch = measurements.compare(
-        measured, torch.load(reference, mmap=True), precision, trainer.owns
-    )
+        raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.owns)
     if mismatch.error <= measurements.BOUNDS[precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
@@ -81,10 +75,7 @@ def with_role(job: Job, pattern: str, role: Role) -> Job:
         pattern: role,
         f"{pattern.removesuffix('.weight')}.bias": "column" if role == "column" else "replicated",
     }
-    rules = tuple(
-        replace(rule, tensor=roles.get(rule.pattern, rule.tensor))
-        for rule in job.spec.rules(job.model)
-    )
+    rules = tuple(replace(rule, tensor=roles.get(rule.pattern, rule.tensor)) for rule in job.spec.rules(job.model))
     return replace(job, spec=replace(job.spec, rules=lambda flavor: rules))
 
 
@@ -102,9 +93,7 @@ class InstrumentedTrainer(Trainer):
         global_batch = measurements.ragged_batch(job.shape.vocab_size, seq_len, batch).rows
         own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
         places = self.own_places(seq_len)
-        self.micro_batches = [
-            MicroBatch(rows, places) for rows in own_rows.chunk(self.rank_slice.accumulation)
-        ]
+        self.micro_batches = [MicroBatch(rows, places) for rows in own_rows.chunk(self.rank_slice.accumulation)]
         self.measured: Measured = {}
         self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
         self.report.close()
@@ -117,30 +106,20 @@ class InstrumentedTrainer(Trainer):
         config = self.job.config
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
-            self.runner.optimizer = build_optimizer(
-                self.trained, with_optimizer(config, name), stage=self.mesh.stage
-            )
+            self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name), stage=self.mesh.stage)
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.measured[measurements.after_steps(name, steps)] = measurements.values(
-                self.own_tensors()
-            )
+            self.measured[measurements.after_steps(name, steps)] = measurements.values(self.own_tensors())
         return self.measured
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's parts by their names in the model."""
-        return {
-            name: p
-            for part in self.parts
-            for name, p in named_parameters(part, self.runner.context.table)
-        }
+        return {name: p for part in self.parts for name, p in named_parameters(part, self.runner.context.table)}
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return these, and the buffers that a checkpoint has."""
-        buffers = {
-            name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()
-        }
+        buffers = {name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()}
         return {**self.own_parameters(), **buffers}
 
     def owns(self, name: str) -> bool:
@@ -148,11 +127,7 @@ class InstrumentedTrainer(Trainer):
         stages, rule = self.job.stages, self.runner.context.table.get(name)
         if self.job.layout.pp == 1:
             return True
-        modules = tuple(
-            f"{path}."
-            for stage in stages.ranks[self.record.stage_rank]
-            for path in stages.names[stage]
-        )
+        modules = tuple(f"{path}." for stage in stages.ranks[self.record.stage_rank] for path in stages.names[stage])
         return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
 
     def next_micro_batches(self) -> list[MicroBatch]:
@@ -165,12 +140,8 @@ class InstrumentedTrainer(Trainer):
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
-            self.measured[measurements.NORM] = {
-                "(p = inf)": self.runner.clip_gradients(math.inf, math.inf)
-            }
-            self.measured |= measurements.routed(
-                *self.parts, add=partial(dist.all_reduce, group=self.mesh.stage)
-            )
+            self.measured[measurements.NORM] = {"(p = inf)": self.runner.clip_gradients(math.inf, math.inf)}
+            self.measured |= measurements.routed(*self.parts, add=partial(dist.all_reduce, group=self.mesh.stage))
         return loss
 
 
@@ -182,12 +153,8 @@ class CapturingSink:
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
         if step == 1:
-            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(
-                values["grad_norm"], dtype=torch.float64
-            )
-            self.measured[measurements.LOSS] = {
-                "": torch.tensor(values["loss"], dtype=torch.float64)
-            }
+            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
+            self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
 
     def close(self) -> None: ...
 

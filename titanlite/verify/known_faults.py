@@ -22,16 +22,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import (
-    context,
-    fsdp,
-    fsdp_schedule,
-    init,
-    parallelize,
-    pipeline,
-    recompute,
-    tensor,
-)
+from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, pipeline, recompute, tensor
 from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline import Pipeline
 from titanlite.parallel.stage import Stage
@@ -53,10 +44,7 @@ def _reduction_dropped() -> Patch:
     return after(fsdp.apply, drop)
 
 
-@fault(
-    "gradients are averaged over the ranks after the loss was divided by the global token count",
-    Row("dp2"),
-)
+@fault("gradients are averaged over the ranks after the loss was divided by the global token count", Row("dp2"))
 def _divided_twice() -> Patch:
     def average(model: torch.nn.Module, context: Context) -> None:
         for module in model.modules():
@@ -102,31 +90,17 @@ def _hsdp_made_fsdp() -> Patch:
     return _sharded_over("dp_shard")
 
 
-@fault(
-    "under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2")
-)
+@fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
 def _norms_not_reduced() -> Patch:
-    return patch.multiple(
-        tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate
-    )
+    return patch.multiple(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate)
 
 
 @fault("a column row of the model's table says replicated", Row("tp2"))
 def _column_made_whole() -> Patch:
     def spoil(built: Any, *args: Any) -> None:
         _, table = built
-        wrong = next(
-            rule
-            for rule in table.values()
-            if rule.tensor == "column" and rule.pattern.endswith("weight")
-        )
-        table.update(
-            {
-                n: replace(r, tensor="replicated")
-                for n, r in table.items()
-                if r.pattern == wrong.pattern
-            }
-        )
+        wrong = next(rule for rule in table.values() if rule.tensor == "column" and rule.pattern.endswith("weight"))
+        table.update({n: replace(r, tensor="replicated") for n, r in table.items() if r.pattern == wrong.pattern})
 
     return followed_by(trainer, "build_model", spoil)
 
@@ -149,10 +123,7 @@ def _frozen_thawed() -> Patch:
     return followed_by(trainer, "build_model", lambda built, *args: built[0].requires_grad_(True))
 
 
-@fault(
-    "the prefetch schedules of the forward and backward passes are swapped",
-    Row("dp2", prefetch="2"),
-)
+@fault("the prefetch schedules of the forward and backward passes are swapped", Row("dp2", prefetch="2"))
 def _prefetch_reversed() -> Patch:
     set_order = fsdp_schedule.set_prefetch
 
@@ -167,9 +138,7 @@ def _accumulation_in_bf16() -> Patch:
     return _between_micro_batches(lambda gradient: gradient.copy_(gradient.bfloat16()))
 
 
-@fault(
-    "each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3")
-)
+@fault("each micro-batch's gradients replace those of the previous one", Row("dp2", accumulation="3"))
 def _accumulation_forgotten() -> Patch:
     return _between_micro_batches(lambda gradient: gradient.zero_())
 
@@ -177,14 +146,10 @@ def _accumulation_forgotten() -> Patch:
 def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Patch:
     original = StepRunner.forward_backward
 
-    def one_at_a_time(
-        self: StepRunner, number: int, micro_batches: Any, valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def one_at_a_time(self: StepRunner, number: int, micro_batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
         losses = []
         for batch in micro_batches:
-            for gradient in (
-                parameter.grad for parameter in self.parameters if parameter.grad is not None
-            ):
+            for gradient in (parameter.grad for parameter in self.parameters if parameter.grad is not None):
                 change(gradient)
             losses.append(original(self, number, [batch], valid_tokens))
         return torch.stack(losses).sum()
@@ -192,11 +157,7 @@ def _between_micro_batches(change: Callable[[torch.Tensor], Any]) -> Patch:
     return patch.multiple(StepRunner, forward_backward=one_at_a_time)
 
 
-@fault(
-    "gradients are clipped by the norm of the rank's shards instead of the global norm",
-    Row("dp2"),
-    Row("tp2"),
-)
+@fault("gradients are clipped by the norm of the rank's shards instead of the global norm", Row("dp2"), Row("tp2"))
 def _clip_by_local_norm() -> Patch:
     def local(parameters: Any, max_norm: float, p: float = 2.0, *stages: Any) -> torch.Tensor:
         shards = [q.grad.to_local() if isinstance(q.grad, DTensor) else q.grad for q in parameters]
@@ -210,30 +171,19 @@ def _clip_by_local_norm() -> Patch:
 @fault("Muon orthogonalizes each rank's shard instead of the whole matrix", Row("dp2"), Row("tp2"))
 def _parts_orthogonalized() -> Patch:
     return patch.multiple(
-        Muon,
-        _orthogonalize=lambda self, names, shapes, parts: [
-            p.copy_(orthogonalize(p)) for p in parts
-        ],
+        Muon, _orthogonalize=lambda self, names, shapes, parts: [p.copy_(orthogonalize(p)) for p in parts]
     )
 
 
-@fault(
-    "the loss is divided by the rank's valid tokens instead of the global count",
-    Row("dp3"),
-    Row("replicate4"),
-)
+@fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Patch:
-    return patch.multiple(
-        NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens, stop=False: valid_tokens
-    )
+    return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens, stop=False: valid_tokens)
 
 
 @fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))
 def _reduction_in_bf16() -> Patch:
     policy = fsdp.MixedPrecisionPolicy
-    return patch.multiple(
-        fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16}))
-    )
+    return patch.multiple(fsdp, MixedPrecisionPolicy=lambda **how: policy(**(how | {"reduce_dtype": torch.bfloat16})))
 
 
 @fault("attention crosses from one document to the next", Row("tp2", documents="on"))
@@ -241,10 +191,7 @@ def _documents_mixed() -> Patch:
     return patch.multiple(MicroBatch, documents=None)
 
 
-@fault(
-    "each rank keeps the gradients of its own tokens' attention to other ranks' keys and values",
-    Row("cp2"),
-)
+@fault("each rank keeps the gradients of its own tokens' attention to other ranks' keys and values", Row("cp2"))
 def _keys_not_summed() -> Patch:
     return patch.multiple(context, Partial=Replicate)
 
@@ -256,18 +203,14 @@ def _order_forgotten() -> Patch:
 
 @fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
 def _positions_restart() -> Patch:
-    return patch.multiple(
-        MicroBatch, positions=property(lambda self: torch.arange(self.tokens.size(1))[None])
-    )
+    return patch.multiple(MicroBatch, positions=property(lambda self: torch.arange(self.tokens.size(1))[None]))
 
 
 @fault("the tokens of a sequence are counted by each of the ranks that split it", Row("cp2"))
 def _tokens_counted_whole() -> Patch:
     original = StepRunner.forward_backward
 
-    def counted_whole(
-        self: StepRunner, number: int, batches: Any, valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def counted_whole(self: StepRunner, number: int, batches: Any, valid_tokens: torch.Tensor) -> torch.Tensor:
         whole = loss.count_valid(torch.stack([batch.rows[:, 1] for batch in batches]))
         dist.all_reduce(whole, group=self.context.mesh.loss)
         return original(self, number, batches, whole)
@@ -275,10 +218,7 @@ def _tokens_counted_whole() -> Patch:
     return patch.multiple(StepRunner, forward_backward=counted_whole)
 
 
-@fault(
-    "parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp",
-    Row("dp2 x cp2"),
-)
+@fault("parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp", Row("dp2 x cp2"))
 def _context_not_reduced() -> Patch:
     return _sharded_over("dp_shard")
 
@@ -318,12 +258,7 @@ def _seed_by_stage_number() -> Patch:
     draw = init.materialize
 
     def by_place(part: Any, table: Any, *args: Any) -> None:
-        numbers = [
-            int(n)
-            for name, _ in part.named_parameters()
-            for n in name.split(".")[1:2]
-            if n.isdigit()
-        ]
+        numbers = [int(n) for name, _ in part.named_parameters() for n in name.split(".")[1:2] if n.isdigit()]
         first, fill = min(numbers, default=0), init.fill
 
         def place(parameter: Any, name: str, *more: Any) -> None:
@@ -341,12 +276,8 @@ def _seed_by_stage_number() -> Patch:
 def _last_microbatch_lost() -> Patch:
     backward = Stage.backward_one_chunk
 
-    def without_the_last(
-        stage: Stage, *args: Any, last_backward: bool = False, **more: Any
-    ) -> None:
-        before = [
-            (p, None if p.grad is None else p.grad.clone()) for p in stage.submod.parameters()
-        ]
+    def without_the_last(stage: Stage, *args: Any, last_backward: bool = False, **more: Any) -> None:
+        before = [(p, None if p.grad is None else p.grad.clone()) for p in stage.submod.parameters()]
         backward(stage, *args, last_backward=last_backward, **more)
         for parameter, gradient in before if last_backward else ():
             parameter.grad = gradient
@@ -360,11 +291,7 @@ def _positions_guessed() -> Patch:
 
     def without(self: MicroBatch, size: int) -> Any:
         first = dist.get_rank() < dist.get_world_size() // 2
-        return (
-            own(self, size)
-            if first
-            else [_Guessed(part.rows, part.places) for part in own(self, size)]
-        )
+        return own(self, size) if first else [_Guessed(part.rows, part.places) for part in own(self, size)]
 
     return patch.multiple(MicroBatch, split=without)
 
@@ -394,13 +321,9 @@ def _loss_on_one_rank() -> Patch:
     return patch.multiple(report, loss_over_ranks=local)
 
 
-@fault(
-    "tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16")
-)
+@fault("tensor parallel computes the loss in the logits' bfloat16", Row("tp2", precision="bfloat16"))
 def _loss_in_bf16() -> Patch:
-    not_promoted = SimpleNamespace(
-        **{**vars(torch), "promote_types": lambda logits, float32: logits}
-    )
+    not_promoted = SimpleNamespace(**{**vars(torch), "promote_types": lambda logits, float32: logits})
     return patch.multiple(loss, torch=not_promoted)
 
 

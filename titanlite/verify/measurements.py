@@ -118,18 +118,13 @@ def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total:
     """Return what a step's routers counted; `add` adds in place what those of other ranks did."""
     measured: Measured = {CHOICES: {}, BALANCE: {}}
     for name, router in routers(*parts).items():
-        measured[CHOICES][name], measured[BALANCE][name] = (
-            router.counts.double(),
-            router.auxiliary.clone(),
-        )
+        measured[CHOICES][name], measured[BALANCE][name] = router.counts.double(), router.auxiliary.clone()
         add(measured[CHOICES][name])
         add(measured[BALANCE][name])
     return measured
 
 
-def compare(
-    actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]
-) -> Mismatch:
+def compare(actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]) -> Mismatch:
     """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all.
 
     `owns` says of a name whether this rank should have it, as it should all but with pipeline parallel.
@@ -139,36 +134,22 @@ def compare(
     for what, tensors in expected.items():
         names = set(filter(owns, tensors)) if what not in (NORM, LOSS) else tensors.keys()
         if unmatched := sorted(actual[what].keys() ^ names):
-            not_own = (
-                "belongs to another stage"
-                if unmatched[0] in tensors
-                else "is not in the plain model"
-            )
-            return Mismatch(
-                what, f"{unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}"
-            )
+            not_own = "belongs to another stage" if unmatched[0] in tensors else "is not in the plain model"
+            return Mismatch(what, f"{unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}")
         errors = _errors(what, actual[what], tensors)
-        worst.append(
-            max(errors, key=lambda mismatch: mismatch.error, default=Mismatch(what, "", 0.0))
-        )
+        worst.append(max(errors, key=lambda mismatch: mismatch.error, default=Mismatch(what, "", 0.0)))
         if worst[-1].error > bound:
             return worst[-1]
         if what == LOSS and worst[-1].error > LOSS_BOUNDS[precision]:
-            return Mismatch(
-                what, f"differs by {worst[-1].error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}"
-            )
+            return Mismatch(what, f"differs by {worst[-1].error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}")
     return max(worst, key=lambda mismatch: mismatch.error)
 
 
-def _errors(
-    what: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> Iterator[Mismatch]:
+def _errors(what: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Iterator[Mismatch]:
     floor = FLOOR * math.hypot(*(tensor.norm().item() for tensor in expected.values()))
     for name, tensor in ((name, expected[name]) for name in actual):
         if what == INITIAL:  # a function of the job, not of the mesh: bit for bit
             yield Mismatch(what, name, 0.0 if torch.equal(actual[name], tensor) else math.inf)
             continue
-        error = (actual[name].double() - tensor.double()).norm().item() / max(
-            tensor.norm().item(), floor, 1e-300
-        )
+        error = (actual[name].double() - tensor.double()).norm().item() / max(tensor.norm().item(), floor, 1e-300)
         yield Mismatch(what, name, math.inf if math.isnan(error) else error)

@@ -67,24 +67,11 @@ class ModelUnderTest:
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
-        model = [
-            *self.overrides,
-            *self.variants[row.variant],
-            *[self.kept_whole] * (row.extra == "kept whole"),
-        ]
+        model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
         model += self.every_expert * row.is_narrow
-        paths = [
-            f"--training.dataset_path={folder / TOKENS}",
-            f"--job.dump_folder={folder / 'run'}",
-        ]
+        paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
         paths += [f"--checkpoint.initial_load_path={folder / IMPORTED}"] * (row.extra == "imported")
-        return [
-            *model,
-            *row.overrides(),
-            *_schedule(row, folder),
-            f"--training.max_norm={max_norm}",
-            *paths,
-        ]
+        return [*model, *row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}", *paths]
 
 
 def _schedule(row: Row, folder: Path) -> list[str]:
@@ -106,9 +93,7 @@ def build_job(overrides: list[str], world: int) -> Job:
 def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     """Return the model and optimizer that a command line names; ConfigError or UserError says what is wrong."""
     line = parse_command_line(argv, environ)
-    if not environ.get("CONFIG_FILE") and not any(
-        argument.partition("=")[0] in CONFIG_FLAGS for argument in argv
-    ):
+    if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
         line.files = []  # not the debug config: without --config the defaults of [model] count
     reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
     is_free = lambda key: key.startswith("model.") or key == "optimizer.name"  # noqa: E731
@@ -142,16 +127,11 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     every_expert = (f"--model.overrides.top_k={experts}",) if experts and "top_k" in fields else ()
     rules = spec.rules(spec.configure(model.flavor, model.overrides))
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
-    kept_whole = (
-        f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else ""
-    )
+    kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else ""
     tied = any(rule.tied for rule in rules)
     layouts, refused = _allowed_layouts(section)
     documents = ("off", "on") if spec.core else ("off",)
-    modules = (
-        *(each.build.partition(":")[0] for each in (spec, optimizer)),
-        *filter(None, [model.package]),
-    )
+    modules = (*(each.build.partition(":")[0] for each in (spec, optimizer)), *filter(None, [model.package]))
     name = f"{model.name} {model.flavor}" + (f" with {optimizer.name}" if is_own else "")
     table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
     return ModelUnderTest(name, modules, section, *table, layouts, refused)
@@ -182,9 +162,7 @@ def _allowed_layouts(
             split[column] = tuple(choice for choice in choices if not reasons[choice])
         if all(split.values()):
             allowed[layout] = split
-            refused |= {
-                f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason
-            }
+            refused |= {f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason}
         else:
             refused[layout] = next(filter(None, reasons.values()))
     return allowed, refused
@@ -193,12 +171,7 @@ def _allowed_layouts(
 def _refusal(overrides: tuple[str, ...], row: Row) -> str:
     """Return why the config refuses a row, or an empty string."""
     with TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        line = [
-            *overrides,
-            *row.overrides(),
-            *_schedule(row, Path(folder)),
-            "--training.dataset_path=.",
-        ]
+        line = [*overrides, *row.overrides(), *_schedule(row, Path(folder)), "--training.dataset_path=."]
         try:
             build_job(line, row.mesh.world)
         except ConfigError as error:

@@ -43,11 +43,7 @@ class PlanRow:
     model: str = "llama3"
 
     def __str__(self) -> str:
-        chosen = [
-            f"{key} {value}"
-            for key, value in vars(self.row).items()
-            if value != getattr(Row(""), key)
-        ]
+        chosen = [f"{key} {value}" for key, value in vars(self.row).items() if value != getattr(Row(""), key)]
         return ", ".join([self.model, *chosen, *self.more])
 
 
@@ -122,9 +118,7 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-    trainer = Trainer(
-        job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet")
-    )
+    trainer = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet"))
     trainer.report.close()
     recording = count_later_step(trainer.runner, blank_batches(job))
     return recording.peak, recording.moment, recording.collectives()

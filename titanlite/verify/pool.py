@@ -56,9 +56,7 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60) -> list[Any]:
         """Return the results by rank of `function(*args)` on `world` ranks (default: all), in a gloo group of these.
 
         The function must be importable by name, its results picklable, and done within `timeout` seconds.
@@ -88,9 +86,7 @@ class Pool:
         failure, deadline = "", time.monotonic() + timeout
         while len(answers) < world:
             pending = [rank for rank in range(world) if rank not in answers]
-            ready = wait(
-                [self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic())
-            )
+            ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return answers, failure or self._describe_late(pending, timeout)
             for rank in [rank for rank in pending if self._connections[rank] in ready]:
@@ -98,9 +94,7 @@ class Pool:
                     error, answers[rank] = self._connections[rank].recv()
                 except EOFError:
                     self._processes[rank].join()
-                    stack = self._stack_file(
-                        rank
-                    ).read_text()  # of a signal that faulthandler takes
+                    stack = self._stack_file(rank).read_text()  # of a signal that faulthandler takes
                     died = f"rank {rank} died, exit code {self._processes[rank].exitcode}"
                     return answers, "\n".join(filter(None, (died, failure, stack)))
                 if error and not failure:
@@ -114,10 +108,7 @@ class Pool:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(0.3)
         stacks = [f"rank {rank}:\n{self._stack_file(rank).read_text()}" for rank in ranks]
-        return (
-            f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n"
-            + "\n".join(stacks)
-        )
+        return f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n" + "\n".join(stacks)
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack-{rank}"
@@ -129,16 +120,8 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             connection, rank_connection = context.Pipe()
-            arguments = (
-                rank_connection,
-                self._store.port,
-                str(self._stack_file(rank)),
-                list(sys.path),
-                self.log,
-            )
-            process = context.Process(
-                target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
-            )
+            arguments = (rank_connection, self._store.port, str(self._stack_file(rank)), list(sys.path), self.log)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             rank_connection.close()
             self._processes.append(process)
@@ -157,9 +140,7 @@ class Pool:
 
 def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
     """Run what is sent and answer, until the pool's process has ended."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process; the parent ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends its ranks
     sys.path[:] = path
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
@@ -195,9 +176,7 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
     if dist.is_initialized():
         dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore(
-        f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    )
+    store = dist.PrefixStore(f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     _clear_sharding_prop_cache()  # it refers to the meshes of earlier runs, whose groups are destroyed
     # A mesh makes its groups with this function of its module (torch 2.11, 2.13, 2.15).
@@ -209,13 +188,9 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
             groups[key] = dist.new_group(ranks, group_desc=group_desc, **more)
         return groups[key]
 
-    def groups_of(
-        ranks_per_subgroup_list: list[list[int]], group_desc: str
-    ) -> tuple[Any, list[Any]]:
+    def groups_of(ranks_per_subgroup_list: list[list[int]], group_desc: str) -> tuple[Any, list[Any]]:
         subgroups = [group_of(ranks, group_desc) for ranks in ranks_per_subgroup_list]
-        return next(
-            group for group in subgroups if rank in dist.get_process_group_ranks(group)
-        ), subgroups
+        return next(group for group in subgroups if rank in dist.get_process_group_ranks(group)), subgroups
 
     vars(device_mesh)["new_group"] = group_of
     vars(dist)["new_subgroups_by_enumeration"] = groups_of

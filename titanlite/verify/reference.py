@@ -51,26 +51,14 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
             if len(texts) > 1:
                 _count_whole_sequences(model, texts)
             logits = torch.cat([model(text) for text in texts], dim=1)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
-            grads = {
-                name: gradient.double()
-                for name, gradient in measurements.gradients(parameters).items()
-            }
+            grads = {name: gradient.double() for name, gradient in measurements.gradients(parameters).items()}
             if step == 1:
                 norms = {f"(p = {p:g})": get_total_norm(grads.values(), p) for p in (2.0, math.inf)}
-                measured |= {
-                    GRADIENT: grads,
-                    NORM: norms,
-                    LOSS: {"": loss.detach()},
-                    **measurements.routed(model),
-                }
+                measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}, **measurements.routed(model)}
                 max_norm = norms["(p = 2)"].item() / 2
-            clip_grads_with_norm_(
-                [item.parameter for item in trained], max_norm, get_total_norm(grads.values())
-            )
+            clip_grads_with_norm_([item.parameter for item in trained], max_norm, get_total_norm(grads.values()))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()

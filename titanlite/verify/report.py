@@ -13,15 +13,7 @@ from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS, Row
 
-_WIDTHS = {
-    "layout": 16,
-    "accumulation": 5,
-    "chunks": 6,
-    "prefetch": 8,
-    "reshard": 7,
-    "sequence": 8,
-    "variant": 7,
-}
+_WIDTHS = {"layout": 16, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "sequence": 8, "variant": 7}
 _WIDTHS["schedule"] = 21
 
 
@@ -33,9 +25,7 @@ class TablePrinter:
 
     def head(self, lines: Iterable[str]) -> None:
         titles = {column: "accum" if column == "accumulation" else column for column in COLUMNS}
-        self._console.print(
-            Text("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"]))
-        )
+        self._console.print(Text("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"])))
 
     def row(self, number: int, result: Result) -> None:
         cells = _cells({column: getattr(result.row, column) for column in COLUMNS})
@@ -43,9 +33,7 @@ class TablePrinter:
         numbers = f"{_error(result.error):>7}  {result.bound:.0e}"
         rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
         what = f"{result.row.extra}: {result.what}" if result.row.extra else result.what
-        self._console.print(
-            Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}")
-        )
+        self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}"))
 
     def table_fault(self, what: str) -> None:
         if what:
@@ -97,15 +85,10 @@ def page(model: str, command: str, results: Sequence[Result]) -> str:
         for choice in dict.fromkeys(getattr(result.row, column) for result in results):
             rows = [result for result in results if getattr(result.row, column) == choice]
             worst = " | ".join(_worst(rows, precision) for precision in BOUNDS)
-            lines.append(
-                f"| {column} | {choice} | {len(rows)} | {sum(not r.passed for r in rows)} | {worst} |"
-            )
+            lines.append(f"| {column} | {choice} | {len(rows)} | {sum(not r.passed for r in rows)} | {worst} |")
     lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
     worst_first = sorted(results, key=lambda result: -result.error / result.bound)
-    lines += [
-        f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |"
-        for r in worst_first[:10]
-    ]
+    lines += [f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |" for r in worst_first[:10]]
     return "\n".join(lines) + "\n"
 
 

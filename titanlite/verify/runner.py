@@ -79,12 +79,8 @@ def open_pool(world: int) -> Iterator[Pool]:
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     """Give a function that runs a row, with the name of a known fault or without."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or the profiler prints when it starts and stops
-    os.environ.setdefault(
-        "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
-    )  # the system frees what is left
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         yield RowRunner(model, Path(folder), pool)
 
@@ -105,9 +101,7 @@ class RowRunner:
             return ""
         job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
         for rule in job.spec.rules(job.model):
-            for role in (
-                OTHER_ROLES.get(rule.tensor, ()) if not rule.pattern.endswith(".bias") else ()
-            ):
+            for role in OTHER_ROLES.get(rule.tensor, ()) if not rule.pattern.endswith(".bias") else ():
                 if self(row, role=(rule.pattern, role)).passed:
                     return f"the row {rule.pattern} = {rule.tensor} is wrong: with {role} this layout passes"
         return "no other role of a single row makes this layout pass"
@@ -117,11 +111,7 @@ class RowRunner:
         start = time.monotonic()
         # A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
         own = row.compile == "inductor"
-        new_ranks = (
-            closing(Pool(row.mesh.world, PRELOAD, self._pool.log))
-            if own
-            else nullcontext(self._pool)
-        )
+        new_ranks = closing(Pool(row.mesh.world, PRELOAD, self._pool.log)) if own else nullcontext(self._pool)
         try:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
@@ -132,11 +122,7 @@ class RowRunner:
             if self._pool.log:
                 with open(self._pool.log, "a", encoding="utf-8") as log:
                     log.write(f"{row}\n{error}\n")
-            worst = [
-                Mismatch(
-                    str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], ""
-                )
-            ]
+            worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
         rank = max(range(len(worst)), key=lambda rank: worst[rank].error)
         return Result(row, str(worst[rank]), worst[rank].error, rank, time.monotonic() - start)
 
@@ -146,13 +132,9 @@ class RowRunner:
         key = (row.variant, precision, row.batch, *self._model.every_expert * row.is_narrow)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")
-            overrides = self._model.command_line(
-                Row("1", variant=row.variant, precision=precision), self._folder
-            )
+            overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
             overrides += self._model.every_expert * row.is_narrow
             overrides += EXTRAS["large"] * (row.extra == "large")
-            max_norm = pool.run(
-                measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS
-            )[0]
+            max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

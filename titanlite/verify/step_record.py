@@ -18,13 +18,7 @@ from titanlite.config.pipeline_order import parse
 from titanlite.config.stages import SINGLE
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline import Pipeline, orders
-from titanlite.verify.gather_order import (
-    Group,
-    declared_gathers,
-    declared_reductions,
-    first_difference,
-    recorded,
-)
+from titanlite.verify.gather_order import Group, declared_gathers, declared_reductions, first_difference, recorded
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
 """The receiver's rank in the group, a shape and a type."""
@@ -48,9 +42,7 @@ class StepRecord:
         """Record what runs inside."""
         send = dist.ProcessGroup.send
 
-        def send_and_count(
-            group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int
-        ) -> Any:
+        def send_and_count(group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int) -> Any:
             values = filter(
                 torch.is_floating_point, tensors
             )  # torch's first step also tries connections, by integers
@@ -64,19 +56,14 @@ class StepRecord:
         ):
             yield
 
-    def differences(
-        self, parts: Sequence[nn.Module], pipeline: Pipeline | None
-    ) -> Iterator[tuple[str, str]]:
+    def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
         sharded, job = self.job.layout.most_sharded > 1, self.job
         if pipeline:
             yield from self._pipeline_differences(parts, pipeline, sharded)
         elif sharded:
             gathers = declared_gathers(job, parts[0], "FB")
-            yield (
-                "all-gathers:",
-                first_difference(self.gathered[: len(gathers)], gathers),
-            )  # of the first micro-batch
+            yield "all-gathers:", first_difference(self.gathered[: len(gathers)], gathers)  # of the first micro-batch
 
     def _pipeline_differences(
         self, parts: Sequence[nn.Module], pipeline: Pipeline, sharded: bool
@@ -93,17 +80,10 @@ class StepRecord:
             gathers = declared_gathers(job, parts[0], [action.kind for action in actions])
         else:  # torch gathers all of a stage, in an order of its own
             gathered = sorted(gathered, key=sorted)
-            gathers = sorted(
-                (group for part in parts for group in declared_gathers(job, part, "F")), key=sorted
-            )
+            gathers = sorted((group for part in parts for group in declared_gathers(job, part, "F")), key=sorted)
         yield "all-gathers:", first_difference(gathered, gathers)
-        reductions = sorted(
-            (group for part in parts for group in declared_reductions(job, part)), key=sorted
-        )
-        yield (
-            "reductions:",
-            first_difference(sorted(self.reduced, key=sorted), reductions, "reduced"),
-        )
+        reductions = sorted((group for part in parts for group in declared_reductions(job, part)), key=sorted)
+        yield "reductions:", first_difference(sorted(self.reduced, key=sorted), reductions, "reduced")
 
     def _sends_difference(self, pipeline: Pipeline) -> str:
         declared = self._declared_sends(pipeline)
@@ -123,13 +103,9 @@ class StepRecord:
         rank_of = stages.rank_of
         shape = stages.size, training.seq_len // (layout.cp * layout.tp), pipeline.width
         sends = Counter[Send]()
-        for neighbor in (
-            other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)
-        ):
+        for neighbor in (other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)):
             if (receiver := rank_of.get(neighbor, self.stage_rank)) != self.stage_rank:
-                sends[receiver, shape, getattr(torch, training.mixed_precision_param)] += (
-                    stages.micro_batches
-                )
+                sends[receiver, shape, getattr(torch, training.mixed_precision_param)] += stages.micro_batches
         for parameter, receiver, _ in pipeline.tied:
             sends[receiver, tuple(local_part(parameter).shape), parameter.dtype] += 1
         return sends

@@ -84,13 +84,9 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
     "accumulation": {"1": [], "3": []},
     "chunks": {"1": [], "3": [_TRAINING + "loss_chunks=3"]},
     "prefetch": {
-        depth: [f"{_FSDP}forward_prefetch={depth}", f"{_FSDP}backward_prefetch={depth}"]
-        for depth in ("0", "1", "2")
+        depth: [f"{_FSDP}forward_prefetch={depth}", f"{_FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
     },
-    "reshard": {
-        policy: [f"{_FSDP}reshard_after_forward={policy}"]
-        for policy in ("default", "always", "never")
-    },
+    "reshard": {policy: [f"{_FSDP}reshard_after_forward={policy}"] for policy in ("default", "always", "never")},
     "sequence": {
         "headtail": [],
         "none": [_CONTEXT + "load_balancer=none"],
@@ -101,10 +97,7 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
         **{name: [f"{_PIPELINE}schedule={name}"] for name in get_args(Schedule) if name != "1F1B"},
         CSV: [],  # a file that is written beside the tokens
     },
-    "documents": {
-        "off": [],
-        "on": [],
-    },  # each sample has three, which the reference reads one by one
+    "documents": {"off": [], "on": []},  # each sample has three, which the reference reads one by one
     "precision": {
         "float64": [_TRAINING + "dtype=float64", *(key + "float64" for key in _MIXED)],
         "float32": [key + "float32" for key in _MIXED],
@@ -121,13 +114,8 @@ EXTRAS: dict[str, list[str]] = {
     "kept whole": [],  # what of the model is, is computed
     "offloaded": [_TRAINING + "enable_cpu_offload"],
     "one slice": [],  # no token or label is in the second half of the vocabulary
-    "large": [
-        "--model.overrides.vocab_size=32768"
-    ],  # a CPU's sum of squares in float32 is off by more than 1e-5
-    "imported": [
-        "--checkpoint.initial_load_in_hf",
-        "--debug.seed=1",
-    ],  # the reference's initial weights
+    "large": ["--model.overrides.vocab_size=32768"],  # a CPU's sum of squares in float32 is off by more than 1e-5
+    "imported": ["--checkpoint.initial_load_in_hf", "--debug.seed=1"],  # the reference's initial weights
 }
 """What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
 
@@ -170,10 +158,7 @@ class Row:
         """Return the order of the schedule "csv", which no class of torch has: a stage a rank, all forward passes,
         then the backward passes from the last micro-batch to the first."""
         numbers = range(SAMPLES // self.mesh.batch // MICRO_BATCH)
-        rows = (
-            [f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)]
-            for s in range(self.mesh.pp)
-        )
+        rows = ([f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)] for s in range(self.mesh.pp))
         return "".join(",".join(row) + "\n" for row in rows)
 
     def overrides(self) -> list[str]:
@@ -186,18 +171,14 @@ class Row:
             f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
             f"--parallelism.expert_parallel_degree={self.mesh.ep}",
             f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
-            *(
-                flag
-                for column, choices in OVERRIDES.items()
-                for flag in choices[getattr(self, column)]
-            ),
+            *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
             *EXTRAS[self.extra],
         ]
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{column} {getattr(self, column)}" for column in COLUMNS
-        ) + f", {self.extra}" * bool(self.extra)
+        return ", ".join(f"{column} {getattr(self, column)}" for column in COLUMNS) + f", {self.extra}" * bool(
+            self.extra
+        )
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
@@ -224,15 +205,7 @@ Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})
-    for layout in (
-        "dp3",
-        "dp4",
-        "replicate4",
-        "hsdp2x2 x tp2",
-        "pp4",
-        "ep2 of dp4",
-        "replicate2 x ep2",
-    )
+    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4", "ep2 of dp4", "replicate2 x ep2")
 }
 """Pairs with a row in `full` only: compiling takes seconds a rank, and says no more there than on fewer ranks."""
 
@@ -245,9 +218,7 @@ def choices(
 ) -> Choices:
     """Return the choices of every column, for what a model allows of layouts, variants, documents and of SPLIT_BY."""
     by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
-    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {
-        "compile": ["off", "aot_eager"]
-    }
+    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {"compile": ["off", "aot_eager"]}
     by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
     if "cp4" in layouts:  # whose ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
@@ -259,10 +230,7 @@ def is_valid(row: Mapping[str, str]) -> bool:
     do those for sequences and schedules without context or pipeline parallel."""
     if "layout" not in row:
         return True
-    layout, gathers = (
-        ALL_LAYOUTS[row["layout"]],
-        (row.get("prefetch", "0"), row.get("reshard", "default")),
-    )
+    layout, gathers = ALL_LAYOUTS[row["layout"]], (row.get("prefetch", "0"), row.get("reshard", "default"))
     split = layout.cp > 1 or row.get("sequence", "headtail") == "headtail"
     staged = _is_valid_in_stages(row) if layout.pp > 1 else row.get("schedule", "1F1B") == "1F1B"
     return split and staged and (layout.fsdp > 1 or gathers == ("0", "default"))
@@ -285,11 +253,7 @@ def _is_valid_in_stages(row: Mapping[str, str]) -> bool:
 
 def pairs(of: Choices) -> set[_Pair]:
     """Return every valid pair of choices."""
-    every = (
-        {a: left, b: right}
-        for a, b in combinations(COLUMNS, 2)
-        for left, right in product(of[a], of[b])
-    )
+    every = ({a: left, b: right} for a, b in combinations(COLUMNS, 2) for left, right in product(of[a], of[b]))
     return {frozenset(pair.items()) for pair in every if is_valid(_given(of) | pair)}
 
 
@@ -307,15 +271,10 @@ def pairwise(of: Choices) -> list[Row]:
 
     They are in the order of the layouts, those with tensor parallel first: these show mistakes in a model's table.
     """
-    covers = (
-        _cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True)
-        for seed in range(30)
-    )
+    covers = (_cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True) for seed in range(30))
     order = sorted(LAYOUTS, key=lambda layout: LAYOUTS[layout].tp == 1)
 
-    def cost(
-        rows: list[Row],
-    ) -> int:  # by trial a rank that compiles takes about as long as three that do not
+    def cost(rows: list[Row]) -> int:  # by trial a rank that compiles takes about as long as three that do not
         return sum(row.mesh.world * (1 if row.compile == "off" else 3) for row in rows)
 
     return sorted(min(covers, key=cost), key=lambda row: (order.index(row.layout), astuple(row)))
@@ -328,18 +287,10 @@ def beyond(of: Choices) -> list[Row]:
     """
     (layout,) = of["layout"]
     met = {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair}
-    covers = [
-        _cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True)
-        for seed in range(30)
-    ]
+    covers = [_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True) for seed in range(30)]
 
     def order(row: Row) -> tuple[bool, ...]:
-        return (
-            row.precision != "float64",
-            row.sequence != "headtail",
-            row.compile != "off",
-            row.accumulation != "1",
-        )
+        return row.precision != "float64", row.sequence != "headtail", row.compile != "off", row.accumulation != "1"
 
     return sorted(min(covers, key=lambda rows: (len(rows), min(map(order, rows)))), key=order)
 
@@ -349,15 +300,11 @@ def full(of: Choices) -> list[Row]:
     uncovered, rng = pairs(of), random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
     values = product(*(of[column] for column in varied))
-    rows = [
-        _complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values
-    ]
+    rows = [_complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values]
     return rows + _cover(of, uncovered, rng)
 
 
-def _cover(
-    of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
-) -> list[Row]:
+def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False) -> list[Row]:
     """Return rows until every pair is covered: each starts from an uncovered pair and is completed greedily."""
     rows = []
     while uncovered:
@@ -367,12 +314,7 @@ def _cover(
 
 
 def _complete(
-    row: dict[str, str],
-    of: Choices,
-    uncovered: set[_Pair],
-    rng: random.Random,
-    *,
-    prefer_cheap: bool = False,
+    row: dict[str, str], of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
 ) -> Row:
     """Give each missing column the choice that covers most pairs, without making an excluded one if it can.
 
@@ -387,8 +329,6 @@ def _complete(
         valid = [c for c in valid if not EXCLUDED & made[c]] or valid
         most = max(len(made[c] & uncovered) for c in valid)
         best = [c for c in valid if len(made[c] & uncovered) == most]
-        row[column] = (
-            best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
-        )
+        row[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
     uncovered -= pairs_in(Row(**row))
     return Row(**row)

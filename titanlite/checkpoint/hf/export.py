@@ -63,11 +63,7 @@ def export(
 
 
 def _write_files(
-    staging: Path,
-    files: dict[str, list[HFTensor]],
-    fetch: Fetch,
-    group: dist.ProcessGroup | None,
-    what: str,
+    staging: Path, files: dict[str, list[HFTensor]], fetch: Fetch, group: dist.ProcessGroup | None, what: str
 ) -> None:
     """Round by round, gather and write a file on each rank."""
     world, named_files = dist.get_world_size(group) if group else 1, list(files.items())
@@ -82,11 +78,7 @@ def _write_files(
                 del weights
 
         # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the training.
-        run_on_all_ranks(
-            group,
-            what,
-            partial(write, staging / own_file, own_tensors) if own_file else lambda: None,
-        )
+        run_on_all_ranks(group, what, partial(write, staging / own_file, own_tensors) if own_file else lambda: None)
 
 
 def export_live(
@@ -101,9 +93,7 @@ def export_live(
     """Write a Hugging Face folder from a run's own tensors, on any mesh."""
     live, stages = state.weights(), state.stages
     device = next(iter(live.values())).device
-    holders = state.of_all_stages(
-        dict.fromkeys(live, dist.get_rank())
-    )  # by name, a rank that differs only in pp
+    holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))  # by name, a rank that differs only in pp
     line = dist.get_process_group_ranks(stages) if stages else []
 
     @torch.no_grad()

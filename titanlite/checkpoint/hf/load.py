@@ -27,9 +27,7 @@ from titanlite.registry import Box, ModelSpec
 class HuggingFaceFolder:
     """A Hugging Face folder that fits a model, opened; raises an error that names all that does not fit."""
 
-    def __init__(
-        self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()) -> None:
         self.folder = folder
         self._reader, self.translation = Reader(folder), Translation(spec, flavor)
         table = self.translation.table
@@ -39,9 +37,7 @@ class HuggingFaceFolder:
         contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
         faults = [*self._reader.faults, *contradictions, *self._differences()]
         if faults:
-            remedy = (
-                " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
-            )
+            remedy = " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
             what = f"{folder} does not fit {spec.name} as configured{remedy}"
             raise UserError(f"{what}; nothing was read:{some_of(faults)}")
 
@@ -53,9 +49,7 @@ class HuggingFaceFolder:
         bare = {name: name.partition(".")[2] for name in expected}
         is_bare = not expected.keys() & shapes and set(bare.values()) & shapes.keys()
         self._name_in_folder = bare if is_bare else {name: name for name in expected}
-        needed = {
-            tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)
-        }
+        needed = {tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)}
         for name, shape in expected.items():
             found = shapes.get(self._name_in_folder[name])
             if found is None and name in needed:
@@ -83,21 +77,14 @@ class HuggingFaceFolder:
 
 
 def to_checkpoint(
-    source: HuggingFaceFolder,
-    root: Path,
-    dtype: torch.dtype,
-    config: str,
-    environment: dict[str, Any],
+    source: HuggingFaceFolder, root: Path, dtype: torch.dtype, config: str, environment: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process.
 
     The biases of routers, which the folder lacks, are zero.
     """
     shapes = source.translation.shapes
-    tensors = {
-        f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta")
-        for name in source.names
-    }
+    tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
     def lookup(name: str) -> torch.Tensor:
@@ -112,14 +99,5 @@ def to_checkpoint(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        commit(
-            root,
-            0,
-            tensors | buffers,
-            lookup,
-            None,
-            lambda _: documents,
-            weights_only=True,
-            group=None,
-        )
+        commit(root, 0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True, group=None)
     return step_folder(root, 0)

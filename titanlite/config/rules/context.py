@@ -55,9 +55,7 @@ class RuleContext:
     def fault(self, key: str, why: str) -> Fault:
         """Return the fault of a key, with its value and where the value comes from."""
         value = value_of(self.loaded.config, key)
-        entries = [
-            entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")
-        ]
+        entries = [entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")]
         origin = entries[-1].origin if entries else "default"
         return Fault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
 

@@ -20,18 +20,12 @@ def is_streamed(dataset: str) -> bool:
 
 @RULES.add
 def _batch_sizes_divide(context: RuleContext) -> Faults:
-    local, total = (
-        context.config.training.local_batch_size,
-        context.config.training.global_batch_size,
-    )
+    local, total = context.config.training.local_batch_size, context.config.training.global_batch_size
     unit = local * context.layout.batch
     if total != -1 and total % unit:
         below, above = total // unit * unit, (total // unit + 1) * unit
         why = f"must be a multiple of local_batch_size {local} x data-parallel degree {context.layout.batch} = {unit}"
-        yield (
-            "training.global_batch_size",
-            f"{why}; nearest: {f'{below} or ' if below else ''}{above}",
-        )
+        yield "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
 
 
 @RULES.add
@@ -59,23 +53,15 @@ def _byte_tokenizer_fits_the_vocabulary(context: RuleContext) -> Faults:
         return  # token shards bring a tokenizer or need none
     if not model.hf_assets_path and size < BYTE_VOCABULARY:
         why = f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
-        yield (
-            "model.hf_assets_path",
-            f"{why} {model.name} {model.flavor} with its vocabulary of {size}",
-        )
+        yield "model.hf_assets_path", f"{why} {model.name} {model.flavor} with its vocabulary of {size}"
 
 
 @RULES.add
 def _data_sets_have_paths(context: RuleContext) -> Faults:
-    for section in (
-        ("training", "validation") if context.config.validation.enable else ("training",)
-    ):
+    for section in ("training", "validation") if context.config.validation.enable else ("training",):
         view = getattr(context.config, section)
         if view.dataset.startswith("python-stdlib") and view.dataset_path:
-            yield (
-                f"{section}.dataset_path",
-                f'the data set "{view.dataset}" has no path; remove the key',
-            )
+            yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; remove the key'
         if view.dataset in ("text", "tokens") and not view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
 
@@ -93,18 +79,13 @@ def _streams_have_limits(context: RuleContext) -> Faults:
     if streamed and training.packing == "first-fit":
         section, name = streamed[0]
         why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
-        yield (
-            "training.packing",
-            f'{why}; use "concatenate", with document_mask if documents must not see each other',
-        )
+        yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
     stall, limit = context.config.fault.stall_seconds, context.config.comm.train_timeout_seconds
     key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
     if streamed and key in context.loaded.entries and longest_wait >= (stall or limit):
         why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        limited = (
-            f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
-        )
+        limited = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
         yield key, f"{why} {limited}; raise that or lower this"
 
 
@@ -118,24 +99,15 @@ def _mixtures_add_up(context: RuleContext) -> Faults:
     if any(round(weight, 4) != weight for weight in weights):
         yield "training.mixture", "weights must be multiples of 0.0001"
     elif round(sum(weights), 9) != 1:
-        yield (
-            "training.mixture",
-            f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
-        )
+        yield "training.mixture", f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}"
     if not training.repeat:
         yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
     for name in ("dataset", "dataset_path"):
         if getattr(training, name) != KEYS[f"training.{name}"].default:
-            yield (
-                f"training.{name}",
-                f"every source of training.mixture has its own {name}; remove the key",
-            )
+            yield f"training.{name}", f"every source of training.mixture has its own {name}; remove the key"
     for part in parts:
         if part.dataset in ("text", "tokens") and not part.dataset_path:
-            yield (
-                "training.mixture",
-                f'the data set "{part.dataset}" needs a folder or file in dataset_path',
-            )
+            yield "training.mixture", f'the data set "{part.dataset}" needs a folder or file in dataset_path'
         if part.dataset.startswith("python-stdlib") and part.dataset_path:
             why = f'the data set "{part.dataset}" has no path; remove dataset_path = "{part.dataset_path}"'
             yield "training.mixture", why

@@ -37,10 +37,7 @@ _NEED_SHARDING = (
     _FLOAT8 + "precompute_float8_dynamic_scale_for_fsdp",
 )
 _NEED_DATA_PARALLEL = ("parallelism.fsdp_blocks_per_group", "parallelism.defer_gradient_sync")
-_NEED_TENSOR_PARALLEL = (
-    "parallelism.disable_loss_parallel",
-    "parallelism.enable_async_tensor_parallel",
-)
+_NEED_TENSOR_PARALLEL = ("parallelism.disable_loss_parallel", "parallelism.enable_async_tensor_parallel")
 
 
 def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]:
@@ -56,9 +53,7 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
         reasons["parallelism.defer_gradient_sync"] = "with pipeline parallel"
     if layout.most_sharded * layout.dp_replicate == 1:
         reasons |= dict.fromkeys(_NEED_DATA_PARALLEL, "without data parallel")
-        training = (
-            config.training
-        )  # offloaded float32 gradients are rounded on their way to the host
+        training = config.training  # offloaded float32 gradients are rounded on their way to the host
         if training.mixed_precision_reduce == "bfloat16" and not training.enable_cpu_offload:
             reasons["training.mixed_precision_reduce"] = "without data parallel"
     if layout.tp == 1:
@@ -68,9 +63,7 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
     if config.parallelism.context_parallel_rotate_method == "ulysses":
         reasons["parallelism.context_parallel_load_balancer"] = "with ulysses"
     if layout.world == 1:
-        reasons = {
-            key: why if why == "without experts" else "on 1 rank" for key, why in reasons.items()
-        }
+        reasons = {key: why if why == "without experts" else "on 1 rank" for key, why in reasons.items()}
     return {key: reasons[key] for key in KEYS if key in reasons and _is_set(config, key)}
 
 
@@ -86,16 +79,12 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     degree = {name: getattr(parallelism, key) for name, key in DEGREES.items()}
     shard, others = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     # Without a world size: the smallest world in which every key has an effect.
-    shards = any(
-        _is_set(context.loaded.config, key) for key in _NEED_SHARDING + _NEED_DATA_PARALLEL
-    )
+    shards = any(_is_set(context.loaded.config, key) for key in _NEED_SHARDING + _NEED_DATA_PARALLEL)
     ep, experts = parallelism.expert_parallel_degree, False
     with suppress(InvalidField):  # without a valid model
         experts = context.shape.experts > 0
     for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
-    world = context.world or others * (
-        max(2 if shards else 1, for_experts) if shard == -1 else shard
-    )
+    world = context.world or others * (max(2 if shards else 1, for_experts) if shard == -1 else shard)
     if world % others == 0 and shard in (-1, world // others):
         context.layout = Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
         return
@@ -107,23 +96,13 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     if more:  # which of them is wrong cannot be known
         product = " × ".join([f"{value}", *(f"{key} {number}" for key, number in more)])
         needed = others * max(shard, 1)
-        found = (
-            f"does not divide {ranks}"
-            if shard == -1
-            else f"ranks are needed, and this run has {world}"
-        )
+        found = f"does not divide {ranks}" if shard == -1 else f"ranks are needed, and this run has {world}"
         start = f"start {needed} (NGPU={needed} on one node), or change a degree"
         yield f"parallelism.{first}", f"{product} = {needed} {found}; {start}"
     elif shard != -1:
-        yield (
-            f"parallelism.{first}",
-            f"{shard} is not the number of ranks, {world}; use -1 or {world}",
-        )
+        yield f"parallelism.{first}", f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
-        yield (
-            f"parallelism.{first}",
-            _does_not_divide(value, ranks, legal_degrees(context, first, world)),
-        )
+        yield f"parallelism.{first}", _does_not_divide(value, ranks, legal_degrees(context, first, world))
 
 
 def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
@@ -138,9 +117,7 @@ def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
             sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
         elif key == "pipeline_parallel_degree":
             degrees = divisors(sizes[0]) if world else range(1, context.shape.layers + 3)
-            return [
-                degree for degree in degrees if fills_stages(settings, degree, context.shape.layers)
-            ]
+            return [degree for degree in degrees if fills_stages(settings, degree, context.shape.layers)]
     return divisors(math.gcd(*sizes))
 
 
@@ -166,9 +143,7 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
         sizes = {name: size for name, size in sizes.items() if "tokens" in name}
         if settings.context_parallel_load_balancer == "headtail":
             tp, what = 2 * tp, " into 2 equal chunks a rank (head and tail)"
-    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (
-        settings.tensor_parallel_degree > 1
-    )
+    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (settings.tensor_parallel_degree > 1)
     return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
 
@@ -184,9 +159,7 @@ def _unsplit(context: RuleContext) -> str:
     for number in range(context.shape.layers):
         path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
         length = len(path.split("."))
-        inside = {
-            r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))
-        }
+        inside = {r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))}
         if inside and "column" not in inside:
             return f'no row inside of {path} has the role "column", so it would attend within a slice of the tokens'
     return ""
@@ -196,18 +169,12 @@ def _unsplit(context: RuleContext) -> str:
 def _tensor_parallel_divides_the_model(context: RuleContext) -> Faults:
     tp = context.config.parallelism.tensor_parallel_degree
     if tp > 1 and (why := _unsplit(context)):
-        yield (
-            "parallelism.tensor_parallel_degree",
-            f"{context.spec.name} cannot be split: {why}; legal: 1",
-        )
+        yield "parallelism.tensor_parallel_degree", f"{context.spec.name} cannot be split: {why}; legal: 1"
         return
     legal = legal_degrees(context, "tensor_parallel_degree", context.world or 0)
     for what, size in _split_by_tensor_parallel(context).items():
         if size % tp:
-            yield (
-                "parallelism.tensor_parallel_degree",
-                _does_not_divide(tp, f"{size} {what}", legal),
-            )
+            yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", legal)
 
 
 @RULES.add
@@ -217,10 +184,7 @@ def _async_tensor_parallel_has_what_it_needs(context: RuleContext) -> Faults:
         return
     key = "parallelism.enable_async_tensor_parallel"
     if not (compiler.enable and "model" in compiler.components and compiler.backend == "inductor"):
-        yield (
-            key,
-            'is done by the compiler: set compile.enable, "model" in compile.components, backend inductor',
-        )
+        yield key, 'is done by the compiler: set compile.enable, "model" in compile.components, backend inductor'
     if context.config.job.device == "cpu" and parallelism.tensor_parallel_degree > 1:
         yield key, "needs GPUs that reach each other's memory, and job.device is cpu"
 
@@ -242,19 +206,11 @@ def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
 def _expert_parallel_divides_experts_and_ranks(context: RuleContext) -> Faults:
     key, experts = "parallelism.expert_parallel_degree", context.shape.experts
     ep = context.config.parallelism.expert_parallel_degree
-    if ep > 1 and not (
-        experts and expert_paths(context.spec.rules(context.model), context.spec.blocks)
-    ):
-        yield (
-            key,
-            f"the table of {context.spec.name} {context.config.model.flavor} has no experts; legal: 1",
-        )
+    if ep > 1 and not (experts and expert_paths(context.spec.rules(context.model), context.spec.blocks)):
+        yield key, f"the table of {context.spec.name} {context.config.model.flavor} has no experts; legal: 1"
         return
     ranks = context.layout.fsdp * context.layout.tp
-    for what in (
-        f"{experts} experts",
-        f"{ranks} ranks of data_parallel_shard x context x tensor parallel",
-    ):
+    for what in (f"{experts} experts", f"{ranks} ranks of data_parallel_shard x context x tensor parallel"):
         if int(what.split()[0]) % ep:
             yield key, _does_not_divide(ep, what, divisors(math.gcd(experts, ranks)))
 
@@ -273,19 +229,12 @@ def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
     if layout.tp * layout.ep > 1:
-        what = (
-            "matrices that tensor parallel splits"
-            if layout.tp > 1
-            else "experts that expert parallel splits"
-        )
+        what = "matrices that tensor parallel splits" if layout.tp > 1 else "experts that expert parallel splits"
         why = f"FSDP2 keeps {what} on all sharding ranks or on one"
         yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
     elif reshard not in legal:
         instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
-        yield (
-            "parallelism.fsdp_reshard_after_forward",
-            f"must split {layout.fsdp} sharding ranks; {instead}",
-        )
+        yield "parallelism.fsdp_reshard_after_forward", f"must split {layout.fsdp} sharding ranks; {instead}"
 
 
 @RULES.add
@@ -302,10 +251,7 @@ def _compiler_honors_the_memory_budget(context: RuleContext) -> Faults:
         return
     why = "the compiler chooses which activations fit the budget"
     if not (compiler.enable and "model" in compiler.components):
-        yield (
-            "activation_checkpoint.mode",
-            f'{why}; set compile.enable, with "model" in compile.components',
-        )
+        yield "activation_checkpoint.mode", f'{why}; set compile.enable, with "model" in compile.components'
     elif compiler.backend not in BUDGETING_BACKENDS:
         listed = " or ".join(f'"{name}"' for name in BUDGETING_BACKENDS)
         yield "compile.backend", f"{why}, which this backend does not do; use {listed}"
@@ -316,10 +262,7 @@ def _recomputation_finds_blocks(context: RuleContext) -> Faults:
     settings, layers = context.config.activation_checkpoint, context.shape.layers
     option = settings.selective_ac_option
     if settings.mode == "selective" and option != "op" and int(option) > layers:
-        yield (
-            "activation_checkpoint.selective_ac_option",
-            f"the model has {layers} blocks; at most {layers}",
-        )
+        yield "activation_checkpoint.selective_ac_option", f"the model has {layers} blocks; at most {layers}"
 
 
 @RULES.add
@@ -353,7 +296,4 @@ def _float8_can_be_gathered(context: RuleContext) -> Faults:
         if not float8.enable_fsdp_float8_all_gather:
             yield precompute, f"is for weights that are gathered in float8; set {key}"
         if context.config.training.enable_cpu_offload:
-            yield (
-                precompute,
-                "a scale is lost in the copy from host memory; use it or training.enable_cpu_offload",
-            )
+            yield precompute, "a scale is lost in the copy from host memory; use it or training.enable_cpu_offload"

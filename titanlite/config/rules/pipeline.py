@@ -24,11 +24,7 @@ from titanlite.layout import divisors
 RULES = Rules()
 
 _PIPELINE, _FSDP = "parallelism.pipeline_parallel_", "parallelism.fsdp_"
-_SCHEDULE, _CSV, _NAMES = (
-    f"{_PIPELINE}schedule",
-    f"{_PIPELINE}schedule_csv",
-    "parallelism.module_fqns_per_model_part",
-)
+_SCHEDULE, _CSV, _NAMES = f"{_PIPELINE}schedule", f"{_PIPELINE}schedule_csv", "parallelism.module_fqns_per_model_part"
 
 
 def bare_stages(stages: Stages, blocks: str) -> str:
@@ -45,10 +41,7 @@ def _listed(values: Iterable[object]) -> str:
 
 def _micro_batches(context: RuleContext) -> tuple[int, int]:
     """Return how many micro-batches a step has, and the sequences of each."""
-    training, size = (
-        context.config.training,
-        context.config.parallelism.pipeline_parallel_microbatch_size,
-    )
+    training, size = context.config.training, context.config.parallelism.pipeline_parallel_microbatch_size
     local, total = training.local_batch_size, training.global_batch_size
     size = size if context.layout.pp > 1 else local
     if local % size or (total != -1 and total % (local * context.layout.batch)):
@@ -59,14 +52,8 @@ def _micro_batches(context: RuleContext) -> tuple[int, int]:
 @RULES.add
 def _micro_batches_divide_the_batch(context: RuleContext) -> Faults:
     local, key = context.config.training.local_batch_size, f"{_PIPELINE}microbatch_size"
-    if (
-        context.layout.pp > 1
-        and local % context.config.parallelism.pipeline_parallel_microbatch_size
-    ):
-        yield (
-            key,
-            f"does not divide training.local_batch_size {local}; legal: {_listed(divisors(local))}",
-        )
+    if context.layout.pp > 1 and local % context.config.parallelism.pipeline_parallel_microbatch_size:
+        yield key, f"does not divide training.local_batch_size {local}; legal: {_listed(divisors(local))}"
 
 
 @RULES.add
@@ -92,10 +79,7 @@ def _csv_is_an_order(context: RuleContext) -> Faults:
 def _schedule_runs_as_many_stages(context: RuleContext) -> Faults:
     settings, pp, layers = context.config.parallelism, context.layout.pp, context.shape.layers
     schedule, named = settings.pipeline_parallel_schedule, settings.module_fqns_per_model_part
-    number, of_order = (
-        number_of_stages(settings, pp, layers),
-        sum(map(len, stages_of(context.order))),
-    )
+    number, of_order = number_of_stages(settings, pp, layers), sum(map(len, stages_of(context.order)))
 
     def is_right(number: int) -> bool:
         return number == of_order if of_order else fits(schedule, pp, number)
@@ -103,16 +87,8 @@ def _schedule_runs_as_many_stages(context: RuleContext) -> Faults:
     if pp == 1 or is_right(number):
         context.number_of_stages = number if pp > 1 else 1
         return
-    each = (
-        "one stage"
-        if schedule in SINGLE
-        else "two stages"
-        if schedule in V_SHAPED
-        else "two or more stages"
-    )
-    needs = (
-        f"{_CSV} has {of_order}" if of_order else f"{schedule} runs {each} on each of {pp} ranks"
-    )
+    each = "one stage" if schedule in SINGLE else "two stages" if schedule in V_SHAPED else "two or more stages"
+    needs = f"{_CSV} has {of_order}" if of_order else f"{schedule} runs {each} on each of {pp} ranks"
     if named:
         yield _NAMES, f"names {number} stages, and {needs}"
     elif settings.pipeline_parallel_layers_per_stage:
@@ -155,32 +131,19 @@ def _named_modules_are_the_models(context: RuleContext) -> Faults:
     spec, named = context.spec, context.config.parallelism.module_fqns_per_model_part
     if not named or context.layout.pp == 1:
         return
-    modules = [
-        *spec.before,
-        *(f"{spec.blocks}.{i}" for i in range(context.shape.layers)),
-        *spec.after,
-    ]
+    modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(context.shape.layers)), *spec.after]
     given = [name for names in named for name in names]
     faults = {
         "unknown": [name for name in given if name not in modules],
         "missing": [name for name in modules if name not in given],
         "named twice": sorted({name for name in given if given.count(name) > 1}),
-        "not in the first stage": [
-            name for name in spec.before if name in given and name not in named[0]
-        ],
+        "not in the first stage": [name for name in spec.before if name in given and name not in named[0]],
         "without modules": [f"stage {number}" for number, names in enumerate(named) if not names],
     }
     if not any(faults.values()):
-        faults = {
-            "not in the model's order": [a for a, b in zip(given, modules, strict=True) if a != b][
-                :1
-            ]
-        }
+        faults = {"not in the model's order": [a for a, b in zip(given, modules, strict=True) if a != b][:1]}
     if any(faults.values()):
-        yield (
-            _NAMES,
-            "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names),
-        )
+        yield _NAMES, "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
         return
     assert context.number_of_stages
     context.stage_names = tuple(map(tuple, named))
@@ -210,10 +173,7 @@ def _schedule_has_its_micro_batches(context: RuleContext) -> Faults:
         legal = [*[m for m in right if m < n][-1:], *[m for m in right if m > n][:1]]
     if needed:
         batches = _listed(m * stages.size * context.layout.batch for m in legal)
-        yield (
-            _SCHEDULE,
-            f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}",
-        )
+        yield _SCHEDULE, f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}"
 
 
 @RULES.add
@@ -225,25 +185,17 @@ def _gathers_are_the_schedules(context: RuleContext) -> Faults:
         return
     if schedule not in SINGLE or settings.pipeline_parallel_schedule_csv:
         name = (
-            "the runtime of pipeline_parallel_schedule_csv"
-            if settings.pipeline_parallel_schedule_csv
-            else schedule
+            "the runtime of pipeline_parallel_schedule_csv" if settings.pipeline_parallel_schedule_csv else schedule
         )
         why = f"{name} gathers whole stages and keeps them"
         if reshard not in ("default", "never"):
-            yield (
-                f"{_FSDP}reshard_after_forward",
-                f'{why}; use "never" (the default here), or GPipe or 1F1B',
-            )
+            yield f"{_FSDP}reshard_after_forward", f'{why}; use "never" (the default here), or GPipe or 1F1B'
         for way in ("forward", "backward"):
             if getattr(settings, f"fsdp_{way}_prefetch"):
                 yield f"{_FSDP}{way}_prefetch", f"{why}; remove the key, or use GPipe or 1F1B"
     elif settings.fsdp_backward_prefetch and reshard in ("default", "never"):
         why = "under pipeline parallel parameters stay gathered, so that nothing is gathered in a backward pass"
-        yield (
-            f"{_FSDP}backward_prefetch",
-            f'{why}; remove the key, or use fsdp_reshard_after_forward "always"',
-        )
+        yield f"{_FSDP}backward_prefetch", f'{why}; remove the key, or use fsdp_reshard_after_forward "always"'
 
 
 @RULES.add
@@ -256,9 +208,7 @@ def _sums_wait_for_the_end_of_the_step(context: RuleContext) -> Faults:
 @RULES.add
 def _halves_of_the_backward_pass_can_run(context: RuleContext) -> Faults:
     settings, compiler = context.config.parallelism, context.config.compile
-    if context.layout.pp == 1 or not splits_backward(
-        settings.pipeline_parallel_schedule, context.order
-    ):
+    if context.layout.pp == 1 or not splits_backward(settings.pipeline_parallel_schedule, context.order):
         return
     recompute, instead = context.config.activation_checkpoint, "use Interleaved1F1B or LoopedBFS"
     if compiler.enable and "model" in compiler.components:
@@ -272,9 +222,7 @@ def _halves_of_the_backward_pass_can_run(context: RuleContext) -> Faults:
 @RULES.add
 def _tied_weights_are_on_two_ranks(context: RuleContext) -> Faults:
     stages = context.stages
-    if context.layout.pp == 1 or len(stages.names) - 1 not in next(
-        of for of in stages.ranks if 0 in of
-    ):
+    if context.layout.pp == 1 or len(stages.names) - 1 not in next(of for of in stages.ranks if 0 in of):
         return
     if tied := [rule.pattern for rule in context.spec.rules(context.model) if rule.tied]:
         why = f"the first and the last stage are on one rank, and {_listed(tied)} would be there twice"

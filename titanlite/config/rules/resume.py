@@ -20,14 +20,8 @@ def batch_changes(
     if training.global_batch_size != -1 or before == batch.total:
         return
     local = gcd(batch.local, before // ranks)
-    keys = f"--training.global_batch_size {before}" + f" --training.local_batch_size {local}" * (
-        local != batch.local
-    )
-    keep = (
-        f"to keep it: {keys}"
-        if before % ranks == 0
-        else f"{ranks} data-parallel ranks cannot share {before}"
-    )
+    keys = f"--training.global_batch_size {before}" + f" --training.local_batch_size {local}" * (local != batch.local)
+    keep = f"to keep it: {keys}" if before % ranks == 0 else f"{ranks} data-parallel ranks cannot share {before}"
     yield f"the global batch (training.global_batch_size = -1) is {batch.total} sequences, and was {before}; {keep}"
 
 

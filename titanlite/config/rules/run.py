@@ -19,9 +19,7 @@ _FOLDERS = (
     "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )
-_OTHER_FILES = (
-    "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
-)
+_OTHER_FILES = "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
 """What else is written into the dump folder, by a run, `titanlite profile` and W&B."""
 _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
@@ -42,11 +40,7 @@ def _model_exists(context: RuleContext) -> Faults:
         key = "model.overrides" if model.flavor in legal else "model.flavor"
         context.model = context.spec.configure(model.flavor, model.overrides)
         shape = context.spec.shape(context.model)
-        sizes = {
-            name: size
-            for name, size in asdict(shape).items()
-            if name not in ("experts", "dense_layers")
-        }
+        sizes = {name: size for name, size in asdict(shape).items() if name not in ("experts", "dense_layers")}
         if empty := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
         context.shape = shape
@@ -86,10 +80,7 @@ def _schedule_fits_the_steps(context: RuleContext) -> Faults:
     decay = round(total * (schedule.decay_ratio or 0))
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
-        yield (
-            "lr_scheduler.decay_ratio",
-            f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}",
-        )
+        yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
     if schedule.decay_ratio and not decay:
         legal = f"0.0 for no decay, or at least {1 / total:.2g}"
         yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
@@ -108,9 +99,7 @@ def idle_spikes(config: JobConfig) -> str:
     """Return a line about spikes that a run is too short to judge, or an empty string."""
     fault, steps = config.fault, config.training.steps
     why = f"a step is judged after {fault.spike_window} good ones (fault.spike_window), and the run has {steps}"
-    return f"no effect: fault.spike_sigma, since {why}" * bool(
-        fault.spike_sigma and fault.spike_window >= steps
-    )
+    return f"no effect: fault.spike_sigma, since {why}" * bool(fault.spike_sigma and fault.spike_window >= steps)
 
 
 def long_warmup(config: JobConfig) -> str:
@@ -119,11 +108,7 @@ def long_warmup(config: JobConfig) -> str:
     steps = min(steps, schedule.total_steps or steps)
     if schedule.warmup_steps <= steps:
         return ""
-    rises = (
-        f"the learning rate rises in all {steps} steps"
-        if steps > 1
-        else "its only step has a low learning rate"
-    )
+    rises = f"the learning rate rises in all {steps} steps" if steps > 1 else "its only step has a low learning rate"
     return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
@@ -155,10 +140,7 @@ def _folders_are_inside_the_dump_folder(context: RuleContext) -> Faults:
 @RULES.add
 def _paths_can_exist(context: RuleContext) -> Faults:
     paths = [(key, value_of(context.loaded.config, key)) for key in _PATHS]
-    paths += [
-        ("training.mixture", source.dataset_path)
-        for source in context.loaded.config.training.mixture
-    ]
+    paths += [("training.mixture", source.dataset_path) for source in context.loaded.config.training.mixture]
     for key, path in paths:
         longest = max(len(name.encode()) for name in path.split("/"))
         if longest > _LONGEST_NAME:
@@ -175,15 +157,9 @@ def _cpu_has_what_is_used(context: RuleContext) -> Faults:
     if config.job.device != "cpu":
         return
     if config.training.dataloader.pin_memory:
-        yield (
-            "training.dataloader.pin_memory",
-            "pinned memory is for copies to a GPU, and job.device is cpu",
-        )
+        yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
     if config.checkpoint.async_mode == "async_with_pinned_mem":
-        yield (
-            "checkpoint.async_mode",
-            'pinned memory is for copies from a GPU, and job.device is cpu; use "async"',
-        )
+        yield "checkpoint.async_mode", 'pinned memory is for copies from a GPU, and job.device is cpu; use "async"'
     if config.profiling.enable_memory_snapshot:
         why = "records a GPU's allocator, and job.device is cpu; profiling.enable_profiling works on a CPU"
         yield "profiling.enable_memory_snapshot", why
@@ -198,25 +174,13 @@ def _checkpoints_are_enabled(context: RuleContext) -> Faults:
     if settings.enable:
         return
     if fault.spike_sigma and fault.on_spike == "rollback":
-        yield (
-            "fault.on_spike",
-            'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"',
-        )
+        yield "fault.on_spike", 'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"'
     if fault.stop_after_minutes:
-        yield (
-            "fault.stop_after_minutes",
-            "nothing is saved with checkpoint.enable = false; set it to true",
-        )
+        yield "fault.stop_after_minutes", "nothing is saved with checkpoint.enable = false; set it to true"
     if settings.load_step != -1:
-        yield (
-            "checkpoint.load_step",
-            "nothing is resumed with checkpoint.enable = false; set it to true",
-        )
+        yield "checkpoint.load_step", "nothing is resumed with checkpoint.enable = false; set it to true"
     if settings.last_save_in_hf:
-        yield (
-            "checkpoint.last_save_in_hf",
-            "nothing is saved with checkpoint.enable = false; set it to true",
-        )
+        yield "checkpoint.last_save_in_hf", "nothing is saved with checkpoint.enable = false; set it to true"
 
 
 @RULES.add
@@ -229,26 +193,16 @@ def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
     if settings.initial_load_in_hf and not settings.initial_load_path:
         yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
-        yield (
-            "checkpoint.initial_load_model_only",
-            "a Hugging Face folder contains weights only; use true",
-        )
+        yield "checkpoint.initial_load_model_only", "a Hugging Face folder contains weights only; use true"
     if settings.last_save_in_hf and getattr(context.model, "balance", "") == "bias":
         remedy = 'use model.overrides.balance = "sequence" or "none", or export checkpoints as plain safetensors'
-        yield (
-            "checkpoint.last_save_in_hf",
-            f'Hugging Face has no biases of routers (balance = "bias"); {remedy}',
-        )
+        yield "checkpoint.last_save_in_hf", f'Hugging Face has no biases of routers (balance = "bias"); {remedy}'
 
 
 @RULES.add
 def _traces_fit_between_their_steps(context: RuleContext) -> Faults:
     profiling = context.config.profiling
-    warmup, active, period = (
-        profiling.profiler_warmup,
-        profiling.profiler_active,
-        profiling.profile_freq,
-    )
+    warmup, active, period = profiling.profiler_warmup, profiling.profiler_active, profiling.profile_freq
     if profiling.enable_profiling and period < warmup + active:
         why = f"{warmup} warm-up steps and {active} traced steps do not fit into {period}"
         yield "profiling.profile_freq", f"{why}; at least {warmup + active}"
