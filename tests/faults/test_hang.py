@@ -161,6 +161,13 @@ def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault,
 
 
 @pytest.mark.long
+def test_a_rank_that_dies_when_it_is_asked_for_its_stack_does_not_hide_the_hang(tmp_path):
+    code, out = finish(injure(tmp_path, "deaf:backward:1:5", 3))
+    assert code == 1 and "rank 1: " in out.partition("titanlite: the run hangs: no rank moved for 3 s")[2], out
+    assert "SIGUSR2" not in out and "failed first" not in out, out
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(tmp_path, rank):
     """The other rank fails too, when the culprit is killed."""

@@ -1,6 +1,8 @@
 """Several nodes: they connect or name the missing ones; the cluster's variables are understood."""
 
+import random
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -14,9 +16,12 @@ from titanlite.runtime.cluster import rank_info, store_address
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Return a port below those that the system gives to connections: one of them could take it in the meantime."""
+    while True:
+        port = random.SystemRandom().randint(15_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return str(port)
 
 
 def node(rank: int, port: str, argv: list[str], folder, **extra: str):

@@ -51,6 +51,8 @@ class HangWatch:
         self._file = Path(config.job.dump_folder, "logs", f"hang-{name}.txt")
         self._unheard, self._heard = set(range(world)), []
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
+        self.is_hung = False
+        """Known before the stacks are: a process may die when it is asked for its own."""
         self._judge = Judge(world, beat_interval(world), start, time.monotonic()) if number == 0 else None
 
     def look(self) -> str:
@@ -60,6 +62,7 @@ class HangWatch:
             self._store.set(HANG, "")
         elif not self._store.check([HANG]):
             return ""
+        self.is_hung = True
         self._store.set(f"{HANG}/{self._number}", json.dumps(inspect(self._processes())))
         if hang:
             text = self._gather(hang)

@@ -207,8 +207,9 @@ def _run(
         part = config, attempt.ranks, attempt.world, rendezvous.address
         workers = Workers(argv, *part, folder, Path(private), environ)
         asked = stopping.during(rendezvous, Path(private))
-        with terminal, Watch(attempt, rendezvous, Path(private)), asked as judge:
+        with terminal, Watch(attempt, rendezvous, Path(private)) as watch, asked as judge:
             exits, reason = workers.run(rendezvous.poll)
+            reason = reason or watch.found()
             judge(exits)
         return exits, reason
 

@@ -1,5 +1,7 @@
 """Watch for a hang of the ranks from each launcher: a rank that is stopped, or keeps the GIL, could not do so."""
 
+from __future__ import annotations
+
 import os
 import threading
 import time
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.fault.hang import HangWatch, beat_interval
-from titanlite.fault.inspection import RankProcess
+from titanlite.fault.hang import GATHER_SECONDS, HangWatch, beat_interval
+from titanlite.fault.inspection import RankProcess, wait_until
 from titanlite.fault.stall import Stalled
 from titanlite.launch.attempts import Attempt
 from titanlite.launch.rendezvous import NodeRendezvous
@@ -25,11 +27,13 @@ class Watch:
 
     def __init__(self, attempt: Attempt, rendezvous: NodeRendezvous, private: Path) -> None:
         self._attempt, self._rendezvous, self._private = attempt, rendezvous, private
+        self._watch: HangWatch | None = None
         self._report = ""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Watch:
         self._rendezvous.on_poll.append(self._raise_if_hung)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._rendezvous.on_poll.remove(self._raise_if_hung)
@@ -39,7 +43,7 @@ class Watch:
         with suppress(dist.DistError, RuntimeError):  # node 0's launcher has ended
             store = attempt_store(self._rendezvous.connect_again(), name)
             node, nodes = ranks.start // len(ranks), world // len(ranks)
-            watch = HangWatch(store, self._attempt.config, world, nodes, node, self._processes, name)
+            watch = self._watch = HangWatch(store, self._attempt.config, world, nodes, node, self._processes, name)
             while not (self._report or self._rendezvous.is_over(self._attempt.number)):
                 self._report = watch.look()
                 time.sleep(beat_interval(world))
@@ -51,6 +55,12 @@ class Watch:
             for rank, page in read_pages(self._private).items()
             if _leads_session(page.pid)
         }
+
+    def found(self) -> Stalled | None:
+        """Return the hang that was found before the workers ended, with its report."""
+        if self._watch and self._watch.is_hung:
+            wait_until(lambda: bool(self._report), 3 * GATHER_SECONDS)
+        return Stalled(self._report, time.time()) if self._report else None
 
     def _raise_if_hung(self) -> None:
         """Kill the workers first: one that is stopped hears nothing else, and others take SIGTERM for a request to

@@ -2,11 +2,12 @@
 
 The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
 every one ("*"). Kinds: raise, kill, segv, core (segv, with a core in the folder CORES), stop (SIGSTOP), sleep, spin
-(without giving up the GIL), term and usr1 (which ask the run to stop), nan and spike (of a gradient, in any phase).
+(without giving up the GIL), deaf (SIGUSR2, which asks for a stack, ends it; it sleeps), term and usr1 (which ask the run to stop), nan and spike (of a gradient, in any phase).
 The start has step 0 and the phase "start"; "end" is after all steps, whatever STEP says.
 """
 
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -47,6 +48,9 @@ def suffer(kind: str) -> None:
         os.kill(os.getpid(), ENDS[kind])
     elif kind == "raise":
         raise ValueError("a fault was put in here")
+    elif kind == "deaf":
+        faulthandler.unregister(signal.SIGUSR2)
+        time.sleep(1000)
     elif kind == "sleep":
         time.sleep(1000)
     elif kind == "spin":
