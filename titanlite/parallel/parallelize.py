@@ -30,13 +30,13 @@ WHOLE: tuple[Technique, ...] = (
 ORDER: tuple[Technique, ...] = (
     # splits parameters: before anything looks at their shapes or wraps a forward method
     tensor.apply,
-    expert.apply,  # beside tensor parallel, which leaves experts alone
+    expert.apply,  # with tensor parallel, which leaves experts alone
     # around attention only: before a block's forward method is recomputed or compiled
     context.apply,
     replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     expert.exchange,  # outside per-operation recomputation, so that received tokens are kept
-    compile.apply,  # before sharding: gathering and freeing parameters stay outside of the graph
+    compile.apply,  # before sharding: gathering and freeing parameters stay outside the graph
     # wraps compiled blocks instead: torch 2.13 cannot compile these checkpointed
     partial(recompute.apply, around_graphs=True),
     fsdp.apply,  # last: takes every parameter that is left, and sets the prefetch schedule
