@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from scripts.bench import gpu, overhead, plan_gpu, ratios
-from scripts.bench.plain import Plain, write_tokens
+from benchmarks import gpu, overhead, plan_gpu, ratios
+from benchmarks.plain import Plain, write_tokens
 from tests.launch.run import records
 from titanlite.models.llama3 import FLAVORS
 from titanlite.observe.run_folder import git_revision

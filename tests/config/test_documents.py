@@ -21,8 +21,8 @@ def test_docs_config_md_is_current():
 
 
 def test_the_json_schema_is_current():
-    assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), (
-        "run: titanlite config --schema > docs/config.schema.json"
+    assert (ROOT / "titanlite/config/config.schema.json").read_text() == json_schema(), (
+        "run: titanlite config --schema > titanlite/config/config.schema.json"
     )
 
 
@@ -59,7 +59,7 @@ def test_the_differences_from_torchtitan_name_existing_keys():
 @pytest.mark.parametrize("name", shipped_configs())
 def test_a_shipped_config_names_its_schema(name):
     text = (ROOT / "train_configs" / name).read_text()
-    assert text.startswith("#:schema ../docs/config.schema.json")
+    assert text.startswith("#:schema ../titanlite/config/config.schema.json")
     assert json.loads(json_schema())["properties"].keys() >= {"job", "training"}
 
 

@@ -20,7 +20,13 @@ REASON = "needs the extra `recipes`: ./scripts/recipes_check.sh has it"
 def test_shellcheck_has_no_remark():
     if not shutil.which("shellcheck"):
         pytest.skip(REASON)
-    scripts = [*SCRIPTS.rglob("*.sh"), *SCRIPTS.rglob("*.slurm"), ROOT / "run_train.sh", ROOT / ".ci" / "run"]
+    scripts = [
+        *SCRIPTS.rglob("*.sh"),
+        *SCRIPTS.rglob("*.slurm"),
+        *ROOT.glob("benchmarks/*.sh"),
+        ROOT / "run_train.sh",
+        ROOT / ".ci" / "run",
+    ]
     done = subprocess.run(["shellcheck", "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

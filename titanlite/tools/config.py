@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "print the stages of pipeline parallel: their modules, what each rank does in a step, and how long it waits"
     )
     shows.add_argument("--pipeline", action="store_true", help=about)
-    about = "print the JSON schema with which editors complete and check configs: docs/config.schema.json"
+    about = "print the JSON schema with which editors complete and check configs: titanlite/config/config.schema.json"
     shows.add_argument("--schema", action="store_true", help=about)
     about = "print every key with its default, legal values and meaning: docs/config.md"
     shows.add_argument("--markdown", action="store_true", help=about)

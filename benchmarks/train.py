@@ -1,6 +1,6 @@
 """Measure how fast a config trains: one JSON record of a run of `titanlite train`.
 
-    NGPU=8 python scripts/bench/train.py --config llama_8b.toml [--section.key value …]
+    NGPU=8 python benchmarks/train.py --config llama_8b.toml [--section.key value …]
                                          [--steps 20] [--json benchmarks/mine.json] [--name row]
 
 The first `--steps` steps warm up (and compile), the next `--steps` are measured, and two more are traced to see where
@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.bench.ratios import keep  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
 from titanlite.errors import UserError  # noqa: E402
 from titanlite.tools.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
 
@@ -53,7 +53,7 @@ def measure(overrides: list[str], steps: int, timeout: float | None = None) -> d
         done = subprocess.run(
             [sys.executable, "-m", "titanlite", "train", *overrides, *own],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[1],
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError("\n".join(done.stdout.strip().splitlines()[-6:]))

@@ -1,6 +1,6 @@
 """A layer with experts, on one rank: what routing costs, and what the grouped product gains over a loop.
 
-    python scripts/bench/experts.py [--tokens 2048] [--rounds 30] [--json benchmarks/cpu.json]
+    python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json benchmarks/cpu.json]
 
 Forward and backward of a layer with 32 experts, of which a token meets 4, against a gated feed-forward layer of the
 same active width, which does the same products; and of the experts alone, by torch's grouped product and by a loop
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from scripts.bench.ratios import keep, ratio  # noqa: E402
+from benchmarks.ratios import keep, ratio  # noqa: E402
 from titanlite.models.common.feed_forward import SwiGLU  # noqa: E402
 from titanlite.models.common.moe import Experts, MoE, Router  # noqa: E402
 

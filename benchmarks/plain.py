@@ -1,6 +1,6 @@
 """The loop that one would write by hand, which titanlite's Trainer is measured against.
 
-python scripts/bench/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile] [--json FILE]
+python benchmarks/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from scripts.bench.ratios import keep  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
 from titanlite.data.shards import id_type  # noqa: E402
 from titanlite.data.shuffle import Order  # noqa: E402
 from titanlite.models.llama3 import FLAVORS, SPEC, shape  # noqa: E402

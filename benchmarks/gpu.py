@@ -1,6 +1,6 @@
 """The table of one GPU: two models; eager, compiled or in float8; recomputing nothing, some operations, or all.
 
-    python scripts/bench/gpu.py [--json benchmarks/gpu.json] [--seconds 530] [--steps 6] [--small]
+    python benchmarks/gpu.py [--json benchmarks/gpu.json] [--seconds 530] [--steps 6] [--small]
 
 All rows train in bfloat16 mixed precision. The most important rows come first, and none is started that might not end
 within --seconds: run the command again for the remaining rows, then for those that failed. `--small` runs the same
@@ -22,13 +22,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
-from scripts.bench.plain import write_tokens  # noqa: E402
-from scripts.bench.ratios import keep  # noqa: E402
-from scripts.bench.train import measure  # noqa: E402
+from benchmarks.plain import write_tokens  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.train import measure  # noqa: E402
 from titanlite.models.llama3 import FLAVORS  # noqa: E402
 
 FLOAT8 = "--quantize.linear.float8.enable"  # both models' output layers stay in bfloat16: one is tied, one left out

@@ -1,6 +1,6 @@
 """The planner's peak against torch.cuda.max_memory_allocated, on one GPU: two models, each way to recompute, eager.
 
-    python scripts/bench/plan_gpu.py [--json benchmarks/plan.json] [--steps 4] [--seconds 530]
+    python benchmarks/plan_gpu.py [--json benchmarks/plan.json] [--steps 4] [--seconds 530]
 
 A row trains as many steps as are asked for and notes what it measured, what was planned, and their ratio. Rows that
 are in the file already are left out, and none is started that might not end within --seconds: run the command again.
@@ -18,14 +18,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
-from scripts.bench.gpu import LONGEST, RECOMPUTE, Model, models  # noqa: E402
-from scripts.bench.plain import write_tokens  # noqa: E402
-from scripts.bench.ratios import keep  # noqa: E402
-from scripts.bench.train import measure  # noqa: E402
+from benchmarks.gpu import LONGEST, RECOMPUTE, Model, models  # noqa: E402
+from benchmarks.plain import write_tokens  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.train import measure  # noqa: E402
 from titanlite.config.job import job_from  # noqa: E402
 from titanlite.config.load import parse_command_line  # noqa: E402
 from titanlite.models.llama3 import FLAVORS  # noqa: E402

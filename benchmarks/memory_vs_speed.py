@@ -1,7 +1,7 @@
 """The time that each way to save memory costs: recompute x reshard x offload x prefetch, in one table.
 
-    python scripts/bench/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json]
-    python scripts/bench/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]    (on GPUs)
+    python benchmarks/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json]
+    python benchmarks/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]    (on GPUs)
 
 Rows are relative to the baseline: no recomputation, parameters kept after the forward pass, no offload, FSDP2's own
 prefetch. With GPUs, all of them train in bfloat16 by `titanlite train`, and the peak is the allocator's. On a CPU two
@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from scripts.bench.ratios import keep  # noqa: E402
-from scripts.bench.train import measure  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.train import measure  # noqa: E402
 from tests.jobs import QUIET, trainer  # noqa: E402
 from titanlite.data.loader import MicroBatch  # noqa: E402
 from titanlite.planner.rehearse import count_later_step  # noqa: E402

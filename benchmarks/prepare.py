@@ -1,6 +1,6 @@
 """Compare the speed of `titanlite data prepare` with the tokenizer in a plain loop, on the same text.
 
-    python scripts/bench/prepare.py [--rounds 5]
+    python benchmarks/prepare.py [--rounds 5]
 
 The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate between the plain loop
 (one process, one thread, ids discarded), prepare with one worker, and prepare with all cores; medians are printed.

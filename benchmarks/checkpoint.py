@@ -1,6 +1,6 @@
 """Compare the cost of a save with torch's own: the same state, in one run, as ratios.
 
-    python scripts/bench/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
+    python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums, manifest and
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402

@@ -1,6 +1,6 @@
 """Llama and Qwen 3 of the usual form, as in other trainers, which titanlite's own models are measured beside.
 
-    python scripts/bench/usual.py [--pairs 300] [--json benchmarks/cpu.json]
+    python benchmarks/usual.py [--pairs 300] [--json benchmarks/cpu.json]
 
 The modules have nothing of titanlite but the names of their parameters, so that both models have the same values:
 complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The command takes a forward and a
@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from scripts.bench.ratios import keep, ratio  # noqa: E402
+from benchmarks.ratios import keep, ratio  # noqa: E402
 from titanlite.models import llama3, qwen3  # noqa: E402
 
 SEQ, BATCH = 256, 4

@@ -1,7 +1,7 @@
 """Measure what the estimates of pipeline parallel leave out: naps instead of stages, and pp2 beside dp2.
 
-    .venv/bin/python scripts/bench/pipeline.py naps --nap 0.04
-    .venv/bin/python scripts/bench/pipeline.py train --rounds 5
+    .venv/bin/python benchmarks/pipeline.py naps --nap 0.04
+    .venv/bin/python benchmarks/pipeline.py train --rounds 5
 
 `naps`: four processes whose stages only sleep (a forward pass one nap, each half of a backward pass one too), so that
 two cores are enough; how long torch's schedules take beside the time that the list of actions predicts. `train`: the

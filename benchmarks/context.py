@@ -1,6 +1,6 @@
 """Attention under context parallel, its ranks played in turn by one process: how equal is their work?
 
-    python scripts/bench/context.py [--tokens 4096] [--rounds 7] [--json benchmarks/cpu.json]
+    python benchmarks/context.py [--tokens 4096] [--rounds 7] [--json benchmarks/cpu.json]
 
 For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's attention over the
 mean, and the sum over the ranks over the whole sequence's attention in one process; forward and backward, without the
@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from scripts.bench.ratios import keep  # noqa: E402
+from benchmarks.ratios import keep  # noqa: E402
 from titanlite.models.common.attention import CausalAttention, causal_rows  # noqa: E402
 from titanlite.parallel.context import places  # noqa: E402
 from titanlite.runtime.torch_private import attend_last  # noqa: E402

@@ -1,6 +1,6 @@
 """Compare the loader's speed on memory-mapped shards with a plain numpy gather of the same windows.
 
-    python scripts/bench/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
+    python benchmarks/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
 
 Each round times the plain gather (one copy of each window, in the same order, in this thread), then the trainer's
 loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as in training. Nothing else runs
@@ -17,12 +17,12 @@ from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from scripts.bench.ratios import keep, ratio  # noqa: E402
+from benchmarks.ratios import keep, ratio  # noqa: E402
 from titanlite.config.schema import Dataloader  # noqa: E402
 from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402

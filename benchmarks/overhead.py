@@ -1,6 +1,6 @@
 """The framework's overhead: titanlite's Trainer beside a plain PyTorch loop of the same training, as ratios.
 
-    python scripts/bench/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas] [--json FILE]
+    python benchmarks/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas] [--json FILE]
 
 Both train a model of the same sizes, the plain loop one of the usual form (usual.py), on the same data with the same
 optimizer and initial values, step by step in turn in the same processes, and must have the same losses. The time of a
@@ -25,14 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist  # noqa: E402
 
-from scripts.bench.plain import LOG, Plain, write_tokens  # noqa: E402
-from scripts.bench.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
-from scripts.bench.usual import BATCH, SEQ, SIZES, WARM_UP, build  # noqa: E402
+from benchmarks.plain import LOG, Plain, write_tokens  # noqa: E402
+from benchmarks.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
+from benchmarks.usual import BATCH, SEQ, SIZES, WARM_UP, build  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
