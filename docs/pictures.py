@@ -19,6 +19,7 @@ import tokenize
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -155,7 +156,7 @@ def disc(x: float, y: float, ring: int) -> str:
 # ------------------------------------------------------------------------- order
 
 
-def technique_names(techniques: Sequence[object]) -> list[str]:
+def technique_names(techniques: Sequence[Any]) -> list[str]:
     """Return "module.function" of each technique, with the names of the options that are set."""
     names = []
     for technique in techniques:
