@@ -13,6 +13,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 PAGES = [page for page in PAGES if page.exists()]
 
 
+INDEX = runpy.run_path(str(ROOT / "scripts" / "tests_index.py"))
+
+
 @pytest.fixture(scope="module")
 def pictures():
     return runpy.run_path(str(ROOT / "docs" / "pictures.py"))
@@ -62,9 +65,22 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_source_file_that_a_document_names_exists(page):
-    """Paths begin at the root or, for short, in titanlite/."""
+    """Paths begin at the root, at the page or, for short, in titanlite/."""
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|slurm))\b", read(page)))
-    missing = sorted(
-        name for name in named if not any((folder / name).exists() for folder in (ROOT, ROOT / "titanlite"))
-    )
+    folders = (ROOT, page.parent, ROOT / "titanlite")
+    missing = sorted(name for name in named if not any((folder / name).exists() for folder in folders))
     assert not missing
+
+
+def test_the_list_of_tests_is_current():
+    assert read(ROOT / "tests" / "README.md") == INDEX["page"](), "run: python scripts/tests_index.py --write"
+
+
+def test_the_tests_of_every_source_file_are_found():
+    sources = [path for path in INDEX["source_files"]() if not path.stem.startswith("__")]
+    assert [path for path in sources if not INDEX["tests_of"](path)] == []
+
+
+def test_the_test_file_of_a_source_files_name_comes_first():
+    assert str(INDEX["tests_of"](Path("titanlite/optim/skip.py"))[0]) == "tests/optim/test_skip.py"
+    assert str(INDEX["tests_of"](Path("models/gpt2/model.py"))[0]) == "tests/models/test_gpt2.py"

@@ -69,13 +69,14 @@ def abort_until(marker: str, times: int) -> str:
 
 
 @pytest.mark.long
-def test_the_pool_of_the_suite_runs_again_once_and_says_so(pool, tmp_path, monkeypatch):
+def test_the_pool_of_the_default_lane_runs_again_once_and_says_so(pool, tmp_path, monkeypatch):
     marker, record = tmp_path / "aborts", tmp_path / "record"
     marker.write_text("")
+    monkeypatch.setattr(pool, "repeats", True)
     monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
     with pytest.warns(UserWarning, match=f"(?s)run again: rank 1 died, exit code -6.*recorded in {record}"):
         assert pool.run(abort_until, str(marker), 1, world=2) == ["fine"] * 2
-    assert "test_the_pool_of_the_suite_runs_again_once_and_says_so" in record.read_text()
+    assert "test_the_pool_of_the_default_lane_runs_again_once_and_says_so" in record.read_text()
     assert "Fatal Python error: Aborted" in record.read_text() and "in abort_until" in record.read_text()
     marker.write_text("")
     with (
@@ -116,3 +117,14 @@ def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
         assert log.read_text() == "about to die\nabout to sleep\n", "what a rank prints to its stderr"
     finally:
         small.close()
+
+
+@pytest.mark.long
+def test_the_pool_of_the_long_lane_fails_at_the_first_abort_and_records_it(pool, tmp_path, monkeypatch):
+    marker, record = tmp_path / "aborts", tmp_path / "record"
+    marker.write_text("")
+    monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
+    assert not pool.repeats, "this test runs in the long lane, or because it was named"
+    with pytest.raises(RankFailed, match="rank 1 died, exit code -6"):
+        pool.run(abort_until, str(marker), 1, world=2)
+    assert record.read_text().count("abort of a rank:") == 1
