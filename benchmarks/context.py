@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from benchmarks.ratios import keep  # noqa: E402
 from titanlite.models.common.attention import CausalAttention, causal_rows  # noqa: E402
-from titanlite.parallel.context import places  # noqa: E402
+from titanlite.parallel.context_parallel import rank_chunks  # noqa: E402
 from titanlite.runtime.torch_private import attend_last  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
@@ -44,8 +44,8 @@ def main() -> None:
     plays = {("whole", 1, 0): whole}
     for degree in (2, 4, 8):
         for rank in range(degree):
-            plays["headtail", degree, rank] = places(tokens, degree, rank, True)
-            plays["none", degree, rank] = places(tokens, degree, rank, False)
+            plays["headtail", degree, rank] = rank_chunks(tokens, degree, rank, True)
+            plays["none", degree, rank] = rank_chunks(tokens, degree, rank, False)
     seconds: dict[tuple[str, int, int], list[float]] = {play: [] for play in plays}
     for number in range(arguments.rounds + 1):
         for play, chunks in plays.items():

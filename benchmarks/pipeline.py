@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.config.pipeline_order import COST, bubble, parse
 from titanlite.config.stages import SINGLE, V_SHAPED, Stages, stages_of_ranks
-from titanlite.parallel.pipeline import orders
+from titanlite.parallel.pipeline_parallel import orders
 
 RANKS, STEPS = 4, 3
 SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)

@@ -55,12 +55,12 @@ ROOMS = {
 }
 TECHNIQUES = {
     "convert.apply": "Converters, such as float8",
-    "tensor.apply": "Tensor and sequence parallel",
-    "expert.apply": "Expert parallel: the split",
-    "context.apply": "Context parallel",
+    "tensor_parallel.apply": "Tensor and sequence parallel",
+    "expert_parallel.apply": "Expert parallel: the split",
+    "context_parallel.apply": "Context parallel",
     "replicated.apply": "Replicated parameters",
     "recompute.apply": "Activation checkpointing",
-    "expert.exchange": "Expert parallel: the exchange",
+    "expert_parallel.dispatch": "Expert parallel: the exchange",
     "compile.apply": "torch.compile of each block",
     "recompute.apply around_graphs": "Activation checkpointing around graphs",
     "fsdp.apply": "FSDP2 or HSDP",
@@ -182,11 +182,6 @@ def reasons(variable: str) -> list[str]:
     raise AssertionError(variable)
 
 
-def title_of(name: str) -> str:
-    module, _, function = name.partition(".")
-    return TECHNIQUES[f"{module.removesuffix('_parallel')}.{function}"]
-
-
 def draw_order() -> str:
     x, y, height = 60, 50, 46
     shapes = [text(24, 30, "THE fixed order of parallelize.py", 17, INK, BOLD)]
@@ -205,7 +200,7 @@ def draw_order() -> str:
             number += 1
             shapes.append(f'<circle cx="38" cy="{y + 17}" r="12" fill="{RINGS[1]}"/>')
             shapes.append(text(38, y + 21.3, str(number), 12, PAPER, BOLD, "middle"))
-            shapes.append(text(x, y + 15, title_of(name), 13.5, INK, BOLD))
+            shapes.append(text(x, y + 15, TECHNIQUES[name], 13.5, INK, BOLD))
             function, _, option = name.partition(" ")
             shown = function + (f"({option})" if option else "")
             shapes.append(text(x, y + 31, shown, 11, SOFT, CODE))

@@ -45,8 +45,9 @@ titanlite: what stands after the issue of defects; 145,000 is the limit at the e
 """
 RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
-        parallel.balance parallel.context parallel.convert parallel.expert parallel.float8 parallel.pipeline
-        parallel.replica_check parallel.replicated optim optim.bf16_state optim.skip train.chunked_loss fault.bad_step
+        parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel parallel.float8
+        parallel.pipeline_parallel parallel.replica_check parallel.replicated optim optim.bf16_state optim.skip
+        train.chunked_loss fault.bad_step
         """,
     "a job is its config, checked": """
         config.load config.schema config.stages config.rules.context config.rules.data config.rules.parallel

@@ -49,28 +49,28 @@ class Layout:
         return self.dp_shard * self.cp
 
     @property
-    def efsdp(self) -> int:
+    def expert_fsdp(self) -> int:
         """Return how many ranks have the same experts, and shard their weights."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def expert_degrees(self) -> tuple[int, ...]:
-        return (self.pp, self.dp_replicate, self.efsdp, self.ep)
+        return (self.pp, self.dp_replicate, self.expert_fsdp, self.ep)
 
     @property
-    def experts_apart(self) -> bool:
+    def experts_on_own_mesh(self) -> bool:
         """Return whether experts are sharded over other ranks than the layers around them."""
         return self.experts and self.ep * self.tp > 1
 
     @property
-    def most_sharded(self) -> int:
+    def max_shard_degree(self) -> int:
         """Return the largest sharding degree of any parameter."""
-        if self.experts_apart:
-            return max(self.fsdp, self.efsdp)
+        if self.experts_on_own_mesh:
+            return max(self.fsdp, self.expert_fsdp)
         return self.fsdp
 
     @property
-    def splits(self) -> int:
+    def model_shards(self) -> int:
         """Return how many ranks a matrix is split over, by all dimensions together."""
         return self.pp * self.fsdp * self.tp
 

@@ -146,11 +146,11 @@ class MoE(nn.Module):
         """Return the layer's output of (batch, tokens, dim)."""
         weights, chosen, counts = self.router(x)
         order = chosen.flatten().argsort(stable=True)
-        place = inverse(order)
+        position = inverse(order)
         top_k = self.router.top_k
-        tokens = GatherRows.apply(x.flatten(0, 1), order // top_k, place.view(-1, top_k))
+        tokens = GatherRows.apply(x.flatten(0, 1), order // top_k, position.view(-1, top_k))
         outputs = GatherRows.apply(
-            self.experts(tokens, counts.sum(0)), place.view_as(chosen), order
+            self.experts(tokens, counts.sum(0)), position.view_as(chosen), order
         )
         mixed = (weights.to(x.dtype).unsqueeze(-2) @ outputs).squeeze(-2)
         if self.shared is None:
@@ -159,15 +159,15 @@ class MoE(nn.Module):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Return the place of each number in a permutation."""
-    place = torch.empty_like(order)
-    return place.scatter_(0, order, torch.arange(len(order), device=order.device))
+    """Return the position of each number in a permutation."""
+    position = torch.empty_like(order)
+    return position.scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class GatherRows(torch.autograd.Function):
     """Return rows by their numbers.
 
-    `uses` has the places of each row in the result: one place, or as (rows, times) several, so that
+    `uses` has the positions of each row in the result: one, or as (rows, times) several, so that
     the backward pass adds in one order.
     """
 

@@ -58,4 +58,4 @@ def test_a_shipped_config_is_valid_at_its_world_size(name):
 def test_the_state_of_a_rank_takes_less_than_0_4_of_80_gb(name):
     """Parameters, gradients and AdamW's two means, in float32."""
     layout = shipped(name).layout
-    assert 16 * PARAMETERS[name] / layout.splits < 0.4 * 80e9
+    assert 16 * PARAMETERS[name] / layout.model_shards < 0.4 * 80e9

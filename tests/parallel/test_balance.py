@@ -12,7 +12,7 @@ from tests.jobs import FLOAT64, MOE, forward_backward, full, relative_error, tra
 from tests.lanes import sample
 from titanlite.data.loader import MicroBatch
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.expert import routers
+from titanlite.parallel.expert_parallel import routers
 from titanlite.train.trainer import Trainer
 
 STEPS = [*MOE, *FLOAT64, "--training.global_batch_size=12", "--training.steps=3", "--metrics.log_freq=2"]

@@ -24,9 +24,9 @@ from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
-from titanlite.parallel import context
+from titanlite.parallel import context_parallel
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.context import own_places, places
+from titanlite.parallel.context_parallel import own_positions, rank_chunks
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.fake_world import fake_world
@@ -46,16 +46,16 @@ EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 @pytest.mark.parametrize("balanced", [True, False])
 def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
     for degree in range(1, 9):
-        chunks = [chunk for rank in range(degree) for chunk in places(48 * degree, degree, rank, balanced)]
+        chunks = [chunk for rank in range(degree) for chunk in rank_chunks(48 * degree, degree, rank, balanced)]
         assert sorted(token for chunk in chunks for token in chunk) == [*range(48 * degree)]
-        ordered = context._in_order(chunks, balanced)
+        ordered = context_parallel._in_order(chunks, balanced)
         assert [token for chunk in ordered for token in chunk] == [*range(48 * degree)]
 
 
 def test_head_and_tail_see_as_many_tokens_on_every_rank():
     def pairs(degree: int, rank: int, balanced: bool) -> int:
         """Count the tokens and those that each sees, whole chunks at a time, as a core attends."""
-        return sum(len(chunk) * chunk.stop for chunk in places(16 * degree, degree, rank, balanced))
+        return sum(len(chunk) * chunk.stop for chunk in rank_chunks(16 * degree, degree, rank, balanced))
 
     for degree in range(1, 9):
         assert {pairs(degree, rank, True) for rank in range(degree)} == {(2 * degree + 1) * 8**2}
@@ -74,7 +74,7 @@ def test_head_and_tail_see_as_many_tokens_on_every_rank():
 def test_each_rank_reads_the_places_that_the_config_says(options, own):
     found = job([*EVEN, CP2, *options], 4)
     device = torch.device("cpu")
-    read = [own_places(found, rank, device, 16) for rank in range(4)]
+    read = [own_positions(found, rank, device, 16) for rank in range(4)]
     assert [places.tolist() for places in read if places is not None] == [*own, *own]
     rows, second = torch.arange(2 * 4 * 16).view(2, 4, 16), torch.tensor(own[1])
     batch = MicroBatch(rows).to(device, read[1])
@@ -101,8 +101,8 @@ def collectives(argv: list[str], folder: str) -> dict[str, list[int]]:
             return result
 
     mine = micro_batches(*ragged_batch(), run.rank_slice)
-    own = run.own_places(TOKENS)
-    assert run.own_places(TOKENS) is own, "made once per length"
+    own = run.own_positions(TOKENS)
+    assert run.own_positions(TOKENS) is own, "made once per length"
     with Recorded():
         forward_backward(run, [batch.to(run.device, own) for batch in mine])
     return seen
@@ -139,7 +139,7 @@ def test_all_compiled_blocks_share_one_graph(option):
     with fake_world(found.layout) as mesh:
         parallelize(model, Context(found, mesh, table, device))
         allocate(model, device)
-        places = own_places(found, 0, device, TOKENS)
+        places = own_positions(found, 0, device, TOKENS)
         model_loss(model, MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64), places), chunks=1).backward()
     assert compiled_graphs() - before == 1
 
@@ -148,14 +148,14 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validation_loss(
         *(run.parts, run.validation_loader, run.device, run.mesh.loss),
-        places=run.own_places(run.job.validation_seq_len),
+        positions=run.own_positions(run.job.validation_seq_len),
         pipeline=run.runner.pipeline,
     )
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
     text = generate(
         *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context.sequence_multiple(run.job),
-        own_places=run.own_places,
+        multiple=context_parallel.sequence_multiple(run.job),
+        own_positions=run.own_positions,
         group=run.mesh.world["cp"].get_group(),
         pipeline=run.runner.pipeline,
     )
@@ -333,4 +333,4 @@ def test_a_model_without_what_its_table_names_is_refused(spoil, message):
     model, table = build_model(found)
     spoil(model)
     with fake_world(found.layout) as mesh, pytest.raises(UserError, match=message):
-        context.apply(model, Context(found, mesh, table, torch.device("cpu")))
+        context_parallel.apply(model, Context(found, mesh, table, torch.device("cpu")))

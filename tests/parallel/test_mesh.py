@@ -49,7 +49,7 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             assert mesh.tp.mesh.tolist() == ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
             for group, shared in ((mesh.data, ("pp", "tp")), (mesh.loss, ("tp",)), (mesh.stage, ("pp",))):
                 assert sorted(dist.get_process_group_ranks(group)) == ranks_that_share(*shared)
-            if not layout.experts_apart:
+            if not layout.experts_on_own_mesh:
                 assert mesh.ep is mesh.experts is None
                 continue
             assert mesh.ep and mesh.experts

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.jobs import FLOAT64, QUIET, TINY, full, job, relative_error
 from titanlite.errors import UserError
-from titanlite.parallel import float8, replicated, tensor
+from titanlite.parallel import float8, replicated, tensor_parallel
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.fsdp_schedule import schedule
@@ -53,7 +53,7 @@ def run_part(argv: list[str]) -> dict:
     mine = mine.chunk(found.layout.tp, dim=1)[coordinates["tp"]].contiguous().requires_grad_()
     loss = part(mine, positions).sin().sum()
     loss.backward()
-    tensor.sum_gradients(part.parameters())
+    tensor_parallel.sum_gradients(part.parameters())
     replicated.sum_gradients(replicated_parameters(part, context), context.mesh.data, torch.float64)
     dist.all_reduce(loss.detach())
     gradients = {name: full(p.grad) for name, p in part.named_parameters() if p.grad is not None}

@@ -28,7 +28,7 @@ from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
 from titanlite.fault.nonfinite import NonFinite
 from titanlite.parallel.build import build_model, named_parameters
-from titanlite.parallel.pipeline import Pipeline, orders, split
+from titanlite.parallel.pipeline_parallel import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
 from titanlite.registry import Role
 from titanlite.runtime.cluster import RankInfo
@@ -56,7 +56,7 @@ MODELS = {
 
 def own_micro_batches(run: Trainer) -> list[MicroBatch]:
     """Return this rank's part of a global batch."""
-    return [MicroBatch(batch.rows, run.own_places(16)) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
+    return [MicroBatch(batch.rows, run.own_positions(16)) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
 
 
 def one_step(argv: list[str], folder: str, optimizer: Sequence[str] = SGD) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 from titanlite.cli import main
 from titanlite.config.pipeline_order import COST, bubble, faults_of, most_kept, stages_of
 from titanlite.config.stages import SINGLE, V_SHAPED, Stages, stages_of_ranks
-from titanlite.parallel.pipeline import orders
+from titanlite.parallel.pipeline_parallel import orders
 
 SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 SIZES = [(ranks, count) for ranks in (2, 4) for count in (8, 16)]

@@ -30,7 +30,7 @@ from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
-from titanlite.parallel import context
+from titanlite.parallel import context_parallel
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
@@ -234,13 +234,13 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     tokens: list[int] = []
     generate(
         *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context.sequence_multiple(run.job),
-        own_places=run.own_places,
+        multiple=context_parallel.sequence_multiple(run.job),
+        own_positions=run.own_positions,
         group=run.mesh.world["cp"].get_group(),
         pipeline=run.runner.pipeline,
         show=lambda text: tokens.append(text[-1]),
     )
-    how = run.mesh.loss, 2, run.own_places(run.job.validation_seq_len), run.runner.pipeline
+    how = run.mesh.loss, 2, run.own_positions(run.job.validation_seq_len), run.runner.pipeline
     loss = validation_loss(run.parts, run.validation_loader, run.device, *how)
     assert all(part.training for part in run.parts)
     if dist.get_rank() == 0:
@@ -254,7 +254,7 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
     """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
     on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    places, before = run.own_places(run.job.validation_seq_len), OWN_PAGE.sequence
+    places, before = run.own_positions(run.job.validation_seq_len), OWN_PAGE.sequence
     loss = validation_loss(
         run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
     )
@@ -269,8 +269,8 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
 
     generate(
         *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context.sequence_multiple(run.job),
-        own_places=run.own_places,
+        multiple=context_parallel.sequence_multiple(run.job),
+        own_positions=run.own_positions,
         group=run.mesh.world["cp"].get_group(),
         pipeline=run.runner.pipeline,
         narrow=narrow,

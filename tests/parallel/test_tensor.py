@@ -18,9 +18,9 @@ from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batche
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.parallel import tensor
+from titanlite.parallel import tensor_parallel
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.context import sequence_multiple
+from titanlite.parallel.context_parallel import sequence_multiple
 from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.loss import token_loss_sum
@@ -125,7 +125,7 @@ def test_indivisible_width_is_refused_by_name():
     with pytest.raises(
         UserError, match=r"2 does not divide the 33 outputs of layers.0.feed_forward.w1; legal.*1, 3, 11"
     ):
-        tensor.check(model, table, 2)
+        tensor_parallel.check(model, table, 2)
 
 
 def test_bias_role_that_contradicts_its_weight_is_refused():
@@ -133,7 +133,7 @@ def test_bias_role_that_contradicts_its_weight_is_refused():
     name = "layers.0.feed_forward.w2.bias"
     table[name] = dataclasses.replace(table[name], tensor="row")
     with pytest.raises(UserError, match=rf'{name} has the role "row".* must be "replicated"'):
-        tensor.check(model, table, 2)
+        tensor_parallel.check(model, table, 2)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_async_tensor_parallel_names_missing_requirements(argv, message):
 
 @pytest.mark.parametrize(("batch", "overlapped"), [(1, "but for all-gathers: inductor needs"), (2, "(async)")])
 def test_async_tensor_parallel_says_what_it_does_not_overlap(monkeypatch, batch, overlapped):
-    monkeypatch.setattr(tensor, "enable_async_tensor_parallel", lambda group: None)
+    monkeypatch.setattr(tensor_parallel, "enable_async_tensor_parallel", lambda group: None)
     compiled = ["--compile.enable", "--job.device=auto", f"--training.local_batch_size={batch}"]
     found = job([*EVEN, TP2, "--parallelism.enable_async_tensor_parallel", *compiled], 2)
     model, table = build_model(found)
     with fake_world(found.layout) as mesh:
-        (note,) = tensor.apply(model, Context(found, mesh, table, torch.device("cpu")))
+        (note,) = tensor_parallel.apply(model, Context(found, mesh, table, torch.device("cpu")))
     assert overlapped in note and ("all-gathers" in note) == (batch == 1)
 
 

@@ -166,8 +166,8 @@ class Checkpoints:
         """Load it, and log what the run starts from and what it does differently."""
         if resume.folder is None:
             if self.enabled:
-                moot = "; no effect: checkpoint.exclude_from_loading" * bool(resume.exclude)
-                self._log.info(f"starting from scratch: no checkpoint in {self.root}{moot}")
+                no_effect = "; no effect: checkpoint.exclude_from_loading" * bool(resume.exclude)
+                self._log.info(f"starting from scratch: no checkpoint in {self.root}{no_effect}")
             return
         if resume.hf:
             resume.hf.fill(state.weights())

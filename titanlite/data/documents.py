@@ -196,8 +196,8 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
             yield offset, line
 
 
-def _json_text(place: Callable[[], str], line: bytes) -> str:
-    """Return the "text" of a line of JSON; `place` returns the file and line to name in an error."""
+def _json_text(source: Callable[[], str], line: bytes) -> str:
+    """Return the "text" of a line of JSON; `source` returns the file and line to name in an error."""
     text: Any = None
     try:
         text = json.loads(line)["text"]
@@ -214,7 +214,7 @@ def _json_text(place: Callable[[], str], line: bytes) -> str:
         reason = 'no "text" in it'
     except (ValueError, TypeError) as error:
         reason = f"not a JSON object: {error}"
-    raise UserError(f"{place()}: {reason}")
+    raise UserError(f"{source()}: {reason}")
 
 
 def _line_at(path: Path, offset: int) -> str:
@@ -223,13 +223,13 @@ def _line_at(path: Path, offset: int) -> str:
     return f"{path}: line {sum(1 for _ in before) + 1}"
 
 
-def require_text(place: object, schema: Any) -> None:
+def require_text(source: object, schema: Any) -> None:
     """Raise a UserError unless an Arrow schema has a column "text" of strings."""
     if "text" not in schema.names:
-        raise UserError(f'{place} has no column "text"; it has: {", ".join(schema.names)}')
+        raise UserError(f'{source} has no column "text"; it has: {", ".join(schema.names)}')
     kind = str(schema.field("text").type)
     if not re.match(r"(dictionary<values=)?(large_)?string|null$", kind):
-        raise UserError(f'{place}: the column "text" holds {kind}, not strings')
+        raise UserError(f'{source}: the column "text" holds {kind}, not strings')
 
 
 def _open_parquet(path: Path) -> Any:

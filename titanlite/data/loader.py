@@ -31,16 +31,16 @@ class MicroBatch:
     """
 
     rows: torch.Tensor
-    places: torch.Tensor | None = None
+    own_positions: torch.Tensor | None = None
     """The token positions of this rank under context parallel; None for all."""
 
-    def to(self, device: torch.device, places: torch.Tensor | None = None) -> "MicroBatch":
-        """Return the batch on the device, with the tokens at `places` as this rank's own."""
-        return MicroBatch(self.rows.to(device, non_blocking=True), places)
+    def to(self, device: torch.device, own_positions: torch.Tensor | None = None) -> "MicroBatch":
+        """Return the batch on the device, with the tokens at `own_positions` as this rank's own."""
+        return MicroBatch(self.rows.to(device, non_blocking=True), own_positions)
 
     def split(self, size: int) -> "list[MicroBatch]":
         """Return batches of `size` windows each."""
-        return [MicroBatch(rows, self.places) for rows in self.rows.split(size)]
+        return [MicroBatch(rows, self.own_positions) for rows in self.rows.split(size)]
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -61,14 +61,14 @@ class MicroBatch:
     def positions(self) -> torch.Tensor | None:
         if self.rows.size(1) > 2:
             return self._own(3)
-        if self.places is None:
+        if self.own_positions is None:
             return None
-        return self.places.expand(len(self.rows), -1)
+        return self.own_positions.expand(len(self.rows), -1)
 
     def _own(self, row: int) -> torch.Tensor:
-        if self.places is None:
+        if self.own_positions is None:
             return self.rows[:, row]
-        return self.rows[:, row, self.places]
+        return self.rows[:, row, self.own_positions]
 
 
 @dataclass(frozen=True)

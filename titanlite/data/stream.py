@@ -121,14 +121,16 @@ class Reader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the block's start, how many of its documents were used, and the tokens not yet in a window."""
-        state = dict(zip(("epoch", "file", "document"), self._block_start, strict=True), taken=self._documents_taken)
+        state = dict(
+            zip(("epoch", "file", "document"), self._block_start, strict=True), taken=self._documents_consumed
+        )
         rest = self._leftover_tokens.tolist()
         return {**state, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that a reader with the same number returned."""
         self._block_start = self._position = (state["epoch"], state["file"], state["document"])
-        self._documents_taken, self._windows_emitted = state["taken"], state["given"]
+        self._documents_consumed, self._windows_emitted = state["taken"], state["given"]
         self._leftover_tokens, self._exhausted = np.asarray(state["rest"], dtype=np.int64), state["over"]
         self._block: list[str] | None = None
         self._documents = self._read_epoch()
@@ -154,10 +156,10 @@ class Reader:
         """Append a document and its end token to the leftover tokens; at the epoch's end start the next, if any."""
         if self._block is None:
             self._block = self._read_block()
-        if self._documents_taken < len(self._block):
-            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._documents_taken]), dtype=np.int64)
+        if self._documents_consumed < len(self._block):
+            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._documents_consumed]), dtype=np.int64)
             self._leftover_tokens = np.concatenate([self._leftover_tokens, ids, [self._stream.tokenizer.end]])
-            self._documents_taken += 1
+            self._documents_consumed += 1
             return
         if self._block:
             self._block_start = self._position
@@ -171,7 +173,7 @@ class Reader:
         else:
             self._block_start = self._position = (self._block_start[0] + 1, 0, 0)
             self._documents = self._read_epoch()
-        self._block, self._documents_taken = None, 0
+        self._block, self._documents_consumed = None, 0
 
     def _read_block(self) -> list[str]:
         """Return the next documents, shuffled; an empty list at the epoch's end."""

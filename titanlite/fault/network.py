@@ -70,7 +70,7 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Time
     for bit in range((world - 1).bit_length()):
         peer = rank ^ (1 << bit)
         ranks = sorted((rank, peer)) if peer < world else []
-        rounds.append(Timed(tuple(ranks), *_time(partial(_exchange, peer if ranks else None, pairs), device)))
+        rounds.append(Timed(tuple(ranks), *_time(partial(_send_and_receive, peer if ranks else None, pairs), device)))
     if device.type == "cuda":
         dist.destroy_process_group(pairs)
     everyone: list[Any] | None = [None] * world if rank == 0 else None
@@ -80,7 +80,7 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Time
     return by_name, [[seen[number] for _, seen in everyone] for number in range(len(rounds))]
 
 
-def _exchange(peer: int | None, group: dist.ProcessGroup, data: torch.Tensor) -> None:
+def _send_and_receive(peer: int | None, group: dist.ProcessGroup, data: torch.Tensor) -> None:
     if peer is not None:
         received = torch.empty_like(data)
         both = dist.P2POp(dist.isend, data, peer, group), dist.P2POp(dist.irecv, received, peer, group)

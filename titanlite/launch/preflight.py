@@ -35,7 +35,7 @@ Check = Callable[..., Any]
 def check_machine(job: Job, device: str, processes: int, first_node: bool = True) -> None:
     """Raise a UserError that names everything this machine lacks for the job."""
     from titanlite.optim import check_trained
-    from titanlite.parallel import float8, tensor
+    from titanlite.parallel import float8, tensor_parallel
     from titanlite.parallel.build import build_model
 
     problems: list[str] = []
@@ -55,7 +55,7 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
         if built := check(build_model, job):
             model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
-            check(tensor.check, model, table, job.layout.tp)
+            check(tensor_parallel.check, model, table, job.layout.tp)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
             if parts := check(_stages_alone, job, model):
@@ -213,7 +213,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
     """Return the parts of every pipeline rank; raise UserError if one cannot run without the rest of the model."""
     import torch
 
-    from titanlite.parallel.pipeline import split
+    from titanlite.parallel.pipeline_parallel import split
 
     if job.layout.pp == 1:
         return [[model]]
@@ -243,15 +243,15 @@ def _check_memory(job: Job, parts: list[list[nn.Module]], table: dict[str, Rule]
     static = static_bytes(job)
     first = static["parameters"] + static["gradients"] + static["optimizer"]
     # Of the other pipeline ranks only the stages are counted, as if they were split evenly.
-    per_rank = max(first, *(size * job.layout.pp // job.layout.splits for size in sizes))
+    per_rank = max(first, *(size * job.layout.pp // job.layout.model_shards for size in sizes))
     if per_rank <= available:
         return
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if _state_size(job, [smaller], smaller_table, element_size) // job.layout.splits <= available:
+        if _state_size(job, [smaller], smaller_table, element_size) // job.layout.model_shards <= available:
             fitting.append(flavor)
-    of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.splits}"
+    of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.model_shards}"
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
         f"{format_bytes(per_rank)} on {of} ranks that share them, "

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.parallel.build import Context
-from titanlite.parallel.expert import routers
+from titanlite.parallel.expert_parallel import routers
 from titanlite.runtime.distributed import gather_objects
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from titanlite.config import schema
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context
-from titanlite.parallel.expert import expert_modules, units
+from titanlite.parallel.expert_parallel import expert_modules, units
 from titanlite.runtime.torch_private import set_activation_memory_budget
 
 

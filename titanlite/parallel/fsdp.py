@@ -23,7 +23,7 @@ from titanlite.errors import UserError
 from titanlite.parallel import fsdp_schedule
 from titanlite.parallel.build import Context, shared_names
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.expert import expert_modules
+from titanlite.parallel.expert_parallel import expert_modules
 from titanlite.parallel.float8 import bytes_all_gather
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime import torch_private
@@ -58,7 +58,7 @@ def _is_needed(job: Job) -> bool:
     """Return whether parameters are sharded, summed over replicas, cast or offloaded."""
     training = job.config.training
     casts = training.mixed_precision_param != training.dtype
-    sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_apart
+    sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_on_own_mesh
     return sharded or casts or training.enable_cpu_offload
 
 
@@ -180,8 +180,8 @@ def _note(job: Job) -> str:
         name = f"data parallel with {layout.dp_replicate} replicas"
         if layout.fsdp > 1:
             name += f", each sharded over {layout.fsdp} ranks (HSDP)"
-    if layout.experts_apart:
-        name += f", experts on {layout.efsdp}"
+    if layout.experts_on_own_mesh:
+        name += f", experts on {layout.expert_fsdp}"
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"
     settings = job.config.parallelism

@@ -113,7 +113,7 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
 
     They are if other ranks shard them. They are needed after their block in both passes.
     """
-    if not job.layout.experts_apart:
+    if not job.layout.experts_on_own_mesh:
         return {}
     spec = job.spec
     paths = expert_paths(spec.rules(job.model), spec.blocks)

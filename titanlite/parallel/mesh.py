@@ -51,7 +51,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if layout.pp > 1:
         loss = _group("loss", world.mesh.movedim(-1, 0).flatten(1).tolist())
     stage = _group("stage", world.mesh.flatten(1).tolist())
-    if not layout.experts_apart:
+    if not layout.experts_on_own_mesh:
         return Mesh(world, fsdp, sharding["tp"], data, loss, stage)
     # A third view of the same ranks, in which those of ep follow each other.
     degrees = layout.expert_degrees

@@ -7,14 +7,14 @@ from torch import nn
 
 from titanlite.parallel import (
     compile,
-    context,
+    context_parallel,
     convert,
-    expert,
+    expert_parallel,
     fsdp,
-    pipeline,
+    pipeline_parallel,
     recompute,
     replicated,
-    tensor,
+    tensor_parallel,
 )
 from titanlite.parallel.build import Context
 from titanlite.parallel.init import materialize
@@ -29,13 +29,13 @@ WHOLE: tuple[Technique, ...] = (
 )
 ORDER: tuple[Technique, ...] = (
     # splits parameters: before anything looks at their shapes or wraps a forward method
-    tensor.apply,
-    expert.apply,  # with tensor parallel, which leaves experts alone
+    tensor_parallel.apply,
+    expert_parallel.apply,  # with tensor parallel, which leaves experts alone
     # around attention only: before a block's forward method is recomputed or compiled
-    context.apply,
+    context_parallel.apply,
     replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
-    expert.exchange,  # outside per-operation recomputation, so that received tokens are kept
+    expert_parallel.dispatch,  # outside per-operation recomputation, so that received tokens are kept
     compile.apply,  # before sharding: gathering and freeing parameters stay outside the graph
     # wraps compiled blocks instead: torch 2.13 cannot compile these checkpointed
     partial(recompute.apply, around_graphs=True),
@@ -65,7 +65,7 @@ def split(model: nn.Module, context: Context) -> list[nn.Module]:
     if len(stages.names) == 1:
         return [model]
     own = stages.ranks[context.mesh.world["pp"].get_local_rank()]
-    return pipeline.split(model, context.job.spec, [stages.names[stage] for stage in own])
+    return pipeline_parallel.split(model, context.job.spec, [stages.names[stage] for stage in own])
 
 
 def build_parts(model: nn.Module, context: Context, seed: int) -> tuple[list[nn.Module], list[str]]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from titanlite.parallel.build import Context
-from titanlite.parallel.expert import expert_modules, units
+from titanlite.parallel.expert_parallel import expert_modules, units
 from titanlite.runtime.torch_private import ATTENTION_OPERATIONS, REDUCE_SCATTER_OPERATION
 
 _EXPENSIVE = (

@@ -53,14 +53,14 @@ def check_replicas(
     if not len(differing):
         return
     shard = shards.flatten()[differing[0]]
-    ranks, places = (shards == shard).nonzero().unbind(-1)
+    ranks, indices = (shards == shard).nonzero().unbind(-1)
     own_name = ""
     for (name, _), key in zip(tensors, local_hashes[:, 0], strict=False):
         if key == shard:
             own_name = name
             break
     known = next(filter(None, gather_objects(own_name, dist.group.WORLD)))
-    raise RunFailed(_describe(known, when, ranks.tolist(), contents[ranks, places].tolist()))
+    raise RunFailed(_describe(known, when, ranks.tolist(), contents[ranks, indices].tolist()))
 
 
 def _tensors(

@@ -16,7 +16,7 @@ from titanlite.runtime import torch_private
 from titanlite.runtime.page import phase
 
 if TYPE_CHECKING:
-    from titanlite.parallel.pipeline import Pipeline
+    from titanlite.parallel.pipeline_parallel import Pipeline
 
 
 class Received(dict[int, Any]):

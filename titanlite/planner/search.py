@@ -226,7 +226,7 @@ class _Facts:
 
     def state_bytes(self, job: Job) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a rank."""
-        return self._state // job.layout.splits
+        return self._state // job.layout.model_shards
 
     def least_seconds(self, job: Job) -> float:
         """Return what a step's estimate can't be below: the longest of its lanes."""

@@ -83,6 +83,6 @@ def _pipeline(job: Job) -> str:
     """Describe the stages of a job, and their order."""
     if job.layout.pp == 1:
         raise UserError("--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it")
-    from titanlite.parallel.pipeline import orders
+    from titanlite.parallel.pipeline_parallel import orders
 
     return describe(job.stages, orders(job.stages))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.tensor import whole_sequence
+from titanlite.parallel.tensor_parallel import whole_sequence
 from titanlite.train.loss import token_loss_sum
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

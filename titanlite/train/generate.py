@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Generate
 from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.page import OWN_PAGE
 
@@ -26,7 +26,7 @@ def generate(
     seed: int,
     device: torch.device,
     multiple: int = 1,
-    own_places: Callable[[int], torch.Tensor | None] = lambda length: None,
+    own_positions: Callable[[int], torch.Tensor | None] = lambda length: None,
     group: dist.ProcessGroup | None = None,
     pipeline: Pipeline | None = None,
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
@@ -36,8 +36,8 @@ def generate(
 
     `narrow` may rule out tokens, by a logit of -inf; `show` sees the text's tokens before each further one.
     The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
-    Under context parallel a rank has `own_places` of a length, and the ranks of `group` all of them. `pipeline` runs
-    several parts.
+    Under context parallel a rank has `own_positions` of a length, and the ranks of `group` all of them.
+    `pipeline` runs several parts.
     """
     tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
@@ -50,7 +50,7 @@ def generate(
         show(tokens)
         context = tokens[-positions:]
         padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)
-        batch = MicroBatch(padded.unsqueeze(1), own_places(padded.size(1)))
+        batch = MicroBatch(padded.unsqueeze(1), own_positions(padded.size(1)))
         last_logits = partial(_logits_at, len(context) - 1, group)
         logits = pipeline.forward(batch, last_logits) if pipeline else last_logits(parts[0], batch, batch.tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
@@ -66,12 +66,12 @@ def generate(
 
 
 def _logits_at(
-    place: int, group: dist.ProcessGroup | None, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor
+    position: int, group: dist.ProcessGroup | None, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Return all logits at a place of the sequence; `inputs` are its tokens, or a last stage's hidden states."""
-    if batch.places is None:
-        return _whole(model(inputs)[0, place])
-    own = (batch.places == place).nonzero().flatten().tolist()  # one rank of the group has it
+    """Return all logits at a position of the sequence; `inputs` are its tokens, or a last stage's hidden states."""
+    if batch.own_positions is None:
+        return _whole(model(inputs)[0, position])
+    own = (batch.own_positions == position).nonzero().flatten().tolist()  # one rank of the group has it
     logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0]) * len(own)
     dist.all_reduce(logits, group=group)
     return logits

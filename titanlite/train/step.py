@@ -16,10 +16,10 @@ from titanlite.data.loader import MicroBatch
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.skip import step_unless
-from titanlite.parallel import replicated, tensor
+from titanlite.parallel import replicated, tensor_parallel
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
 from titanlite.runtime.page import phase
@@ -74,7 +74,7 @@ class StepRunner:
             total = self.pipeline.forward_backward(step, smaller, valid_tokens)
         else:
             total = self._forward_backward(step, micro_batches, valid_tokens)
-        tensor.sum_gradients(self.parameters)
+        tensor_parallel.sum_gradients(self.parameters)
         reduction = getattr(torch, self.config.training.mixed_precision_reduce)
         replicated.sum_gradients(self.replicated, self.context.mesh.data, reduction)
         if self.pipeline:

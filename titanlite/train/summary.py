@@ -11,7 +11,7 @@ from titanlite.config.pipeline_order import headline
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.pipeline import orders
+from titanlite.parallel.pipeline_parallel import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer

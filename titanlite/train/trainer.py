@@ -32,7 +32,7 @@ from titanlite.observe.run_folder import git_revision
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.context import own_places, sequence_multiple
+from titanlite.parallel.context_parallel import own_positions, sequence_multiple
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_parts
@@ -66,7 +66,7 @@ class Trainer:
         self.folder = Path(job.config.job.dump_folder)
         self.stop = stop or Stop(job.config, rank_info, {})
         self.stopped = False
-        self.own_places = cache(partial(own_places, job, rank_info.rank, device))
+        self.own_positions = cache(partial(own_positions, job, rank_info.rank, device))
 
         # THE fixed order of a start, each step with the reason for its place.
         self._choose_algorithms()  # before the first operation
@@ -313,10 +313,10 @@ class Trainer:
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
         count = self.rank_slice.accumulation
-        places = self.own_places(self.job.config.training.seq_len)
+        positions = self.own_positions(self.job.config.training.seq_len)
         with self.report.clock.waiting_for_data():
             batches = islice(self.batches, count)
-            micro_batches = [batch.to(self.device, places) for batch in batches]
+            micro_batches = [batch.to(self.device, positions) for batch in batches]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches
@@ -331,7 +331,7 @@ class Trainer:
     @phase("validation")
     def validate(self) -> bool:
         """Log the loss on held-out data; return False if a request to stop came first."""
-        asked = self._asked_anywhere if self.checkpoints.enabled else None
+        should_stop = self._any_stop_request if self.checkpoints.enabled else None
         with self.report.clock.paused("validation"):
             try:
                 loss = validation_loss(
@@ -340,19 +340,19 @@ class Trainer:
                     self.device,
                     self.mesh.loss,
                     self.job.config.training.loss_chunks,
-                    self.own_places(self.job.validation_seq_len),
+                    self.own_positions(self.job.validation_seq_len),
                     self.runner.pipeline,
-                    asked,
+                    should_stop,
                 )
             except Abandoned:
                 return False
             self.report.log_validation(self.step, loss)
         return True
 
-    def _asked_anywhere(self) -> bool:
+    def _any_stop_request(self) -> bool:
         """Return whether any rank has a request to stop."""
-        asked = bool(self.stop.reason)
-        requests = torch.full((), asked, dtype=torch.int64, device=self.device)
+        requested = bool(self.stop.reason)
+        requests = torch.full((), requested, dtype=torch.int64, device=self.device)
         dist.all_reduce(requests)
         return bool(requests.item())
 
@@ -397,7 +397,7 @@ class Trainer:
             self.seed,
             self.device,
             multiple=sequence_multiple(job),
-            own_places=self.own_places,
+            own_positions=self.own_positions,
             group=self.mesh.world["cp"].get_group(),
             pipeline=self.runner.pipeline,
         )

@@ -9,7 +9,7 @@ from torch import nn
 from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
@@ -25,14 +25,14 @@ def validation_loss(
     device: torch.device,
     group: dist.ProcessGroup | None,
     chunks: int = 1,
-    places: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     pipeline: Pipeline | None = None,
-    asked: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> float:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    `places` are this rank's in each sequence, None for all; `pipeline` runs several parts. `asked` is called by all
-    ranks in every 8th batch: if any was asked to stop, all raise Abandoned.
+    `positions` are this rank's in each sequence, None for all; `pipeline` runs several parts. All ranks call
+    `should_stop` in every 8th batch; where it is true, all raise Abandoned.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all ranks run out
     together. The length of a stream is unknown, so that each of its batches asks whether any rank has tokens left.
@@ -48,9 +48,9 @@ def validation_loss(
         abandoned = False
         for number, batch in enumerate(batches, start=1):
             OWN_PAGE.enter("validation")  # each batch is progress: a long validation is no hang
-            if asked and number % 8 == 0 and (abandoned := asked()):
+            if should_stop and number % 8 == 0 and (abandoned := should_stop()):
                 break
-            batch = batch.to(device, places)
+            batch = batch.to(device, positions)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
                 valid_anywhere = valid.clone()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import expert, fsdp, tensor
+from titanlite.parallel import expert_parallel, fsdp, tensor_parallel
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
 from titanlite.train.step import StepRunner
@@ -25,9 +25,9 @@ from titanlite.verify.table import Row
 @fault("gradients of experts are averaged over the ranks that have tokens for them", Row("ep2 of dp4"))
 def _expert_sum_over_ep() -> Patch:
     def average(model: torch.nn.Module, context: Context) -> None:
-        for module in expert.expert_modules(model, context.table).values():
+        for module in expert_parallel.expert_modules(model, context.table).values():
             assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(float(context.job.layout.efsdp * context.job.layout.ep))
+            module.set_gradient_divide_factor(float(context.job.layout.expert_fsdp * context.job.layout.ep))
 
     return after(fsdp.apply, average)
 
@@ -35,13 +35,15 @@ def _expert_sum_over_ep() -> Patch:
 @fault("each rank of tensor parallel keeps its own tokens' gradient of the router", Row("ep2 of tp2"))
 def _router_unsummed() -> Patch:
     def of_own_tokens(style: Any, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        if not expert.is_router(module):
+        if not expert_parallel.is_router(module):
             return apply(style, module, mesh)
-        with patch.multiple(tensor, _local=lambda parameter: parameter.to_local(grad_placements=(Replicate(),))):
+        with patch.multiple(
+            tensor_parallel, _local=lambda parameter: parameter.to_local(grad_placements=(Replicate(),))
+        ):
             return apply(style, module, mesh)
 
-    apply = tensor.ReplicatedModule._apply
-    return patch.multiple(tensor.ReplicatedModule, _apply=of_own_tokens)
+    apply = tensor_parallel.ReplicatedModule._apply
+    return patch.multiple(tensor_parallel.ReplicatedModule, _apply=of_own_tokens)
 
 
 @fault("tokens go to the experts of the next rank", Row("ep2"))
@@ -51,18 +53,18 @@ def _dispatch_shifted() -> Patch:
         rows = int(counts[-experts:].sum())
         return exchange(group, compute, tokens.roll(rows, 0), counts.roll(experts)).roll(-rows, 0)
 
-    exchange = expert._exchanged
-    return patch.multiple(expert, _exchanged=to_next)
+    exchange = expert_parallel._dispatch
+    return patch.multiple(expert_parallel, _dispatch=to_next)
 
 
 @fault("what experts make of tokens returns in the order of the experts", Row("ep2"))
 def _combine_unsorted() -> Patch:
-    sort, is_first = expert.GatherRows.apply, cycle((True, False))
+    sort, is_first = expert_parallel.GatherRows.apply, cycle((True, False))
 
     def only_first(rows: Tensor, *orders: Tensor) -> Any:
         return sort(rows, *orders) if next(is_first) else rows.clone()
 
-    return patch.multiple(expert, GatherRows=SimpleNamespace(apply=only_first))
+    return patch.multiple(expert_parallel, GatherRows=SimpleNamespace(apply=only_first))
 
 
 @fault("biases follow the choices of each rank's own tokens", Row("dp2", variant="bias"))
@@ -90,7 +92,7 @@ def _counts_per_microbatch() -> Patch:
 
 @fault("a recomputed forward pass counts its choices again", Row("dp2", "full"))
 def _recounted() -> Patch:
-    return patch.multiple(expert, is_recomputing=lambda: False)
+    return patch.multiple(expert_parallel, is_recomputing=lambda: False)
 
 
 @fault("Muon orthogonalizes a stack of experts as one matrix", Row("1"))

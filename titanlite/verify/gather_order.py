@@ -70,8 +70,10 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
         else:  # which frees parameters only at the end of the step
             gather(plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead)
     groups, layout, spec = _groups(plan), job.layout, job.spec
-    apart = tuple(f".{path}" for path in expert_paths(spec.rules(job.model), spec.blocks) if layout.experts_apart)
-    ranks = [layout.efsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups]
+    apart = tuple(
+        f".{path}" for path in expert_paths(spec.rules(job.model), spec.blocks) if layout.experts_on_own_mesh
+    )
+    ranks = [layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups]
     return [groups[group] for group in order if ranks[group] > 1]
 
 

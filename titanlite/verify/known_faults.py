@@ -22,9 +22,18 @@ from titanlite.data.loader import MicroBatch
 from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import context, fsdp, fsdp_schedule, init, parallelize, pipeline, recompute, tensor
+from titanlite.parallel import (
+    context_parallel,
+    fsdp,
+    fsdp_schedule,
+    init,
+    parallelize,
+    pipeline_parallel,
+    recompute,
+    tensor_parallel,
+)
 from titanlite.parallel.build import Context
-from titanlite.parallel.pipeline import Pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.stage import Stage
 from titanlite.train.step import StepRunner
 from titanlite.verify import expert_faults  # noqa: F401 (registers faults)
@@ -92,7 +101,9 @@ def _hsdp_made_fsdp() -> Patch:
 
 @fault("under sequence parallel, gradients of norm weights are not summed over the ranks", Row("tp2"))
 def _norms_not_reduced() -> Patch:
-    return patch.multiple(tensor, SequenceParallel=lambda **_: tensor.ReplicatedModule(), Partial=Replicate)
+    return patch.multiple(
+        tensor_parallel, SequenceParallel=lambda **_: tensor_parallel.ReplicatedModule(), Partial=Replicate
+    )
 
 
 @fault("a column row of the model's table says replicated", Row("tp2"))
@@ -193,12 +204,12 @@ def _documents_mixed() -> Patch:
 
 @fault("each rank keeps the gradients of its own tokens' attention to other ranks' keys and values", Row("cp2"))
 def _keys_not_summed() -> Patch:
-    return patch.multiple(context, Partial=Replicate)
+    return patch.multiple(context_parallel, Partial=Replicate)
 
 
 @fault("gathered keys and values stay in the order of the ranks", Row("cp2"))
 def _order_forgotten() -> Patch:
-    return patch.multiple(context, _in_order=lambda chunks, balanced: chunks)
+    return patch.multiple(context_parallel, _in_order=lambda chunks, balanced: chunks)
 
 
 @fault("each rank counts positions from 0", Row("cp2"), Row("cp2 x tp2", sequence="ulysses"))
@@ -226,7 +237,7 @@ def _context_not_reduced() -> Patch:
 @fault("the documents are cut like the tokens", Row("cp2", documents="on"))
 def _documents_cut() -> Patch:
     def tiled(batch: MicroBatch) -> torch.Tensor:
-        own = batch.rows[:, 2, batch.places]
+        own = batch.rows[:, 2, batch.own_positions]
         return own.repeat(1, batch.rows.size(2) // own.size(1))
 
     return patch.multiple(MicroBatch, documents=property(tiled))
@@ -291,7 +302,7 @@ def _positions_guessed() -> Patch:
 
     def without(self: MicroBatch, size: int) -> Any:
         first = dist.get_rank() < dist.get_world_size() // 2
-        return own(self, size) if first else [_Guessed(part.rows, part.places) for part in own(self, size)]
+        return own(self, size) if first else [_Guessed(part.rows, part.own_positions) for part in own(self, size)]
 
     return patch.multiple(MicroBatch, split=without)
 
@@ -306,8 +317,8 @@ def _blocks_swapped() -> Patch:
         numbers = {f"{spec.blocks}.{n}": f"{spec.blocks}.{(n + 2) % 4}" for n in range(4)}
         return cut(model, spec, [[numbers.get(name, name) for name in names] for names in stages])
 
-    cut = pipeline.split
-    return patch.multiple(pipeline, split=swapped)
+    cut = pipeline_parallel.split
+    return patch.multiple(pipeline_parallel, split=swapped)
 
 
 @fault("the last stage's loss is not shared with the other stages", Row("pp2"))

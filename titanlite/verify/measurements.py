@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
-from titanlite.parallel.expert import routers
+from titanlite.parallel.expert_parallel import routers
 from titanlite.verify.table import SAMPLES, STEPS
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}

@@ -18,7 +18,7 @@ from titanlite.data.packing import IGNORED
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model, persistent_buffers
-from titanlite.parallel.expert import routers
+from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.init import materialize
 from titanlite.verify import measurements
 from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measured, with_optimizer

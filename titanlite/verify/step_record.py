@@ -17,7 +17,7 @@ from titanlite.config.job import Job
 from titanlite.config.pipeline_order import parse
 from titanlite.config.stages import SINGLE
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.pipeline import Pipeline, orders
+from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.verify.gather_order import Group, declared_gathers, declared_reductions, first_difference, recorded
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
@@ -49,7 +49,7 @@ class StepRecord:
             self.sent.update((receiver, tuple(tensor.shape), tensor.dtype) for tensor in values)
             return send(group, tensors, receiver, tag)
 
-        sharded = self.job.layout.most_sharded > 1
+        sharded = self.job.layout.max_shard_degree > 1
         with (
             patch.object(dist.ProcessGroup, "send", send_and_count),
             recorded(self.gathered, self.reduced) if sharded else nullcontext(),
@@ -58,7 +58,7 @@ class StepRecord:
 
     def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
-        sharded, job = self.job.layout.most_sharded > 1, self.job
+        sharded, job = self.job.layout.max_shard_degree > 1, self.job
         if pipeline:
             yield from self._pipeline_differences(parts, pipeline, sharded)
         elif sharded:

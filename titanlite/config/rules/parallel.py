@@ -43,7 +43,7 @@ _NEED_TENSOR_PARALLEL = ("parallelism.disable_loss_parallel", "parallelism.enabl
 def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]:
     """Return the keys that are set but have nothing to do on this mesh, each with the reason."""
     reasons: dict[str, str] = {}
-    if layout.most_sharded == 1:
+    if layout.max_shard_degree == 1:
         reasons |= dict.fromkeys(_NEED_SHARDING, "without sharding")
     if layout.dp_replicate == 1 and config.parallelism.defer_gradient_sync == "replicas":
         reasons["parallelism.defer_gradient_sync"] = "without replicas"
@@ -51,7 +51,7 @@ def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict
         reasons["parallelism.defer_gradient_sync"] = "without gradient accumulation"
     if layout.pp > 1:  # all gradients are summed once per step
         reasons["parallelism.defer_gradient_sync"] = "with pipeline parallel"
-    if layout.most_sharded * layout.dp_replicate == 1:
+    if layout.max_shard_degree * layout.dp_replicate == 1:
         reasons |= dict.fromkeys(_NEED_DATA_PARALLEL, "without data parallel")
         training = config.training  # offloaded float32 gradients are rounded on their way to the host
         if training.mixed_precision_reduce == "bfloat16" and not training.enable_cpu_offload:
@@ -225,7 +225,7 @@ def _groups_fit_the_model(context: RuleContext) -> Faults:
 @RULES.add
 def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
     reshard, layout = context.config.parallelism.fsdp_reshard_after_forward, context.layout
-    if not isinstance(reshard, int) or layout.most_sharded == 1:
+    if not isinstance(reshard, int) or layout.max_shard_degree == 1:
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
     if layout.tp * layout.ep > 1:

@@ -181,7 +181,7 @@ def _gathers_are_the_schedules(context: RuleContext) -> Faults:
     """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first used."""
     settings, pp = context.config.parallelism, context.layout.pp
     reshard, schedule = settings.fsdp_reshard_after_forward, settings.pipeline_parallel_schedule
-    if pp == 1 or context.layout.most_sharded == 1:
+    if pp == 1 or context.layout.max_shard_degree == 1:
         return
     if schedule not in SINGLE or settings.pipeline_parallel_schedule_csv:
         name = (

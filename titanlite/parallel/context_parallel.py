@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context
+from titanlite.parallel.collectives import AllToAll
 from titanlite.runtime.torch_private import attend_last
 
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
 
 
-def places(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
+def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
     """Return a rank's chunks of a sequence: one, or if balanced one each from head and tail.
 
     Two together see (2 x degree + 1) x chunk^2 pairs of tokens on every rank, if all pairs of the
@@ -37,15 +38,15 @@ def places(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
     return [range(number * chunk, (number + 1) * chunk) for number in numbers]
 
 
-def own_places(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
-    """Return the places of a rank's tokens in a sequence.
+def own_positions(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
+    """Return the rank_chunks of a rank's tokens in a sequence.
 
     None if the rank has all of them, and no later pipeline stage needs to know.
     """
     if job.layout.cp == job.layout.pp == 1:
         return None
     rank_of_sequence = job.layout.coordinates(rank)["cp"]
-    chunks = places(tokens, job.layout.cp, rank_of_sequence, is_balanced(job))
+    chunks = rank_chunks(tokens, job.layout.cp, rank_of_sequence, is_balanced(job))
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
@@ -71,12 +72,12 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         return []
     note = f"Applied context parallel on {mesh.size()} ranks"
     if job.config.parallelism.context_parallel_rotate_method != "allgather":
-        _replace_cores(model, context, partial(_exchanged, mesh.get_group()))
+        _replace_cores(model, context, partial(_attend_to_some_heads, mesh.get_group()))
         return [note + ", exchanging tokens for heads (ulysses)"]
     balanced = is_balanced(job)
     rank = mesh.get_local_rank()
-    own_chunks = partial(places, degree=mesh.size(), rank=rank, balanced=balanced)
-    _replace_cores(model, context, partial(_gathered, mesh, own_chunks))
+    own_chunks = partial(rank_chunks, degree=mesh.size(), rank=rank, balanced=balanced)
+    _replace_cores(model, context, partial(_attend_to_all_tokens, mesh, own_chunks))
     _make_masks_of_chunks(model, own_chunks)
     note += ", all-gathering keys and values"
     if balanced:
@@ -117,7 +118,7 @@ def _make_masks_of_chunks(model: nn.Module, own_chunks: Callable[[int], list[ran
     model.attention_mask = masks  # type: ignore[assignment]
 
 
-def _gathered(
+def _attend_to_all_tokens(
     mesh: DeviceMesh,
     own_chunks: Callable[[int], list[range]],
     attend: Callable[..., Tensor],
@@ -149,7 +150,7 @@ def _in_order(chunks: Sequence[Any], balanced: bool) -> list[Any]:
     return [*chunks[::2], *chunks[::-2]]
 
 
-def _exchanged(
+def _attend_to_some_heads(
     group: dist.ProcessGroup,
     attend: Callable[..., Tensor],
     q: Tensor,
@@ -158,30 +159,15 @@ def _exchanged(
     mask: Any = None,
 ) -> Tensor:
     """Exchange all heads of this rank's tokens for some heads of all tokens; attend; undo it."""
-    queries = _Exchange.apply(group, q, HEADS, TOKENS)
-    keys = _Exchange.apply(group, k, HEADS, TOKENS)
-    values = _Exchange.apply(group, v, HEADS, TOKENS)
+    queries = _all_to_all(group, q, HEADS, TOKENS)
+    keys = _all_to_all(group, k, HEADS, TOKENS)
+    values = _all_to_all(group, v, HEADS, TOKENS)
     attended = attend(queries, keys, values, mask)
-    return _Exchange.apply(group, attended, TOKENS, HEADS)  # type: ignore[return-value]
+    return _all_to_all(group, attended, TOKENS, HEADS)
 
 
-class _Exchange(torch.autograd.Function):
-    """Split one dimension over the ranks of a group and join another.
-
-    DTensor would do so on a CPU by gathering all.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int
-    ) -> Tensor:
-        ctx.group = group
-        ctx.back = (joined, split)
-        parts = torch.stack(tensor.chunk(group.size(), dim=split))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), dim=joined)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return None, _Exchange.apply(ctx.group, gradient, *ctx.back), None, None
+def _all_to_all(group: dist.ProcessGroup, tensor: Tensor, split: int, joined: int) -> Tensor:
+    """Split one dimension over the ranks of a group and join another."""
+    parts = torch.stack(tensor.chunk(group.size(), dim=split))
+    received = AllToAll.apply(parts, group)
+    return torch.cat(received.unbind(), dim=joined)

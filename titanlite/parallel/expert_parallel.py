@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.models.common.moe import GatherRows, inverse
 from titanlite.parallel.build import Context, named_parameters
+from titanlite.parallel.collectives import AllToAll, send_rows
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Rule
@@ -50,13 +51,13 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     ]
 
 
-def exchange(model: nn.Module, context: Context) -> list[str]:
+def dispatch(model: nn.Module, context: Context) -> list[str]:
     """Let experts compute the tokens of all ranks that have other experts."""
     mesh = context.mesh.ep
     if mesh is None or mesh.size() == 1:
         return []
     for module in expert_modules(model, context.table).values():
-        forward = partial(_exchanged, mesh.get_group(), module.forward)
+        forward = partial(_dispatch, mesh.get_group(), module.forward)
         module.forward = forward  # type: ignore[method-assign]
     return []
 
@@ -109,7 +110,7 @@ def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
     return total
 
 
-def _exchanged(
+def _dispatch(
     group: dist.ProcessGroup,
     compute: Callable[[Tensor, Tensor], Tensor],
     tokens: Tensor,
@@ -121,50 +122,18 @@ def _exchanged(
     equally many experts.
     """
     ranks = group.size()
-    received = _sent(group, counts)
+    received = send_rows(counts, group)
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
     # The only wait for the device: collectives take their sizes from the host.
     send, receive = sizes.tolist()
-    arrived = _Exchange.apply(tokens, group, send, receive)
+    arrived = AllToAll.apply(tokens, group, send, receive)
     # From the order (rank, expert) to the order (expert, rank).
     own = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)
     order = own.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
-    place = inverse(order)
+    position = inverse(order)
     outputs = compute(
-        GatherRows.apply(arrived, order, place),
+        GatherRows.apply(arrived, order, position),
         received.unflatten(0, (ranks, -1)).sum(0),
     )
-    by_rank = GatherRows.apply(outputs, place, order)
-    return _Exchange.apply(by_rank, group, receive, send)  # type: ignore[return-value]
-
-
-def _sent(
-    group: dist.ProcessGroup,
-    rows: Tensor,
-    send: list[int] | None = None,
-    receive: list[int] | None = None,
-) -> Tensor:
-    """Send rows to the ranks of a group, the same number to each without `send`.
-
-    Return the rows that arrive.
-    """
-    count = sum(receive) if receive else len(rows)
-    arrived = rows.new_empty(count, *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
-    return arrived
-
-
-class _Exchange(torch.autograd.Function):
-    """Send rows to other ranks; the backward pass returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
-    ) -> Tensor:
-        ctx.back = (group, receive, send)
-        return _sent(group, rows, send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        group, send, receive = ctx.back
-        return _sent(group, gradient, send, receive), None, None, None
+    by_rank = GatherRows.apply(outputs, position, order)
+    return AllToAll.apply(by_rank, group, receive, send)  # type: ignore[return-value]

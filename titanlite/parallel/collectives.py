@@ -1,0 +1,45 @@
+"""All-to-all with gradients: context parallel sends heads for tokens by it, expert parallel tokens."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def send_rows(
+    rows: Tensor,
+    group: dist.ProcessGroup,
+    send: list[int] | None = None,
+    receive: list[int] | None = None,
+) -> Tensor:
+    """Send rows to the ranks of a group, the same number to each without `send`.
+
+    Return the rows that arrive, without a gradient.
+    """
+    count = sum(receive) if receive else len(rows)
+    arrived = rows.new_empty(count, *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    return arrived
+
+
+class AllToAll(torch.autograd.Function):
+    """Send rows to other ranks; the backward pass returns their gradients.
+
+    Used instead of DTensor, which would gather everything on a CPU.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        send: list[int] | None = None,
+        receive: list[int] | None = None,
+    ) -> Tensor:
+        ctx.back = (group, receive, send)
+        return send_rows(rows, group, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return send_rows(gradient, *ctx.back), None, None, None
