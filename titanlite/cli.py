@@ -111,7 +111,7 @@ def _command(name: str) -> Any:
 
 
 class _Page(argparse.RawDescriptionHelpFormatter):
-    """Help whose paragraphs are as wide as the terminal, like argparse's own part."""
+    """Help with paragraphs as wide as the terminal, like argparse's own part."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=columns(PAGE))
@@ -138,7 +138,7 @@ def fit(message: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors with the nearest right spelling."""
+    """argparse with UserErrors that name the nearest right spelling."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Page, **options)

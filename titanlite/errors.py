@@ -36,7 +36,7 @@ class GivenUp(RunFailed):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known word closest to `word` in any case, or an empty string if none is close."""
+    """Return the word of `known` closest to `word` in any case, or an empty string if none is close."""
     by_lower_case = {each.lower(): each for each in known}
     close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
     return by_lower_case[close[0]] if close else ""
@@ -75,7 +75,7 @@ def some_of(lines: Sequence[str], most: int = 8) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in the largest unit of which there is at least one."""
+    """Return a number of bytes in the largest unit that gives at least 1."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -1,4 +1,4 @@
-"""Layers that several models share; none knows of parallelism. Models' tables import this file: no torch here."""
+"""Layers that several models share, without any parallelism. Models' tables import this file: no torch here."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

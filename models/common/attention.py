@@ -12,14 +12,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from titanlite.models.common.rope import rotate
 
 Mask = Tensor | BlockMask
-"""Which tokens see which: what is added to the scores (batch, 1, tokens, tokens), or FlexAttention's blocks."""
+"""Which tokens see which: added to scores (batch, 1, tokens, tokens), or FlexAttention's blocks."""
 FLEX_DEVICES = ("cuda",)  # a CPU has no backward pass of FlexAttention
 FLASH_HEADS = range(8, 257, 8)  # sizes of a head that flash attention takes
 _compiled = cache(torch.compile)  # late, since it takes seconds to import
 
 
 class RotaryAttention(nn.Module):
-    """Attention with rotary positions, in which some heads of queries share one of keys and values.
+    """Attention with rotary positions; heads of queries may share one head of keys and values.
 
     With `norm_eps` each head's queries and keys are normalized.
     """
@@ -40,7 +40,7 @@ class RotaryAttention(nn.Module):
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
-        """Return what the tokens of (batch, tokens, dim) take from those before them."""
+        """Return the attention's output for the tokens of (batch, tokens, dim)."""
         # -1: under tensor parallel a rank has some of the heads.
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
@@ -71,7 +71,7 @@ class CausalAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if isinstance(mask, BlockMask):
             assert not dropout, "FlexAttention has no dropout: give document_mask its probability"
-            # Outside of a compiled block it is compiled by itself: uncompiled it would keep all scores.
+            # Outside a compiled block it is compiled by itself; uncompiled it keeps all scores.
             attend: Any = (
                 flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
             )
@@ -98,13 +98,13 @@ def causal_rows(last: int, tokens: int, dtype: torch.dtype, device: torch.device
 def document_mask(
     documents: Tensor, dtype: torch.dtype, dropout: float = 0.0, last: int = 0
 ) -> Mask:
-    """Return the mask with which a token sees only earlier tokens of the same number in `documents` (batch, tokens).
+    """Return the causal mask inside each document, of the numbers in `documents` (batch, tokens).
 
     With `last` it is the mask of that many queries, the last ones, and all keys.
 
-    A model makes it once per micro-batch, outside of its blocks: each block would make it again, and a compiled block
-    that is recomputed cannot make it. `dtype` is that of the hidden states. On a GPU it is a BlockMask, with which
-    FlexAttention skips what lies between documents, unless attention has `dropout`, which FlexAttention lacks.
+    A model makes it once per micro-batch, outside its blocks: each block would make it again, and a compiled block
+    that is recomputed cannot make it. `dtype` is that of the hidden states. On a GPU it is a BlockMask, so that
+    FlexAttention skips pairs of documents, unless attention has `dropout`, which FlexAttention lacks.
     """
     tokens = documents.size(1)
     first = tokens - last if last else 0

@@ -18,7 +18,7 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     output: nn.Module | None
     attention_dropout: float = 0.0
-    """The probability with which training drops one token's attention to another."""
+    """The probability that training drops one token's attention to another."""
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Return hidden states of (batch, tokens); only called where there is an embedding."""

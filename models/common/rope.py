@@ -11,7 +11,7 @@ from titanlite.models.common import RopeScaling
 class Rope(nn.Module):
     """A table of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
 
-    turns: Tensor  # (positions, 1, pairs, 2), of which the 1 is for the heads
+    turns: Tensor  # (positions, 1, pairs, 2); the 1 is for the heads
 
     def __init__(
         self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None

@@ -12,7 +12,7 @@ GATED: tuple[tuple[str, Init, Role, str], ...] = (
     ("w2", _OUT_OF, "row", "down_proj"),
     ("w3", _INTO, "column", "up_proj"),
 )
-"""The matrices of SwiGLU and of Experts, and what Hugging Face calls them."""
+"""The matrices of SwiGLU and of Experts, and their names at Hugging Face."""
 
 HF_KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
 HF_KEYS |= {
@@ -29,7 +29,7 @@ HF_KEYS |= {"tied": "tie_word_embeddings"}
 
 
 def decoder_rules(dim: int, heads: int, kv_heads: int, tied: bool) -> tuple[Rule, ...]:
-    """Return the rows of all but what follows a block's attention."""
+    """Return the rows of all modules except those after a block's attention."""
     block, hf, q_heads, k_heads = (
         "layers.*.",
         "model.layers.*.",

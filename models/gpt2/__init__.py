@@ -1,4 +1,4 @@
-"""GPT-2: flavors, and the table that says what the framework needs to know about each parameter."""
+"""GPT-2: flavors, and the table with a row per parameter pattern."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class GPT2Config:
     max_seq_len: Size = 1024
     norm_eps: Epsilon = 1e-5
     dropout: float = 0.1
-    """Of the embedding, of attention probabilities, and of what each layer adds to the residual stream."""
+    """Of the embedding, of attention probabilities, and of each layer's output to the residual stream."""
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
@@ -135,7 +135,7 @@ def hf_config(c: GPT2Config) -> dict[str, Any]:
 
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers' GPT2Config takes for the keys that a config.json lacks."""
+    """Return the defaults of transformers' GPT2Config for the keys that a config.json lacks."""
     sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
     scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
     rest = {

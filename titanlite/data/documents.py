@@ -42,7 +42,7 @@ class Documents:
 
     @property
     def notice(self) -> str:
-        """A line about what is skipped, or an empty string."""
+        """A line about the files that are skipped, or an empty string."""
         if not self.skipped:
             return ""
         names = ", ".join(self.skipped[:3]) + ", …" * (len(self.skipped) > 3)
@@ -54,7 +54,7 @@ class Documents:
         return _hash_lines([tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))])
 
     def state(self) -> str:
-        """Hash the folder and the files' names, sizes and modification times: the key of what is cached locally."""
+        """Hash the folder and the files' names, sizes and modification times: the key of the local cache."""
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
         return _hash_lines([str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))])
 
@@ -91,7 +91,7 @@ def text_files(origin: str, path: str) -> Documents:
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
         files = [p for p in visible if p.is_file() and p.name.endswith(SUFFIXES)]
-        unpacked = {p.with_name(f"{p.name}.gz") for p in files}  # beside a.jsonl, a.jsonl.gz has the same text
+        unpacked = {p.with_name(f"{p.name}.gz") for p in files}  # a.jsonl.gz has the text of a.jsonl
         documents = _sorted_documents(root, [p for p in files if p not in unpacked])
         skipped = sorted(p.relative_to(root).as_posix() for p in {*visible} - {*files} | unpacked & {*files})
         documents = replace(documents, skipped=tuple(skipped))

@@ -1,7 +1,7 @@
 """Turn text into token shards: on all cores, resumable, published by one rename.
 
 A shard's bytes do not depend on the process that writes it. It gets its name only when it is complete, in a staging
-folder, from which the next run with the same sources and tokenizer continues. No torch here: workers start fast.
+folder; the next run with the same sources and tokenizer continues from it. No torch here: workers start fast.
 """
 
 import fcntl
@@ -246,7 +246,7 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
 
 
 def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
-    """Prepare a data set beside its text, if that was not done, and return the folder."""
+    """Prepare a data set next to its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
 
     def move(done: int, total: int) -> None:
@@ -275,9 +275,9 @@ def cached_arrays(root: Path, name: str, make: Callable[[], list[np.ndarray]]) -
 
 @contextmanager
 def _locked_cache(root: Path, name: str) -> Iterator[Path]:
-    """Yield the path of a cache beside the data, or in the user's cache if that is not writable.
+    """Yield the path of a cache next to the data, or in the user's cache if that is not writable.
 
-    One process writes it while the others wait. On a file system without locks nobody waits: prepare the data there.
+    One process writes it while the others wait. Without locks on the file system none waits: prepare the data there.
     """
     folder = root / ".titanlite"
     try:

@@ -95,7 +95,7 @@ class ShardSource:
         if m := self.manifest:
             if (actual := (self.tokens, len(self.paths))) != (expected := (m["tokens"], len(m["shards"]))):
                 raise UserError(f"{path}: (tokens, shards) are {actual}, but its {MANIFEST} says {expected}")
-            fingerprint = m["fingerprint"] + f"+{m['content']}" * ("content" in m)  # which versions before lack
+            fingerprint = m["fingerprint"] + f"+{m['content']}" * ("content" in m)  # older versions have none
         elif not fingerprint:
             listing = "\n".join(f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True))
             fingerprint = f"{hashlib.sha256(listing.encode()).hexdigest()[:16]}+{self._hash_samples()}"

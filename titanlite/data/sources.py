@@ -48,7 +48,7 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, voc
 
 
 class ByteSource:
-    """Text files as a stream of bytes, read from the files themselves: what they hold need not be valid UTF-8."""
+    """Text files as a stream of bytes, read from the files themselves; they need not be valid UTF-8."""
 
     def __init__(self, documents: Documents, tokenizer: ByteTokenizer) -> None:
         self._documents, self.end, self.folder = documents, tokenizer.end, documents.root

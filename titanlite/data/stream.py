@@ -95,7 +95,7 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
 
 
 def _require_hub(key: str, setting: str) -> None:
-    """Ask the hub once, since the library asks for half a minute before it says that nothing answers."""
+    """Try the hub once: the library tries for half a minute before it reports that nothing answers."""
     from huggingface_hub import constants  # type: ignore[import-not-found]
     from huggingface_hub.utils import get_session  # type: ignore[import-not-found]
 

@@ -107,7 +107,7 @@ _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return what the files beside a tokenizer.json say; tokenizer_config.json counts before the older file."""
+    """Return the settings next to a tokenizer.json; tokenizer_config.json overrides the older file."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name

@@ -1,4 +1,4 @@
-"""Memory of a rank: the peak so far, and what the machine has."""
+"""Memory of a rank: the peak so far, and the machine's capacity."""
 
 import os
 import resource

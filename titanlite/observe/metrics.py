@@ -44,7 +44,7 @@ class StepRecord:
         return 100 * self.data_seconds / self.step_seconds
 
     def line(self, steps: int, memory_percent: float) -> str:
-        """Return the console's line, whose first fields parsers rely on; `steps` is the target for the eta."""
+        """Return the console's line; parsers rely on its first fields. `steps` is the target for the eta."""
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.2f}%"
         eta = format_duration((steps - self.step) * self.step_seconds)
         return (
@@ -54,7 +54,7 @@ class StepRecord:
         )
 
     def tags(self) -> dict[str, float]:
-        """Return the values under the names that dashboards know from TorchTitan."""
+        """Return the values under TorchTitan's names, for existing dashboards."""
         tags = {
             "loss_metrics/global_avg_loss": self.loss,
             "loss_metrics/global_max_loss": self.max_loss,
@@ -86,7 +86,7 @@ class Sink(Protocol):
 
 
 def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
-    """Return every sink that the config enables; what an earlier attempt recorded after step `after` is dropped."""
+    """Return every sink that the config enables; earlier records after step `after` are dropped."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", after)]
     if config.metrics.enable_tensorboard:
         sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after))
@@ -96,7 +96,7 @@ def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
 
 
 class JsonLines:
-    """metrics.jsonl: one object per line, floats in full precision; null for what is not finite, which JSON lacks."""
+    """metrics.jsonl: one object per line, floats in full precision; null for values that are not finite."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
         if path.exists():
@@ -121,7 +121,7 @@ class TensorBoard:
         self._event = import_module("tensorboard.compat.proto.event_pb2").Event  # a type checker would not find it
         self._add(file_version="brain.Event:2")
         if after:
-            self._add(step=after + 1, session_log={"status": "START"})  # what is later is dropped
+            self._add(step=after + 1, session_log={"status": "START"})  # later records are dropped
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
         self._add(step=step, summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]})
@@ -160,7 +160,7 @@ class WeightsAndBiases:
             raise UserError(f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline") from error
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._step = max(step, self._step)  # W&B drops what arrives for an earlier step, as a finished save does
+        self._step = max(step, self._step)  # W&B drops records of an earlier step, such as of a finished save
         self._run.log(tags, step=self._step)
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Profiler:
 
 
 def action(settings: Profiling, step: int) -> ProfilerAction:
-    """Return what the profiler does during a step of the job: a trace ends with every profile_freq-th."""
+    """Return the profiler's action in a step of the job: a trace ends with every profile_freq-th."""
     active, warmup = settings.profiler_active, settings.profiler_warmup
     return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(step - 1)
 

@@ -24,9 +24,9 @@ _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
 def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
-    """Move what an earlier run wrote to previous/<time>/, and return that folder; None if there was nothing.
+    """Move an earlier run's files to previous/<time>/, and return that folder; None if there were none.
 
-    A resumed run appends to its metrics and traces. W&B's folder stays: it has one per run, whose path W&B printed.
+    A resumed run appends to its metrics and traces. W&B's folder stays: it has a path for each run.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
@@ -55,9 +55,9 @@ def begin_of_metrics(dump_folder: Path, size: int) -> dict[str, int]:
 
 
 def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
-    """Let metrics.jsonl begin with what the run of a checkpoint had written, and TensorBoard's events follow it.
+    """Let metrics.jsonl and TensorBoard's events continue the record of the checkpoint's run.
 
-    Another run's are moved to previous/; the run's own come from there, if it has them. Return what was done.
+    Another run's are moved to previous/; the run's own come from there, if it has them. Return a line for the log.
     """
     dump_folder, names = Path(config.job.dump_folder), (METRICS, config.metrics.save_tb_folder)
     if begin_of_metrics(dump_folder, begin["size"]) == begin:

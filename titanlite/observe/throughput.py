@@ -1,4 +1,4 @@
-"""FLOPs of a model and peaks of devices: counted or known, never guessed."""
+"""FLOPs of a model and peaks of devices: counted or from a table, never guessed."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from titanlite.registry import ModelDims, Rule
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the device's dense bfloat16 peak in TFLOP/s, or None if it is not known."""
+    """Return the device's dense bfloat16 peak in TFLOP/s, or None if the table lacks it."""
     if device.type != "cuda":
         return None
     device_words = set(torch.cuda.get_device_name(device).replace("-", " ").split())

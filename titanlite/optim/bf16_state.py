@@ -60,7 +60,7 @@ class BF16State(torch.optim.Optimizer):
     """Wrap an optimizer and keep its state in bfloat16 between steps."""
 
     takes_found_inf = True
-    """The inner optimizer skips its steps, and rounding does not change what is in bfloat16."""
+    """The inner optimizer skips its steps, and rounding does not change bfloat16 values."""
     found_inf: torch.Tensor | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:

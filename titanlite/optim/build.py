@@ -1,4 +1,4 @@
-"""Build the optimizer: which parameters it trains, which of them decay, and by which algorithm.
+"""Build the optimizer: the parameters it trains, those that decay, and the algorithm.
 
 An algorithm is a registered function from the trained parameters and the config to a torch
 optimizer. Before every step the trainer sets `lr` and `training_step` in each parameter group; it
@@ -27,7 +27,7 @@ from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
 
 @dataclass(frozen=True)
 class TrainedParam:
-    """A parameter that is trained, and the properties by which optimizers treat it."""
+    """A parameter that is trained, and the properties that optimizers use."""
 
     name: str
     parameter: nn.Parameter

@@ -1,6 +1,6 @@
 """Muon: orthogonalize the momentum of a hidden matrix before adding it; AdamW for the rest.
 
-The algorithm is that of torch.optim.Muon, in which each operation on a sharded matrix communicates.
+The algorithm is torch.optim.Muon's, but there each operation on a sharded matrix communicates.
 Here one rank owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of
 the result. That is two all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for
 every rank, if there are that many. A weight of experts is a stack of matrices, one of each expert.
@@ -45,7 +45,7 @@ def muon(
         )
     rest = [item for item in trained if not item.is_hidden_matrix]
     both = groups(matrices, settings, matrices=True) + groups(rest, settings, matrices=False)
-    # An empty group has no parameter names, and torch wants names in all groups or in none.
+    # An empty group has no parameter names, and torch requires names in all groups or in none.
     parameters = [group for group in both if group["params"]] or both[:1]
     dtype = getattr(torch, config.training.mixed_precision_param)
     return Muon(parameters, dtype, stage, **adam_options(settings))

@@ -1,6 +1,6 @@
 """torch.compile of every block, as one graph; a block with experts is compiled around these.
 
-The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside of the
+The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside the
 graph.
 """
 

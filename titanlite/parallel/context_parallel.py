@@ -41,7 +41,7 @@ def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[ran
 def own_positions(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
     """Return the rank_chunks of a rank's tokens in a sequence.
 
-    None if the rank has all of them, and no later pipeline stage needs to know.
+    None if the rank has all of them, and no later pipeline stage needs them.
     """
     if job.layout.cp == job.layout.pp == 1:
         return None

@@ -34,7 +34,7 @@ from titanlite.runtime.torch_private import (
 )
 
 MULTIPLE = 16
-"""GPUs multiply float8 matrices whose widths this number divides."""
+"""GPUs multiply float8 matrices with widths that are multiples of this."""
 KEY = "quantize.linear.float8"
 ROWWISE_SCALES_ON_CPU = TorchVersion(torch.__version__) >= "2.13"
 Cast = Callable[[DTensor], DTensor]

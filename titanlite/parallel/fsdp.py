@@ -88,7 +88,7 @@ def _shard(
         ignored_params=set(replicated_parameters(model, context)),
     )
     weights = {weight for module in experts for weight in module.parameters()}
-    for number in reversed(range(len(groups))):  # the root's comes last: it takes what is left
+    for number in reversed(range(len(groups))):  # the root's comes last: it takes all the rest
         modules = groups[number]
         mesh = _mesh_of(modules[0], context, experts)
         shard(
@@ -109,7 +109,7 @@ def _mesh_of(module: nn.Module, context: Context, experts: Collection[nn.Module]
 
 
 def _reshard(job: Job, is_last: bool) -> bool | int:
-    """Return what FSDP2 takes as reshard_after_forward."""
+    """Return the value of FSDP2's reshard_after_forward."""
     policy = job.config.parallelism.fsdp_reshard_after_forward
     if isinstance(policy, int):
         return policy
@@ -149,7 +149,7 @@ def _gather_for_backward(module: nn.Module, args: object) -> None:
 def _dimension_of_experts(
     weights: Collection[nn.Parameter], ranks: int, context: Context, parameter: nn.Parameter
 ) -> Shard | None:
-    """Return the dimension on which an expert weight is sharded; None for other weights.
+    """Return the dimension that shards an expert weight; None for other weights.
 
     FSDP2 pads dimension 0 alone.
     """
@@ -170,7 +170,7 @@ def _dimension_of_experts(
 
 
 def _note(job: Job) -> str:
-    """Describe for the log what is applied."""
+    """Describe the sharding for the log."""
     layout = job.layout
     training = job.config.training
     name = "FSDP on 1 rank"

@@ -53,7 +53,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     stage = _group("stage", world.mesh.flatten(1).tolist())
     if not layout.experts_on_own_mesh:
         return Mesh(world, fsdp, sharding["tp"], data, loss, stage)
-    # A third view of the same ranks, in which those of ep follow each other.
+    # A third view of the same ranks: those of ep follow each other.
     degrees = layout.expert_degrees
     root = init_device_mesh(device_type, degrees, mesh_dim_names=EXPERT_DIMENSIONS)
     experts = root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"]

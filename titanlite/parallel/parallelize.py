@@ -75,7 +75,7 @@ def build_parts(model: nn.Module, context: Context, seed: int) -> tuple[list[nn.
     """
     parts, notes = parallelize(model, context)
     offload = context.job.config.training.enable_cpu_offload
-    for part in parts:  # nothing has memory until every rank knows its shard
+    for part in parts:  # nothing has memory until the shards are final
         materialize(part, context.table, seed, context.device, offload)
     check_replicas(parts, "after initialization", context)
     return parts, notes

@@ -151,7 +151,7 @@ class Pipeline:
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
         """Parameters that another stage has as well, and counts."""
         self.actions: list[str] = []
-        """What this rank did in the last step."""
+        """This rank's actions in the last step."""
         self.runs_again = False
         """A backward pass is in its first half, which leaves out the gradients of weights."""
         self.step = 0

@@ -66,7 +66,7 @@ def check_replicas(
 def _tensors(
     part: nn.Module, table: Mapping[str, Rule], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a part's parameters, buffers and optimizer state, with names that all ranks know."""
+    """Yield a part's parameters, buffers and optimizer state, with names equal on all ranks."""
     yield from named_parameters(part, table)
     yield from part.named_buffers()
     if optimizer is None:

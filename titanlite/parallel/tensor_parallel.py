@@ -2,7 +2,7 @@
 
 Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and
 row layers sees the whole sequence, gathered once, and a slice of the heads or hidden units. So
-everything outside of such modules must treat each token by itself. Parameters become DTensors on
+everything outside such modules must treat each token by itself. Parameters become DTensors on
 the `tp` mesh under their plain names.
 """
 
@@ -34,7 +34,7 @@ SEQUENCE = Shard(1)
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Split every module with parameters as the table says.
+    """Split every module with parameters by its row of the table.
 
     Logits become DTensors, split over the vocabulary.
     """
@@ -169,7 +169,7 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
     """Return the modules that gather their input once, with the layers that read it.
 
-    These are the largest modules inside of blocks that hold column and row layers only, apart from
+    These are the largest modules inside blocks that hold column and row layers only, apart from
     replicated vectors such as norms of heads; and all other column and head layers.
     """
     matrices: dict[str, Role] = {}

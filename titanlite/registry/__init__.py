@@ -1,4 +1,4 @@
-"""What models, optimizers and converters tell the framework, and their registration by name. The public face.
+"""Declarations of models, optimizers and converters, and registration by name. The public face.
 
 May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or anything above.
 """

@@ -1,4 +1,4 @@
-"""What a model tells the framework: a ModelSpec, and one table with a Rule per parameter pattern.
+"""The declarations of a model: a ModelSpec, and one table with a Rule per parameter pattern.
 
 A model is plain single-device code; its table has the rest. Every parameter matches exactly one row, so nothing is
 silently replicated, left uninitialized or dropped on export.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Role = Literal["embedding", "column", "row", "norm", "head", "replicated", "expert"]
-"""What a parameter is; an expert weight is a stack of matrices (experts, rows, columns)."""
+"""The kind of a parameter; an expert weight is a stack of matrices (experts, rows, columns)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rule:
             object.__setattr__(self, "tensor", "replicated")
 
     def match(self, name: str) -> tuple[str, ...] | None:
-        """Return what the wildcards stand for in `name`, or None."""
+        """Return the components of `name` at the wildcards, or None."""
         match = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)
         return match.groups() if match else None
 
@@ -125,7 +125,7 @@ class ModelDims:
 
 
 def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
-    """Return the paths inside of a block of the modules that have expert weights."""
+    """Return the paths, inside a block, of the modules that have expert weights."""
     patterns = [rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"]
     return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
 
@@ -147,7 +147,7 @@ class ModelSpec:
     after: tuple[str, ...] = ("norm", "output")
     """Modules that run after the blocks."""
     core: str = ""
-    """The path inside of a block of what attends, for context parallel; empty if the model cannot split sequences."""
+    """Path of the attention core inside a block (context parallel replaces it); empty if unsupported."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     parameters: Callable[[Any], int] | None = None
@@ -155,7 +155,7 @@ class ModelSpec:
     active_parameters: Callable[[Any], int] | None = None
     """Of these the number that a token meets, for a model with experts."""
     idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
-    """Fields that have no effect in a flavor, and why; where one is given, the run says so."""
+    """Fields without effect in a flavor, and the reason; a run that sets one logs it."""
     unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
     """Fields that may differ from those that loaded weights were trained with, since these mean the same with any."""
 

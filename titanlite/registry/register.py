@@ -24,7 +24,7 @@ class Registry(Generic[Item]):
         self.items: dict[str, Item] = {}
 
     def find(self, name: str, package: str = "") -> Item:
-        """Return an item, importing only what is needed: `package`, a folder in models/, or an entry point."""
+        """Return an item; import `package`, a folder in models/, or an entry point for it."""
         import_package(package)
         if name in self.items:
             return self.items[name]
@@ -53,7 +53,7 @@ get_model, model_names = _models.find, _models.names
 
 
 def register_model(spec: ModelSpec) -> ModelSpec:
-    """Make a model known by its name."""
+    """Register a model under its name."""
     _models.items[spec.name] = spec
     return spec
 
@@ -68,7 +68,7 @@ class OptimizerSpec:
     states: int
     """Tensors of a parameter's size that it keeps for each parameter."""
     matrix_states: int | None = None
-    """The same for matrices inside of blocks, if these differ."""
+    """The same for matrices inside blocks, if these differ."""
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
     communicates: bool = False
@@ -80,7 +80,7 @@ get_optimizer = _optimizers.find
 
 
 def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
-    """Make an optimizer known by its name."""
+    """Register an optimizer under its name."""
     _optimizers.items[spec.name] = spec
     return spec
 
@@ -96,7 +96,7 @@ find_converter = _converters.find
 
 
 def register_converter(name: str, build: str) -> None:
-    """Make a converter known to model.converters.
+    """Register a converter for model.converters.
 
     `build` is "package.module:Class", imported late and called with the Job; see titanlite/parallel/convert.py.
     """
@@ -123,7 +123,7 @@ def import_package(package: str) -> None:
 
 
 def _load_entry_point(point: EntryPoint) -> None:
-    """Import another package's entry point; whatever it raises, one line names it."""
+    """Import another package's entry point; any error becomes one line that names it."""
     try:
         point.load()
     except Exception as error:
