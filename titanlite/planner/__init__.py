@@ -1,4 +1,4 @@
-"""What a config costs and how it is placed on any mesh, found out without its processes and without a GPU.
+"""The cost of a config and its placement on any mesh, without its processes and without a GPU.
 
-May import train and what lies below it. Never starts a process or trains.
+May import train and the floors below it. Never starts a process or trains.
 """

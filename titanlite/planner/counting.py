@@ -1,6 +1,6 @@
 """Count what a training step allocates, communicates and computes, on fake tensors as on real ones.
 
-Exact: bytes are those of the storages that are alive, as an allocator is asked for them; collectives and FLOPs are
+Exact: bytes are those of the storages that are alive, as requested from an allocator; collectives and FLOPs are
 those of the operations that PyTorch dispatches. Not seen: what a kernel allocates inside, what an allocator adds
 (rounding, fragments), what communication libraries keep. The kind of bytes follows from all uses of their
 storage: one that becomes a gradient counts as one from the start.
@@ -79,7 +79,7 @@ _PHASE_OF_REGION = {
 @dataclass
 class _Storage:
     phase: str
-    """In which it was allocated."""
+    """Of its allocation."""
     reference: weakref.ref[torch.UntypedStorage] | None = None
     bytes: int = 0
     use: str = ""
@@ -92,11 +92,11 @@ class _Storage:
 class Counting(TorchDispatchMode):
     """Counts what a rank of a layout does inside the context, from `restart` on.
 
-    Storages are known since they were made in the context, or from being marked.
+    Storages are counted if they were made in the context, or were marked.
     """
 
     phase = ""
-    """What the step is doing; set from outside."""
+    """The current phase of the step; set from outside."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Counting(TorchDispatchMode):
         self._patches.close()
 
     def mark(self, use: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say what tensors are for."""
+        """Set the use of tensors."""
         with self._hide():
             for tensor in tensors:
                 self._see(local_part(tensor).untyped_storage(), use)
@@ -137,18 +137,18 @@ class Counting(TorchDispatchMode):
         return sum(storage.bytes for storage in self._alive.values())
 
     def restart(self, phase: str = "") -> None:
-        """Forget what was counted, but not what is alive, and name what comes next."""
+        """Forget all counts, but not the storages that are alive, and name the next phase."""
         self._operations, self.phase = [], phase
         self._changes = [(storage, storage.bytes) for storage in self._alive.values()]
 
     def enter_phase(self, phase: str) -> None:
-        """Name what comes next; what was allocated or freed since the last operation is left to the phase before."""
+        """Name the next phase; changes since the last operation belong to the phase before."""
         if phase != self.phase and len(self._changes) > (self._operations[-1][1] if self._operations else 0):
             self._record(Operation(self.phase, 0))
         self.phase = phase
 
     def recording(self) -> Recording:
-        """Return what was counted since `restart`, without static bytes."""
+        """Return the counts since `restart`, without static bytes."""
         self._record(Operation(self.phase, 0))
         operations, done = list[Operation](), 0
         alive, at_peak = [0] * len(KINDS), [0] * len(KINDS)
@@ -181,7 +181,7 @@ class Counting(TorchDispatchMode):
         collective = None
         if func.namespace in ("c10d", "_c10d_functional"):
             collective = self._collective(name, result, args)
-            if func.namespace == "c10d":  # what is between DTensors is an activation
+            if func.namespace == "c10d":  # between DTensors it is an activation
                 self.mark("communication", _tensors(args))
         elif name == "chunk_cat" and func.namespace == "fsdp":  # where FSDP2 collects what it reduces
             self.mark("gradients", _tensors(args[0]))
@@ -248,7 +248,7 @@ def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
 def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, allocates: bool) -> int:
     """Return the bytes that an operation reads and writes at least; none if it returns views."""
     name = func.overloadpacket.__name__
-    if func.namespace == "fsdp":  # copies of its first argument into or out of one buffer, in views of which it ends
+    if func.namespace == "fsdp":  # copies of its first argument into or out of views of one buffer
         return 2 * _bytes(_tensors(args[0]))
     written = [
         t for n, key in written_arguments(func) for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
@@ -270,7 +270,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors; what is expanded has those of its storage."""
+    """Return the bytes of tensors; an expanded one has those of its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 

@@ -3,7 +3,7 @@
 Exact, as tests compare with rehearsals of the whole: whatever is counted at an operation is affine in the number of
 blocks and in the place of a block among them, but for the first and last blocks, which are aligned from their end.
 The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
-samples is affine in the same way (one sample is another sequence of operations). What is not affine is rehearsed
+samples is affine in the same way (one sample is another sequence of operations). Other models are rehearsed
 whole: blocks of different shapes, patterns that name a block, optimizers that take parameters one by one or in
 runs of equal size, and whatever does not pair off.
 """
@@ -24,7 +24,7 @@ from titanlite.planner.record import KINDS, Collective, Operation, Recording
 from titanlite.planner.rehearse import Rehearsal
 
 Key = tuple[str, str, Collective | None, bool]
-"""What must be equal for operations to pair off: see `_key`."""
+"""Equal for operations that pair off: see `_key`."""
 
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
@@ -163,7 +163,7 @@ def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
 
 
 def _section(operation: Operation) -> Any:
-    """Return what is equal for all blocks of a pass, and elsewhere for operations of a kind, as a loop has them."""
+    """Return a key that is equal for all blocks of a pass, and elsewhere for operations of a kind, as in a loop."""
     return _phase(operation) if _number(operation) >= 0 else _key(operation)
 
 
@@ -183,7 +183,7 @@ def _key(operation: Operation) -> Key:
 
 
 def _values(section: list[Operation]) -> np.ndarray:
-    """Return a row for each operation: what is extrapolated."""
+    """Return a row of the extrapolated values for each operation."""
     rows = (
         (_number(o), o.live, o.flops, o.moved, o.collective.bytes if o.collective else 0, *o.by_kind) for o in section
     )

@@ -15,7 +15,7 @@ from titanlite.planner.torch_private import forget_meshes, register_fake_backend
 class FakeWorld:
     """One rank at a time of worlds of any size, until the context ends.
 
-    Layouts of one size share a world, so what DTensor worked out for a mesh is still known when it returns.
+    Layouts of one size share a world, so that DTensor's caches for a mesh are still valid when it returns.
     """
 
     def __enter__(self) -> "FakeWorld":

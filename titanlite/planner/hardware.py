@@ -97,7 +97,7 @@ class Hardware:
         return f"{key} compiled" if compiled and f"{key} compiled" in self.efficiencies else key
 
     def assumptions(self, efficiencies: Iterable[str]) -> list[str]:
-        """Return what of the speed is not known but assumed: the node, and which of these efficiencies."""
+        """Return the assumptions of the speed: the node, and those of these efficiencies that are assumed."""
         links = f"{self.node.link:g} GB/s between GPUs, {self.node.nics} NICs of {self.nic:g} GB/s"
         sources = {f"node {self.gpu.node}: {links}": self.node.source}
         for key in sorted(efficiencies):
@@ -131,7 +131,7 @@ def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
     """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
     words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
     alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
-    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]  # what has more words stands first
+    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]  # those of most words are first
     return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 

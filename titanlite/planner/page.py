@@ -1,6 +1,6 @@
 """A plan as one HTML file that needs no other and no script: pictures over the tables that `titanlite plan` prints.
 
-The pictures are SVG, made here; what the mouse shows are their titles. page.html has the style.
+The pictures are SVG, made here; hovering shows their titles. page.html has the style.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from titanlite.planner.speed import LANES, Span
 from titanlite.planner.tables import Number, Table, gib, heading, tables
 
 STACK = "optimizer parameters buffers gradients gathered communication activations logits".split()
-"""Kinds of memory from the bottom of the stack: what stays is below what comes and goes."""
+"""Kinds of memory from the bottom of the stack: lasting ones are below temporary ones."""
 WIDTH, HEIGHT = 1000, 300
 MOST_COLUMNS, MOST_NODES, SQUARE = 400, 64, 12
 Row = dict[str, Any]
@@ -122,7 +122,7 @@ def _color(name: str) -> str:
 
 
 def _draw_memory(plan: Plan, phases: Sequence[Row]) -> str:
-    """Draw the bytes alive by kind, a column for each phase, below what the GPU has."""
+    """Draw the bytes alive by kind, a column for each phase, below the GPU's limit."""
     peak, usable = plan.recording.peak, plan.hardware.usable_bytes
     top = max(1.05 * peak, usable if peak > usable / 5 else 0)
     scale, width = HEIGHT / top, WIDTH / len(phases)

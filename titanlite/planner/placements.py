@@ -1,7 +1,7 @@
-"""What a layout makes of a model, without its processes: groups of ranks, their nodes, every parameter's placement.
+"""Show how a layout places a model, without its processes: groups of ranks, nodes, every parameter's placement.
 
-The real mesh and the real techniques are applied to the model on the meta device in a fake world, so what is printed
-is what a run has.
+The real mesh and the real techniques are applied to the model on the meta device in a fake world, so the output is
+that of a run.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The plan of a job: what a step needs of a GPU's memory, of links and of time, and whether it fits.
+"""The plan of a job: a step's memory, communication and time, and whether it fits.
 
 `to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the names.
 """
@@ -45,14 +45,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a job's step before it runs."""
+    """The facts about a job's step before it runs."""
 
     job: Job
     hardware: Hardware
     recording: Recording
     speed: Speed
     flops_per_token: int
-    """Of the model, as MFU counts them: what is recomputed counts once."""
+    """Of the model, as MFU counts them: recomputation is left out."""
     tokens: float = 0
     """To train on; 0 if not given."""
     changes: Sequence["Candidate"] = ()
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def assumptions(self) -> list[str]:
-        """Return what the verdict on memory rests on beside the rehearsal."""
+        """Return the assumptions of the verdict on memory."""
         eager = "at most: compiled blocks are rehearsed eagerly, which keeps more (not measured how much)"
         return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
 
@@ -88,7 +88,7 @@ class Plan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return all that is known, in bytes and seconds."""
+        """Return the whole plan, in bytes and seconds."""
         config, layout, batch = self.job.config, self.job.layout, self.job.batch
         recording, speed = self.recording, self.speed
         return {
@@ -155,13 +155,13 @@ def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
 
 
 def reserve_text(hardware: Hardware) -> str:
-    """Say what of a GPU's memory is kept free, and who says so."""
+    """Describe the part of a GPU's memory that is kept free, with its source."""
     reserve = hardware.reserve
     return with_source(f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source)
 
 
 def is_upper_bound(job: Job) -> bool:
-    """Whether the peak is only an upper bound: what is compiled is rehearsed eagerly, which keeps more."""
+    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps more."""
     return job.config.compile.enable and "model" in job.config.compile.components
 
 
@@ -179,7 +179,7 @@ def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
 
 
 def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Yield the phases in order, each with the moment at which most is alive."""
+    """Yield the phases in order, each with the moment of its most bytes."""
     for phase, group in groupby(recording.operations, key=lambda operation: operation.phase):
         operations = list(group)
         fullest = max(operations, key=lambda operation: operation.live)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 KINDS = tuple("parameters gathered gradients activations logits optimizer buffers communication".split())
-"""What bytes are alive for. "buffers" are the model's; "communication" is what a collective reads or writes."""
+"""The uses of bytes. "buffers" are the model's; "communication" is read or written by a collective."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Operation:
     flops: int = 0
     """By the table of torch.utils.flop_counter."""
     dtype: str = ""
-    """In which FLOPs are computed."""
+    """Of its FLOPs."""
     moved: int = 0
     """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and collectives."""
     collective: Collective | None = None
     awaits: bool = False
-    """It is the first to read the result of the oldest gather of parameters that was not read yet."""
+    """First consumer of the oldest outstanding all-gather of parameters."""
     by_kind: tuple[int, ...] = ()
-    """`live` as a sum over KINDS, in their order; empty where kinds were not told apart."""
+    """`live` as a sum over KINDS, in their order; empty where kinds were not separated."""
 
 
 @dataclass(frozen=True)

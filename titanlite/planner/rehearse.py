@@ -1,8 +1,9 @@
 """Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors without memory.
 
 Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the collectives of the second
-step, when the optimizer has its state. Assumed, when a GPU is planned: that what AS_ON_CUDA names is all that a CPU
-keeps and a GPU does not. With torch.compile the rehearsal is eager, which allocates at least as much.
+step, when the optimizer has its state. Assumed, when a GPU is planned:
+AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the rehearsal is eager, which allocates
+at least as much.
 """
 
 import gc
@@ -71,7 +72,7 @@ class Rehearsal:
             self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
 
     def step(self, job: Job, middle_once: bool = False) -> Recording:
-        """Return what a step does: of this job, or of one that differs in nothing but batch and loss chunks.
+        """Return a step of this job, or of one that differs only in batch and loss chunks.
 
         With `middle_once` it runs its first, second and last micro-batch: those between are like the second.
         """
@@ -149,7 +150,7 @@ def _count_step(
     """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may leave some out."""
     state = runner.optimizer.state.values()
     gc.collect()
-    gc.disable()  # as in training; what is alive would depend on when it runs
+    gc.disable()  # as in training; the bytes alive would depend on when it runs
     try:
         with counting, ExitStack() as hooks:
             for part in runner.parts:
@@ -184,7 +185,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: ExitStack) -> None:
-    """Let the counting know which block is computed; each counts from when its parameters are gathered for it."""
+    """Name the block that is computed in the counting; a block begins when its parameters are gathered."""
 
     def on_gradient(phase: str, hidden: Any) -> None:
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
@@ -208,7 +209,7 @@ def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: E
 
 
 def check_planned(job: Job) -> None:
-    """Raise a UserError that names what a job does and a rehearsal does not."""
+    """Raise a UserError that names a feature of the job that cannot be rehearsed."""
     config = job.config
     refused = {
         "skipping steps with optimizer.implementation other than fused (step counts on the host)": (
@@ -232,7 +233,7 @@ def check_planned(job: Job) -> None:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """What CUDA's kernels allocate, read and write: beside the result one float32 a row; the values mean nothing."""
+    """The memory of CUDA's kernels: the result and one float32 a row; the values mean nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -264,7 +265,7 @@ AS_ON_CUDA: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
     "attention_mask": lambda *args: None,  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
 }
-"""What keeps more on a CPU than on CUDA, and what allocates as CUDA does."""
+"""Operations that keep more on a CPU than on CUDA, with stand-ins that allocate as CUDA does."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Look for the fastest plans of a config that fit, and for small changes that make one fit: by rehearsals.
 
-Never rehearsed is what the config's rules refuse, what parameters, gradients and optimizer state alone rule out, what
-needs more in some respect, and less in none, than a plan that did not fit, and what cannot be faster than the best
-that were found. What may be the fastest comes first.
+Never rehearsed are plans that the config's rules refuse, that parameters, gradients and optimizer state alone rule
+out, that need more in some respect, and less in none, than a plan that did not fit, or that cannot be faster than the
+best ones found. The possibly fastest come first.
 """
 
 import time
@@ -106,7 +106,7 @@ def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> 
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
-    """Return what was found, with the best few sorted by `measure`, which returns the seconds of a step."""
+    """Return `found` with its best few sorted by `measure`, the seconds of a step."""
     timed = [replace(candidate, measured=measure(candidate.settings)) for candidate in found.best[:number]]
     return replace(found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]])
 
@@ -178,7 +178,7 @@ def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
 
 
 def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
-    """Yield what makes a step smaller, with the number of ranks: one thing, all that cost no ranks, more ranks."""
+    """Yield changes that make a step smaller, with their ranks: each alone, all without more ranks, more ranks."""
     world, total = job.layout.world, job.batch.total
     cheap: list[dict[str, Any]] = [{CHUNKS: CHUNKED}, {LOCAL: 1, GLOBAL: total}, {RECOMPUTE: "full"}]
     meshes = [{REPLICATE: 1, SHARD: -1}] if job.layout.dp_replicate > 1 else []
@@ -193,7 +193,7 @@ def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
 
 
 def _demand(job: Job) -> tuple[int, ...]:
-    """Return numbers of which each, when it rises alone, takes more memory."""
+    """Return numbers; if one of them rises alone, the memory grows."""
     config, layout = job.config, job.layout
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
@@ -206,7 +206,7 @@ def _needs_no_less(job: Job, other: Job) -> bool:
 
 
 class _Facts:
-    """What is known of a job's model, on any mesh, without a rehearsal."""
+    """The facts about a job's model, on any mesh, without a rehearsal."""
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
         self._hardware, self._shape, seq_len = hardware, job.shape, job.config.training.seq_len

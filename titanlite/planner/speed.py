@@ -27,7 +27,7 @@ _ALWAYS_ASSUMED = (
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the bound: what a resource does for a type of FLOPs or a dimension of the mesh."""
+    """A part of the bound: a resource's time for a type of FLOPs or a dimension of the mesh."""
 
     resource: str
     of: str
@@ -57,7 +57,7 @@ class Speed:
     """The resource of the bound."""
     estimate: float
     exposed: Mapping[str, float]
-    """Seconds of the estimate in which compute waits for collectives, by dimension."""
+    """Seconds of the estimate that compute waits for collectives, by dimension."""
     spans: tuple[Span, ...]
     tokens: int
     """In a step, of all ranks."""
@@ -99,7 +99,7 @@ def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[floa
     1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
     """
     near, ranks, size = ranks_in_a_node(collective, layout, per_node), collective.ranks, collective.bytes
-    if collective.kind == "all-to-all":  # `bytes` is what one rank has
+    if collective.kind == "all-to-all":  # `bytes` are those of one rank
         return size * (near - 1) / ranks, size * (ranks - near) / ranks
     passes = 2 if collective.kind == "all-reduce" else 1
     return passes * size * (1 - 1 / near), passes * size * (1 - near / ranks) / near
@@ -159,7 +159,7 @@ class _Schedule:
     def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
         self.layout, self.hardware, self.compiled = layout, hardware, compiled
         self.now = 0.0  # how far compute is
-        self.free: dict[str, float] = defaultdict(float)  # when lanes and links have done what was scheduled
+        self.free: dict[str, float] = defaultdict(float)  # when lanes and links have finished their work
         self.gathers: list[Span] = []  # not taken by compute yet
         self.reduction: Span | None = None
         self.taken = 0.0

@@ -14,9 +14,9 @@ from titanlite.planner.search import changes
 
 
 def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:
-    """Return the lines for a job of which so many ranks share a node, each on a GPU of this name, or else on a CPU.
+    """Return the lines for a job with so many ranks on a node, each on a GPU of this name, or else on a CPU.
 
-    `memory` is that of a rank in bytes, if known.
+    `memory` is that of a rank in bytes, or None.
     """
     try:
         recording = plan_step(job, as_on_cuda=bool(gpu))

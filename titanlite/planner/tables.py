@@ -1,4 +1,4 @@
-"""What a plan says: as tables, which are printed as text, and stand on the page with their exact numbers."""
+"""A plan as tables, printed as text, and on the page with their exact numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def report(plan: Plan) -> str:
 
 
 def heading(plan: Plan) -> tuple[str, str, str]:
-    """Return what is planned, what a step is, and whether it fits."""
+    """Return the job, its step, and whether it fits."""
     config, layout, batch, hardware = plan.job.config, plan.job.layout, plan.job.batch, plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
     may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
@@ -67,7 +67,7 @@ def heading(plan: Plan) -> tuple[str, str, str]:
 
 
 def tables(plan: Plan) -> Iterator[Table]:
-    """Yield the tables in the order of what a reader asks."""
+    """Yield the tables in the order of a reader's questions."""
     recording, hardware, speed = plan.recording, plan.hardware, plan.speed
     if not plan.fits:
         rows = [(c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3)) for c in plan.changes]

@@ -18,7 +18,7 @@ def register_fake_backend() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor has worked out: it refers to the meshes of earlier worlds."""
+    """Clear DTensor's caches: they refer to the meshes of earlier worlds."""
     # torch 2.11 and 2.14; no public name.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -34,7 +34,7 @@ def is_wrapper_subclass(kind: type) -> bool:
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """Return a mode in which new tensors have a shape, a type and a storage, but no memory."""
+    """Return a mode that gives new tensors a shape, a type and a storage, but no memory."""
     # torch 2.11 and 2.14; no public name.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,7 +42,7 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells one storage that is alive from another. torch 2.11 and 2.14; no public name."""
+    """Return a key that is unique among the storages alive. torch 2.11 and 2.14; no public name."""
     return storage._cdata
 
 
@@ -77,7 +77,7 @@ def waiting_as_on_a_device() -> Iterator[None]:
     """Let DTensor's collectives wait where results are used, as they do on real tensors.
 
     Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing. torch 2.11 and 2.14
-    (2.13 asks the same function); no public way.
+    (2.13 uses the same function); no public way.
     """
     from torch.distributed import _functional_collectives as functional
 

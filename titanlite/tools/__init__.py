@@ -1,4 +1,4 @@
-"""The commands beside training: a module each, with `add_arguments(parser)` and `run(arguments, overrides)`.
+"""The commands around training: a module each, with `add_arguments(parser)` and `run(arguments, overrides)`.
 
 May import everything but cli and verify, and torch only inside functions. Never holds anything that training needs.
 """

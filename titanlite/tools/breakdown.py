@@ -1,6 +1,6 @@
 """Divide a traced step's time by kind of work, from a rank's chrome trace; the kinds add up to the step.
 
-On a GPU the device's timeline is divided: computation, communication while nothing is computed, and gaps in which the
+On a GPU the device's timeline is divided: computation, communication while nothing is computed, and gaps while the
 device is idle. On a CPU the main thread's is: each operation's own time without that of the operations it calls,
 including the wait for a collective. gloo records no wait, but when each send, receive or collective ended: where that
 is between two operations of the main thread, it had waited since the first of them.
@@ -44,7 +44,7 @@ class Breakdown:
     kinds: dict[str, float]
     """By KINDS; they add up to the step."""
     hidden: float
-    """Communication during which something is computed (known on a GPU only)."""
+    """Communication during which something is computed (on a GPU only)."""
 
 
 def read(path: Path) -> Breakdown:

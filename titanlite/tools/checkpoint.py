@@ -133,7 +133,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def saved_root(dump_folder: Path) -> Path:
-    """Return where the run in a dump folder saves its checkpoints: its config says."""
+    """Return where the run in a dump folder saves its checkpoints, by its config."""
     try:
         saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
         return dump_folder / saved["checkpoint"]["folder"]
@@ -177,7 +177,7 @@ def _verify(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, if it can be read, and what is wrong with the folder."""
+    """Return the manifest, if it can be read, and the faults of the folder."""
     try:
         manifest = read_manifest(folder)
         return manifest, faults(folder, manifest, manifest.files if full else _DOCUMENTS)
@@ -310,7 +310,7 @@ def _hf_folder(
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder named by --tokenizer, or the run's own; say so if it is not here."""
+    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is not here."""
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 
     if named:
@@ -337,7 +337,7 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     source, target = arguments.folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
-    read_config(source)  # the config would blame model.flavor if there is none
+    read_config(source)  # without one the error would name model.flavor
     config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
     if config.checkpoint.initial_load_path == str(source):
         unset = {"initial_load_path": "", "initial_load_in_hf": False}
@@ -357,7 +357,7 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a command line in which the model is the folder's own, unless a config or a flavor is given."""
+    """Return a command line with the folder's own model, unless a config or a flavor is given."""
     line = parse_command_line(argv, environ)
     is_default = line.files == [DEFAULT_CONFIG] and not any(word.startswith("--config") for word in argv)
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":

@@ -1,4 +1,4 @@
-"""`titanlite config`: the resolved config, what follows from it for the mesh, and the schema of all configs."""
+"""`titanlite config`: the resolved config, its mesh, and the schema of all configs."""
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Print the resolved config, or what was requested instead."""
+    """Print the resolved config, or the part that an option selects."""
     if arguments.schema or arguments.markdown:
         print(json_schema() if arguments.schema else markdown(), end="")
         return 0

@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Run the preflight on all ranks and print what rank 0 says of it."""
+    """Run the preflight on all ranks and print rank 0's report."""
     if arguments.traces:
         if overrides:
             raise UserError(f"--traces takes no config: remove {' '.join(overrides)}")
@@ -83,7 +83,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
-    """Be a worker: print on rank 0 what the ranks have, and how fast they reach each other."""
+    """Be a worker: print on rank 0 a table of the ranks and the times of their network."""
     import torch
 
     from titanlite.fault.network import check_network
@@ -135,13 +135,13 @@ def shown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_traces(folder: Path) -> int:
-    """Print what torch makes of a folder of dumps."""
+    """Print torch's analysis of a folder of dumps."""
     dumps = [path.name for path in folder.glob(f"{_DUMP}*")] if folder.is_dir() else []
     if not dumps:
         expected = f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into comm.save_traces_folder of the dump folder"
         why = "no such folder" if not folder.is_dir() else "no dumps there"
         raise UserError(f"--traces {folder}: {why}; expected are {expected} when a collective times out")
-    with redirect_stderr(sys.stdout):  # to which its logger writes
+    with redirect_stderr(sys.stdout):  # its logger writes there
         from torch.distributed.flight_recorder import fr_trace
     options = [str(folder), "--prefix", _DUMP]
     try:

@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Print the loss, the bits per byte, and what they were computed from."""
+    """Print the loss, the bits per byte, and the amount of data."""
     if arguments.dataset_path is not None and arguments.dataset is None:
         raise UserError(f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"')
     if arguments.dataset is not None:
@@ -66,7 +66,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 class Counted:
-    """A loader whose windows, predicted tokens and bytes of their text are counted as they pass."""
+    """A loader that counts its windows, their predicted tokens and the bytes of their text."""
 
     def __init__(self, loader: Any, tokenizer: Tokenizer | None) -> None:
         self._loader, self._tokenizer = loader, tokenizer

@@ -68,7 +68,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 class Show:
-    """Prints a text as its tokens come: all but what a further token may still change, as half a character."""
+    """Prints a text as its tokens come, without an end that the next token may change, such as half a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

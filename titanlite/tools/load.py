@@ -71,7 +71,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     _refuse_damage(folder, [CONFIG, ENVIRONMENT, STATE])
     if job:
         return job, folder
-    own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine need not have what that one had
+    own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine may lack that one's device
     loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:
@@ -83,7 +83,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
 
 
 def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """Return the job's model on one device with a checkpoint's weights, checked as checkpoint.verify_on_load says."""
+    """Return the job's model on one device with a checkpoint's weights, checked by checkpoint.verify_on_load."""
     from titanlite.checkpoint.load import load_weights
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate

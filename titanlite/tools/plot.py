@@ -27,7 +27,7 @@ TITLES = {
     "tps": "Tokens per second per device",
 }
 FIELDS = "step", "tokens", "step_seconds", "loss", "grad_norm", "lr", "tps"
-# Okabe and Ito's colors, which color-blind readers can tell apart; their yellow and black made readable on white.
+# Okabe and Ito's colors, which color-blind readers can distinguish; their yellow and black made readable on white.
 COLORS = "#0072b2", "#d55e00", "#009e73", "#b9579a", "#d99500", "#4a4f57", "#45a9e6", "#7a4b1e"
 STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "axes.titlelocation": "left",
          "axes.formatter.useoffset": False, "font.size": 9, "grid.color": "#e8eaed", "legend.frameon": False,
@@ -86,7 +86,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def read_runs(dumps: list[Path]) -> list[Run]:
-    """Read the runs, of several skipping what is none, such as a log that a pattern of the shell matched."""
+    """Read the runs; of several, skip files that are none, such as a log that a pattern of the shell matched."""
     runs: list[Run] = []
     for dump in dumps:
         try:

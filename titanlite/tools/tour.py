@@ -129,7 +129,7 @@ def _check(holds: bool, proved: str, failed: str) -> None:
 
 
 def _titanlite(command: str, *paths: Path, **environ: str) -> str:
-    """Return what a command printed that ends in these paths, in which there may be blanks."""
+    """Return the output of a command that ends in these paths, with blanks or without."""
     arguments = [*command.split(), *map(str, paths)]
     variables = [f"{name}={value}" for name, value in environ.items()]
     print(f"   {shlex.join([*variables, 'titanlite', *arguments])}", flush=True)

@@ -82,12 +82,12 @@ def first_rows(rows: Rows) -> Rows:
 
 
 def further_rows(rows: Rows) -> Rows:
-    """Return all rows of which only the first runs without options."""
+    """Return the rows that only --beyond runs, and the first of each kind."""
     return {number: row for number, row in rows.items() if _further(row)}
 
 
 def _further(row: Row) -> str:
-    """Return what a row is one of several of that cost more than they add, or an empty string."""
+    """Return the expensive group of a row (a further layout, or inductor), or an empty string."""
     if row.extra:
         return ""
     return row.layout if row.layout in BEYOND else row.compile if row.compile == "inductor" else ""
@@ -141,7 +141,7 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
-    """Return the rows that can show a known fault, of those that the model allows."""
+    """Return the rows that can show the named fault, of those that the model allows."""
     from titanlite.verify.known_faults import FAULTS
 
     if fault not in FAULTS:
@@ -192,7 +192,7 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
 def _introduction(
     model: ModelUnderTest, rows: Collection[Row], fault: str, cached: int, of_table: bool
 ) -> Iterator[str]:
-    """Yield the lines above the rows; only a whole table names what the model does not have."""
+    """Yield the lines above the rows; only a whole table names missing features of the model."""
     count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
     yield f"titanlite verify: {model.name}, {count} on up to {max(r.mesh.world for r in rows)} processes"
     if fault:
@@ -242,7 +242,7 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 
 
 def source_files(model: ModelUnderTest) -> set[Path]:
-    """Return the files of titanlite and of the model's packages; of a lone module, those beside it too."""
+    """Return the files of titanlite and of the model's packages; of a lone module, those in its folder too."""
     titanlite = Path(__file__).parents[1]
     files = {*titanlite.rglob("*.py"), *(titanlite / "models").resolve().rglob("*.py")}  # a link in a checkout
     for module in model.modules:

@@ -1,4 +1,4 @@
-"""Known faults of experts: of the ranks that they are on, the tokens that they get, and how they are balanced."""
+"""Known faults of expert parallelism: placement, dispatch, balance."""
 
 from collections.abc import Callable
 from itertools import cycle

@@ -1,4 +1,4 @@
-"""What a known fault is: a mistake as a patch, put into the trainer on every rank, never into the reference."""
+"""A known fault: a mistake as a patch, put into the trainer on every rank, never into the reference."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ Patch = AbstractContextManager[Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: what it is, the rows that show it, and the patch that puts it in."""
+    """A mistake: its description, the rows that show it, and the patch that puts it in."""
 
     summary: str
     rows: tuple[Row, ...]

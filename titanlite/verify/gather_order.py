@@ -1,4 +1,4 @@
-"""The order of FSDP's all-gathers and reductions by group: what a job declares, and what FSDP2 did.
+"""The order of FSDP's all-gathers and reductions by group: declared by a job, and recorded from FSDP2.
 
 FSDP2 names the group of each in profiler traces (tried on torch 2.11, 2.13 and 2.15); the collectives' own arguments
 don't distinguish blocks.
@@ -25,9 +25,9 @@ ROOT = frozenset(("the root",))
 
 @contextmanager
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
-    """Append the modules of each all-gather and of each reduction, in the order in which they were issued."""
+    """Append the modules of each all-gather and of each reduction, in the order of their issue."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*clears events")  # torch 2.11 says so of longer profiles
+        warnings.filterwarnings("ignore", message=".*clears events")  # torch 2.11 warns of longer profiles
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
     try:
@@ -44,7 +44,7 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
 
 
 def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[Group]:
-    """Return the groups in the order in which a part gathers them in these passes, such as "FB".
+    """Return the groups in the order of a part's gathers in these passes, such as "FB".
 
     Groups of one rank have nothing to gather.
     """

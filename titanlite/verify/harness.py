@@ -1,4 +1,4 @@
-"""What a rank does: run a few steps of the real trainer, measure them, and compare with the reference.
+"""One rank: run a few steps of the real trainer, measure them, and compare with the reference.
 
 The first half of the batch has no valid token at all, and goes to the first data-parallel ranks.
 """
@@ -102,7 +102,7 @@ class InstrumentedTrainer(Trainer):
         self.runner.forward_backward = self.forward_backward  # type: ignore[method-assign]
 
     def measure_steps(self) -> Measured:
-        """Take the steps of every optimizer, and return what was measured."""
+        """Take the steps of every optimizer, and return the measurements."""
         config = self.job.config
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():

@@ -1,8 +1,8 @@
-"""What is measured in a few steps of a model, and how two such measurements are compared.
+"""The measurements of a few steps of a model, and their comparison.
 
 The error of a tensor is ||actual - expected|| / ||expected||, of the full tensor. Where ||expected|| is less than
-FLOOR of the norm of all tensors of its kind, that takes its place: what is zero but for rounding, such as a key
-bias's gradient under softmax, has an error of the size of what was summed, not of what is left.
+FLOOR of the norm of all tensors of its kind, that takes its place: a tensor that is zero up to rounding, such as a
+key bias's gradient under softmax, has the error of the terms that were summed.
 """
 
 import math
@@ -36,7 +36,7 @@ Measured = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The largest error of a row: of which kind, of which tensor, and how large; infinite if it can't be measured."""
+    """The largest error of a row: its kind, tensor and size; infinite if it can't be measured."""
 
     what: str
     name: str
@@ -127,7 +127,7 @@ def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total:
 def compare(actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]) -> Mismatch:
     """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all.
 
-    `owns` says of a name whether this rank should have it, as it should all but with pipeline parallel.
+    `owns(name)`: should this rank have the tensor? Without pipeline parallel it should have all.
     """
     bound = BOUNDS[precision]
     worst = []

@@ -1,4 +1,4 @@
-"""The model under test: what a command line says of it, and which layouts and variants it allows. Imports no torch.
+"""The model under test, from a command line, with its layouts and variants. Imports no torch.
 
 Only [model] is taken from a config; the table sets every other key. All that the flavor calls dropout is set to 0,
 since masks differ between meshes.
@@ -40,7 +40,7 @@ FIXED = [
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A model, with what the table needs to know about it."""
+    """A model, with its facts for the table."""
 
     name: str
     modules: tuple[str, ...]
@@ -52,8 +52,8 @@ class ModelUnderTest:
     kept_whole: str
     """The override that replicates its small parameters; empty if its table calls all of them so."""
     every_expert: tuple[str, ...]
-    """The override that sends each token to every expert, if there are any: of bfloat16's rounding, a router chooses
-    others, whose gradients are not comparable."""
+    """The override that sends each token to every expert, if there are any: with bfloat16's rounding a router chooses
+    others, and gradients are not comparable."""
     tied: bool
     """Whether the plain variant's output layer shares the embedding's weight."""
     documents: tuple[str, ...]
@@ -91,7 +91,7 @@ def build_job(overrides: list[str], world: int) -> Job:
 
 
 def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
-    """Return the model and optimizer that a command line names; ConfigError or UserError says what is wrong."""
+    """Return the model and optimizer that a command line names; ConfigError or UserError if there is a mistake."""
     line = parse_command_line(argv, environ)
     if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
         line.files = []  # not the debug config: without --config the defaults of [model] count

@@ -2,7 +2,7 @@
 
 `titanlite plan --selftest` runs the table: each row takes four steps of the real trainer on gloo processes of this
 machine, counted as a rehearsal is, and on its first and last rank a step after the first, when the optimizer has its
-state, must be what is rehearsed. A rehearsal runs the same code, so gathers are also compared with the table's.
+state, must equal the rehearsal. A rehearsal runs the same code, so gathers are also compared with the table's.
 """
 
 import logging
@@ -135,7 +135,7 @@ def _compare(collectives: Counter[Collective], rehearsed: Recording) -> list[str
 
 
 def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
-    """Say where a step has more or fewer all-gathers than the table says."""
+    """Describe the all-gathers of a step that are more or fewer than in the table."""
     found = Counter[str]()
     for collective, count in collectives.items():
         found[collective.dimension] += count * (collective.kind == "all-gather")

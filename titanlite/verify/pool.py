@@ -1,8 +1,8 @@
-"""A pool of gloo processes on this machine, which run plain functions on as many ranks as a call wants.
+"""A pool of gloo processes on this machine, which run plain functions on the ranks of a call.
 
 The processes come from a fork server that has torch loaded (a fork of a process that ran a backward pass would
 hang) and live through many runs; consecutive runs on the same number of ranks share their process groups. When a rank
-dies or is late, the error names it and what it was doing, and the pool starts new processes.
+dies or is late, the error names it with its stack, and the pool starts new processes.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ from titanlite.runtime.distributed import set_collective_timeout
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
 MAX_GROUP_REBUILDS = 32
-"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups, whose threads
+"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups; their threads
 poll, and hundreds of them take half of a small machine. A new process costs about as much as a run."""
 INDUCTOR_MODULE = "torch._inductor.compile_fx"
 """To preload where rows compile: torch.compile imports it in every new rank, which takes seconds."""
@@ -139,7 +139,7 @@ class Pool:
 
 
 def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
-    """Run what is sent and answer, until the pool's process has ended."""
+    """Run each function that is sent and answer, until the pool's process has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends its ranks
     sys.path[:] = path
     if log:
@@ -178,7 +178,7 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
     limit = timedelta(seconds=timeout)
     store = dist.PrefixStore(f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    _clear_sharding_prop_cache()  # it refers to the meshes of earlier runs, whose groups are destroyed
+    _clear_sharding_prop_cache()  # it refers to meshes of earlier runs with destroyed groups
     # A mesh makes its groups with this function of its module (torch 2.11, 2.13, 2.15).
     groups: dict[tuple[tuple[int, ...], str], Any] = {}
 

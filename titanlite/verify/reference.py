@@ -69,7 +69,7 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
 
 
 def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
-    """Tell routers, whose loss is that of a whole sequence, what they choose in all of its documents."""
+    """Give the routers their choices in all documents of a sequence: their loss is that of the whole."""
     counts = defaultdict[Any, list[torch.Tensor]](list)
     for router in routers(model).values():
         router.sum_over_sequence = lambda own, router=router: counts[router].append(own) or own

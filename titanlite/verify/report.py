@@ -62,7 +62,7 @@ def _error(error: float) -> str:
 
 
 def page(model: str, command: str, results: Sequence[Result]) -> str:
-    """Return the results as Markdown: what was run, counts for every choice, and the rows with largest errors."""
+    """Return the results as Markdown: the command, counts for every choice, and the rows with largest errors."""
     failed = [result for result in results if not result.passed]
     lines = [
         f"# Parity of {model}",

@@ -31,12 +31,12 @@ OTHER_ROLES: dict[Role, tuple[Role, ...]] = {
     "norm": ("column", "row"),
 }
 OTHER_ROLES |= {"embedding": ("head",), "head": ("embedding",)}
-"""What a row may have been meant to be. A norm and a replicated parameter are alike under tensor parallel."""
+"""Roles that may have been meant. A norm and a replicated parameter are alike under tensor parallel."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The worst error of a row, and on which rank."""
+    """The worst error of a row, and its rank."""
 
     row: Row
     what: str
@@ -65,7 +65,7 @@ def check_tables(model: ModelUnderTest) -> None:
 
 @contextmanager
 def open_pool(world: int) -> Iterator[Pool]:
-    """Give a pool whose ranks write errors, and all that torch logs, to a file that is kept if there is any."""
+    """Give a pool; its ranks write errors and torch's log to a file that is kept if there is any."""
     file, path = tempfile.mkstemp(prefix="titanlite-verify-", suffix=".log")
     os.close(file)
     try:
@@ -80,7 +80,7 @@ def open_pool(world: int) -> Iterator[Pool]:
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     """Give a function that runs a row, with the name of a known fault or without."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees what is left
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees the rest
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         yield RowRunner(model, Path(folder), pool)
 
@@ -95,7 +95,7 @@ class RowRunner:
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
     def wrong_role(self, layout: str) -> str:
-        """Return what is known of the model's table where a tensor-parallel layout fails: each role is tried."""
+        """Return a diagnosis of the model's table where a tensor-parallel layout fails: each role is tried."""
         row = Row(layout, precision="float64")
         if self(row).passed:
             return ""

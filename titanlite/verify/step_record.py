@@ -1,6 +1,6 @@
-"""What a rank did in a step, against what its job declares: all-gathers and reductions, a pipeline's actions, sends.
+"""A rank's step against the declarations of its job: all-gathers and reductions, a pipeline's actions, sends.
 
-The rows of the table find a wrong number; this finds what is done more often, or in another order, than it should be.
+The rows of the table find a wrong number; this finds work that is done too often, or in another order.
 """
 
 from collections import Counter

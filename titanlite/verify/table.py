@@ -1,7 +1,7 @@
 """The table: which combinations are compared with one process on the whole batch. Imports no torch.
 
-A row has one choice of every column. `pairwise` returns a small set of rows in which every valid pair of choices
-occurs; `beyond` returns a few for each further layout, in which it meets every choice of every other column; `full`
+A row has one choice of every column. `pairwise` returns a small set of rows that has every valid pair of choices;
+`beyond` returns a few rows per further layout, covering every choice of every other column; `full`
 returns every layout with every recomputation, accumulation and variant, and every valid pair of choices in its other
 columns.
 """
@@ -22,7 +22,7 @@ MICRO_BATCH = 3
 
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
 """Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in float64, where its
-error says most: of another precision's rounding, an algorithm may make anything."""
+error is a proof: an algorithm may amplify the rounding of another precision."""
 
 LAYOUTS = {
     "1": Layout(),
@@ -95,7 +95,7 @@ OVERRIDES: dict[str, dict[str, list[str]]] = {
     "schedule": {
         "1F1B": [],
         **{name: [f"{_PIPELINE}schedule={name}"] for name in get_args(Schedule) if name != "1F1B"},
-        CSV: [],  # a file that is written beside the tokens
+        CSV: [],  # a file in the folder of the tokens
     },
     "documents": {"off": [], "on": []},  # each sample has three, which the reference reads one by one
     "precision": {
@@ -198,7 +198,7 @@ EXTRA = (
 )
 """Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have.
 
-Of imports the row is one of experts, whose slices are tensors of their own in a Hugging Face folder.
+The row of imports has experts: their slices are tensors of their own in a Hugging Face folder.
 """
 
 Choices = Mapping[str, Sequence[str]]
@@ -207,7 +207,7 @@ EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})
     for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4", "ep2 of dp4", "replicate2 x ep2")
 }
-"""Pairs with a row in `full` only: compiling takes seconds a rank, and says no more there than on fewer ranks."""
+"""Pairs with a row in `full` only: compiling takes seconds a rank, and proves no more there than on fewer ranks."""
 
 
 def choices(
@@ -220,7 +220,7 @@ def choices(
     by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
     by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {"compile": ["off", "aot_eager"]}
     by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
-    if "cp4" in layouts:  # whose ranks have two tokens, too few for three chunks
+    if "cp4" in layouts:  # its ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
     return {column: by_column[column] for column in COLUMNS}
 
@@ -281,7 +281,7 @@ def pairwise(of: Choices) -> list[Row]:
 
 
 def beyond(of: Choices) -> list[Row]:
-    """Return a small set of rows in which a layout meets every choice of every other column, always the same.
+    """Return a small set of rows with a layout and every choice of every other column, always the same.
 
     The first is in float64 and with the default split of sequences, if the model allows that.
     """
