@@ -150,7 +150,8 @@ def test_bytes_may_be_fewer_than_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    "shape", ["as a text", "as a table", "in special_tokens_map.json", "of several added tokens"]
+    "shape",
+    ["as a text", "as a table", "in special_tokens_map.json", "of several added tokens", "with ids of a larger one"],
 )
 def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_transformers(tmp_path, shape):
     """TorchTitan's test tokenizer is such a folder: its tokenizer.json lacks the end-of-text token."""
@@ -162,10 +163,11 @@ def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_tran
     vocabulary = {token: number for number, token in enumerate(document["model"]["vocab"])}
     document["model"]["vocab"], document["added_tokens"] = vocabulary, []
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    names = ["<|begin|>", "<|end_of_text|>"] if "several" in shape else ["<|end_of_text|>"]
+    names = ["<|begin|>", "<|end_of_text|>"] if "several" in shape or "larger" in shape else ["<|end_of_text|>"]
     options = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
     first = len(vocabulary)
-    added = {str(first + number): {"content": name, **options} for number, name in enumerate(names)}
+    declared = 128_000 if "larger" in shape else first
+    added = {str(declared + number): {"content": name, **options} for number, name in enumerate(names)}
     eos: Any = {"content": names[-1], **options} if shape == "as a table" else names[-1]
     settings: dict[str, Any] = {"added_tokens_decoder": added, "tokenizer_class": "PreTrainedTokenizerFast"}
     if shape == "in special_tokens_map.json":
@@ -179,6 +181,16 @@ def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_tran
     assert ours.end == theirs.convert_tokens_to_ids(names[-1]) == first + len(names) - 1
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.decode([ours.end]) == names[-1] and ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize(
+    "declared", [["a"], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"id": 1}}, {"1": {"content": 1}}]
+)
+def test_added_tokens_that_are_no_table_of_tokens_are_named(tmp_path, declared):
+    make_assets(tmp_path, ["the cat"], 300)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
+    with pytest.raises(UserError, match="added_tokens_decoder in tokenizer_config.json"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_an_end_token_that_is_nowhere_defined_is_named(tmp_path):

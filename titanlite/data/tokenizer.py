@@ -66,21 +66,26 @@ class JsonTokenizer:
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.end = self._find_end_token(folder, settings.get("eos_token"))
 
-    def _add_tokens(self, folder: Path, declared: dict[str, dict[str, Any]]) -> dict[str, int]:
-        """Add the tokens of tokenizer_config.json that tokenizer.json lacks, like transformers; return their ids."""
+    def _add_tokens(self, folder: Path, declared: dict[str, dict[str, Any]]) -> dict[str, int | None]:
+        """Add the tokens of tokenizer_config.json that tokenizer.json lacks; return their ids.
+
+        As in transformers, the declared ids are only their order: new tokens get the next ids.
+        """
         from tokenizers import AddedToken
 
-        added: dict[str, int] = {}
-        for number, fields in sorted(declared.items(), key=lambda item: int(item[0])):
-            text = fields["content"]
-            if self._backend.token_to_id(text) is None:
-                options = {name: fields[name] for name in _TOKEN_OPTIONS if name in fields}
-                self._backend.add_tokens([AddedToken(text, **options)])
-                added[text] = int(number)
-                if (actual := self._backend.token_to_id(text)) != added[text]:
-                    why = f"{text} has the id {number} in tokenizer_config.json, and would be {actual}"
-                    raise UserError(f"{folder}: {why}: tokenizer.json lacks a token before it")
-        return added
+        known = {repr(token) for token in self._backend.get_added_tokens_decoder().values()}
+        added = []
+        try:
+            for number in sorted(declared, key=int):
+                fields = declared[number]
+                options = {name: fields[name] for name in _TOKEN_OPTIONS & fields.keys()}
+                token = AddedToken(fields["content"], **options)
+                if repr(token) not in known:
+                    added.append(token)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}: added_tokens_decoder in tokenizer_config.json: {error!r}") from None
+        self._backend.add_tokens(added)
+        return {token.content: self._backend.token_to_id(token.content) for token in added}
 
     def _find_end_token(self, folder: Path, eos: Any) -> int:
         """Return the id of the eos_token, or else of one of the usual names."""
@@ -103,7 +108,7 @@ class JsonTokenizer:
         return self._backend.decode(tokens, skip_special_tokens=False)
 
 
-_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TOKEN_OPTIONS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
