@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from titanlite.optim.grad_norm import clip_grad_norm
@@ -32,6 +32,47 @@ def test_the_norm_on_one_and_four_ranks_is_exact_of_any_size(pool, elements, dty
     for world in (1, 4):
         for norm, value in pool.run(norm_of_shards, elements // ROWS, dtype, world=world):
             assert norm == pytest.approx(value * math.sqrt(elements), rel=1e-7), world
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1 << 18,), ((1 << 18) + 5,), (512, 1027)])
+def test_the_norm_is_exact_of_any_values_and_strides(shape, dtype):
+    """Also of elements beyond the last whole row, and of a gradient that lies transposed in memory."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for gradient in (value, value.t().contiguous().t()):
+        weight = nn.Parameter(torch.zeros_like(value))
+        weight.grad = gradient
+        norm = clip_grad_norm([weight], math.inf).item()
+        assert norm == pytest.approx(value.double().norm().item(), rel=2e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad, expected", [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "nan"), (1e20, "inf")])
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_element_that_is_not_finite_shows_in_the_norm(place, bad, expected, dtype):
+    """So does a finite one whose square is not: in rows, as on a GPU."""
+    weight = nn.Parameter(torch.zeros((1 << 18) + 64, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    weight.grad[place] = bad
+    assert str(clip_grad_norm([weight], math.inf).item()) == expected
+
+
+def norm_of_all_placements(dtype: torch.dtype, p: float) -> float:
+    """Return the norm of four gradients whose full tensors are threes: sharded, replicated, both, and plain."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    threes = torch.full((2, 2), 3.0, dtype=dtype)
+    placements = [(Shard(0), Shard(0)), (Replicate(), Replicate()), (Replicate(), Shard(1))]
+    gradients = [DTensor.from_local(threes, mesh, each, run_check=False) for each in placements]
+    weights = [nn.Parameter(torch.zeros_like(gradient)) for gradient in [*gradients, threes]]
+    for weight, gradient in zip(weights, [*gradients, threes], strict=True):
+        weight.grad = gradient
+    return clip_grad_norm(weights, math.inf, p).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p, expected", [(2.0, math.sqrt((16 + 4 + 8 + 4) * 9)), (math.inf, 3.0)])
+def test_what_several_ranks_hold_counts_once(pool, p, expected, dtype):
+    assert pool.run(norm_of_all_placements, dtype, p, world=4) == [pytest.approx(expected, rel=1e-12)] * 4
 
 
 def collectives_of_a_norm(dtype: torch.dtype) -> int:

@@ -11,6 +11,9 @@ from torch.nn.utils import get_total_norm
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.torch_private import foreach_mul_
 
+_ROW = 64  # elements of a gradient that are summed in float32
+_LARGE = 1 << 17  # elements from which this is faster
+
 
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor],
@@ -28,20 +31,20 @@ def clip_grad_norm(
     gradients = {
         parameter: parameter.grad for parameter in parameters if parameter.grad is not None
     }
-    # Tensors on different meshes cannot be stacked: each mesh has its own norm.
-    by_mesh: dict[object, list[torch.Tensor]] = {}
+    # Tensors on different meshes cannot be stacked, and torch converts other placements one by one.
+    alike: dict[object, list[torch.Tensor]] = {}
     for parameter, gradient in gradients.items():
         if not any(parameter is copy for copy in copies):
-            mesh = getattr(gradient, "device_mesh", None)
-            by_mesh.setdefault(mesh, []).append(gradient)
-    norms = [_norm(tensors, p) for tensors in by_mesh.values()]
+            place = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
+            alike.setdefault(place, []).append(gradient)
+    norms = [_norm(tensors, p) for tensors in alike.values()]
     # A stage may have no gradients, and then no type for their norm.
     device = stages.device_type if stages else None
     zero = torch.zeros((), dtype=torch.float64, device=device)
     own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else zero
     total = own
     if stages:
-        total = _over_stages(own.double().to(device), p, stages.get_group()).to(own)
+        total = _over(own.double().to(device), p, stages.get_group()).to(own)
     if max_norm == float("inf"):
         return total
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -52,8 +55,8 @@ def clip_grad_norm(
     return total
 
 
-def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the norm of all stages' norms."""
+def _over(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the norm of all norms in the group."""
     if p == float("inf"):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group)
         return norm
@@ -63,36 +66,33 @@ def _over_stages(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torc
 
 
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
-    if p == float("inf"):
-        return _max_abs(gradients)
-    # In bfloat16 sums would have three digits. A CPU adds one square after the other: in float32,
-    # 2**24 of them have three digits too.
-    wide = torch.float32 if gradients[0].dtype == torch.bfloat16 else None
-    if gradients[0].device.type == "cpu":
-        wide = torch.float64
-    if wide:  # of DTensors partial norms, which get_total_norm would all-reduce one by one
-        norms: dict[
-            object, list[torch.Tensor]
-        ] = {}  # by placements: torch converts those that differ one by one
-        for gradient in gradients:
-            same = norms.setdefault(getattr(gradient, "placements", None), [])
-            same.append(torch.linalg.vector_norm(gradient, p, dtype=wide))
-        norm = torch.linalg.vector_norm(
-            torch.cat([torch.stack(same) for same in norms.values()]), p
-        )
-    else:
-        norm = get_total_norm(gradients, p)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _max_abs(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest absolute value; torch refuses an empty shard, and all may be empty."""
-    parts = [local_part(gradient) for gradient in gradients]
-    maxima = [part.abs().max() for part in parts if part.numel()]
-    largest = torch.stack(maxima).max() if maxima else parts[0].new_zeros(())
+    """Return the norm of gradients on one mesh with the same placements, on all of their ranks."""
     first = gradients[0]
+    parts = [local_part(gradient) for gradient in gradients]
+    if p == float("inf"):  # torch refuses an empty shard, and all may be empty
+        maxima = [part.abs().max() for part in parts if part.numel()]
+        norm = torch.stack(maxima).max() if maxima else parts[0].new_zeros(())
+    elif first.device.type != "cpu" and first.dtype != torch.bfloat16:
+        norm = get_total_norm(parts, p)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack([_exact_norm(part, p) for part in parts]), p)
     if isinstance(first, DTensor):
-        for dimension in range(first.device_mesh.ndim):
-            group = first.device_mesh.get_group(dimension)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return largest
+        for dimension, placement in enumerate(first.placements):
+            if not placement.is_replicate():
+                norm = _over(norm, p, first.device_mesh.get_group(dimension))
+    return norm
+
+
+def _exact_norm(part: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the norm of a plain tensor, in a type that holds the sum of its powers.
+
+    In bfloat16 a sum would have three digits. A CPU adds one power after the other: in float32,
+    2**24 of them have three digits too. In float64 that takes ten times as long, but the norms of
+    rows in float32 can be summed in float64, which is exact to 1e-8.
+    """
+    if part.device.type != "cpu":
+        return torch.linalg.vector_norm(part, p, dtype=torch.float32)
+    is_large = part.numel() >= _LARGE and part.dtype != torch.float64
+    if is_large and part.is_contiguous() and part.numel() % _ROW == 0:
+        part = torch.linalg.vector_norm(part.view(-1, _ROW), p, dim=1, dtype=torch.float32)
+    return torch.linalg.vector_norm(part, p, dtype=torch.float64)
