@@ -75,7 +75,7 @@ def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, rank_slice: RankSl
 def forward_backward(run: Trainer, batches: list[MicroBatch]) -> torch.Tensor:
     """Run forward and backward of these micro-batches; return this rank's part of the loss."""
     labels = torch.stack([batch.labels for batch in batches])
-    valid = run.nonfinite.all_reduce_tokens(count_valid(labels) * run.runner.has_loss)
+    valid = run.guard.exchange(count_valid(labels) * run.runner.has_loss)
     return run.runner.forward_backward(run.step, batches, valid)
 
 

@@ -47,15 +47,15 @@ RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
         parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel parallel.float8
         parallel.pipeline_parallel parallel.replica_check parallel.replicated optim optim.bf16_state optim.skip
-        train.chunked_loss fault.bad_step
+        train.chunked_loss train.bad_steps
         """,
     "a job is its config, checked": """
         config.load config.schema config.stages config.rules.context config.rules.data config.rules.parallel
         config.rules.pipeline config.rules.run config.rules.switched_off
         """,
     "the trainer starts, saves, validates, logs and stops": """
-        checkpoint.manager checkpoint.manifest checkpoint.state fault.network fault.preflight fault.stop
-        observe.profiler observe.run_folder observe.throughput train.generate train.report train.validate
+        checkpoint.manager checkpoint.manifest checkpoint.state fault.stop observe.profiler observe.run_folder
+        observe.throughput train.generate train.network train.rank_facts train.report train.validate
         """,
     "windows are cut from any source": "data.mixture data.prepare data.sources data.stream data.tokenizer",
     "words that all files use": """

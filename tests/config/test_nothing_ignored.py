@@ -286,7 +286,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "fault.grace_seconds": "tests/faults/test_stop.py::test_without_data_ranks_end_at_half_of_the_grace",
     "fault.stop_after_minutes": "tests/faults/test_stop.py::test_the_time_limit_stops_a_run",
     "fault.stall_seconds": "tests/faults/test_beat.py::test_each_phase_has_its_limit",
-    "fault.preflight": "tests/faults/test_preflight.py::test_the_network_is_timed_unless_switched_off",
+    "fault.preflight": "tests/train/test_rank_facts.py::test_the_network_is_timed_unless_switched_off",
     "fault.max_restarts": RESTART + "test_a_spent_budget_of_restarts_ends_the_run",
     "fault.on_nonfinite": BAD_STEP + "test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state",
     "fault.skip_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",

@@ -18,10 +18,10 @@ from tests.launch.run import train
 from tests.observe.test_sinks import tensorboard
 from titanlite.config.load import ConfigError
 from titanlite.errors import GivenUp, RunFailed, UserError
-from titanlite.fault.bad_step import BadSteps, build_guard
-from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.skip import step_unless
 from titanlite.parallel.dtensor import local_part
+from titanlite.train.bad_steps import BadSteps
+from titanlite.train.guard import StepGuard
 from titanlite.train.trainer import Trainer
 
 WHY = "is not finite", r"[\d.e+]+ is above [\d.]+"
@@ -125,7 +125,7 @@ def end_of(argv: list[str], folder: str, factors: dict[int, float], without_upda
     except RunFailed as failed:
         error = f"{type(failed).__name__} {failed.code}: {failed}"
     position = {"step": run.step, "consumed": run.consumed, "tokens": run.tokens}
-    return {"state": digests(run), "log": lines, "error": error, "guard": run.nonfinite.state_dict(), **position}
+    return {"state": digests(run), "log": lines, "error": error, "guard": run.guard.state_dict(), **position}
 
 
 def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp_path):
@@ -227,7 +227,7 @@ def resumed_later(argv: list[str], folder: str, consumed: int) -> dict[str, Any]
     run = trainer(argv, folder)
     begun, run.consumed = run.step, consumed
     run.train()
-    return {"begun": begun, "state": digests(run), "tokens": run.tokens, "guard": run.nonfinite.state_dict()}
+    return {"begun": begun, "state": digests(run), "tokens": run.tokens, "guard": run.guard.state_dict()}
 
 
 ROLLBACK = [*SAVING, *SPIKES, "--fault.on_spike=rollback", "--checkpoint.interval=2", "--training.steps=8"]
@@ -345,15 +345,14 @@ def test_a_skipped_step_of_a_class_derived_from_torchs_changes_nothing():
 
 def test_skips_older_than_a_thousand_steps_are_forgotten():
     settings = job([*TINY, SKIP, "--fault.skip_budget=1"], 1).config.fault
-    guard = build_guard(settings, torch.device("cpu"), 1)
-    assert isinstance(guard, BadSteps)
+    bad_steps = BadSteps(settings, torch.device("cpu"), lambda *_: None)
     for step in (1, 1001, 2001):
-        guard._act(step, math.nan, 0.0, 0.0, 0.0)
+        bad_steps._act(step, math.nan, 0.0, 0.0, 0.0)
     with pytest.raises(GivenUp, match="step 3000 .*2 in 1,000 steps; fault.skip_budget = 1"):
-        guard._act(3000, math.nan, 0.0, 0.0, 0.0)
+        bad_steps._act(3000, math.nan, 0.0, 0.0, 0.0)
 
 
-def test_what_is_off_builds_the_plain_guard_and_a_rollback_needs_checkpoints():
-    assert type(build_guard(job(TINY, 1).config.fault, torch.device("cpu"), 1)) is NonFiniteGuard
+def test_what_is_off_judges_no_step_and_a_rollback_needs_checkpoints():
+    assert StepGuard(job(TINY, 1).config.fault, torch.device("cpu"), 1)._bad_steps is None
     with pytest.raises(ConfigError, match="(?s)fault.on_spike.*there is nothing to go back to"):
         job([*TINY, *SPIKES, "--fault.on_spike=rollback"], 1)

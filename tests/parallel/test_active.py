@@ -68,7 +68,7 @@ def record(argv: list[str], folder: str) -> dict:
         block.register_forward_pre_hook(lambda *_, number=number: record_turn(f"forward {number}"))
         block.register_full_backward_pre_hook(lambda *_, number=number: record_turn(f"backward {number}"))
     batches = micro_batches(*ragged_batch(), run.rank_slice)
-    valid = run.nonfinite.all_reduce_tokens(count_valid(torch.stack([batch.labels for batch in batches])))
+    valid = run.guard.exchange(count_valid(torch.stack([batch.labels for batch in batches])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
     wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
     wrap("reduce_scatter_single" if single else "reduce_scatter_tensor", "scatter")

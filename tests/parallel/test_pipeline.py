@@ -26,13 +26,13 @@ from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
-from titanlite.fault.nonfinite import NonFinite
 from titanlite.parallel.build import build_model, named_parameters
 from titanlite.parallel.pipeline_parallel import Pipeline, orders, split
 from titanlite.parallel.stage import Stage
 from titanlite.registry import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.page import OWN_PAGE
+from titanlite.train.guard import NonFinite
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.summary import describe_start

@@ -12,8 +12,8 @@ from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
 from tests.lanes import sample
 from tests.models.test_gpt2 import GPT2
 from titanlite.data.windows import Windows
-from titanlite.fault.nonfinite import NonFinite
 from titanlite.runtime.distributed import WATCH_SECONDS
+from titanlite.train.guard import NonFinite
 from titanlite.train.report import loss_over_ranks
 from titanlite.verify.pool import RankFailed
 

@@ -59,7 +59,7 @@ def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
     def counted() -> None:
         with Reads() as reads:
             original()
-            run.nonfinite.read()
+            run.guard.read()
         counts.append(reads.counts)
 
     run.train_step = counted  # type: ignore[method-assign]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.jobs import TINY
 from titanlite.errors import RunFailed, UserError
-from titanlite.fault.nonfinite import NonFinite
 from titanlite.train import worker
+from titanlite.train.guard import NonFinite
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a worker notices about a run that goes wrong, so that all ranks stop at the same step.
+"""Watching a run: hangs, the state of its processes, and requests to stop.
 
 May import runtime and what lies below it. Never restarts anything: that is the launcher's.
 """

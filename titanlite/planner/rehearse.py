@@ -24,8 +24,6 @@ from torch.distributed.tensor import DTensor, Partial
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
-from titanlite.fault.bad_step import build_guard, skips_updates
-from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.dtensor import local_part
@@ -36,6 +34,8 @@ from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import Recording
 from titanlite.planner.torch_private import fake_tensor_mode, storage_key, waiting_as_on_a_device
+from titanlite.train.bad_steps import skips_updates
+from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 
@@ -58,11 +58,11 @@ class Rehearsal:
             )
             self._parameters = [item.parameter for item in trained]
             self._optimizer = build_optimizer(trained, job.config)
-            self._guard = build_guard(job.config.fault, self._context.device, job.layout.tp)
+            self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
             self._counting = Counting(job.layout)
             with self._counting:  # what a first step leaves: the optimizer's state, flags, cached meshes
                 runner, zero = self._runner(job), torch.zeros((), dtype=torch.float64)
-                self._guard.all_reduce_tokens(zero.long())
+                self._guard.exchange(zero.long())
                 for parameter in self._parameters:
                     parameter.grad = torch.zeros_like(parameter)
                 norm = runner.clip_gradients()
@@ -114,7 +114,7 @@ def blank_batches(job: Job) -> list[MicroBatch]:
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
     """Take four steps on real tensors; return the later one of the smallest peak: gloo may free a buffer too late."""
     context, counting = runner.context, Counting(runner.context.job.layout)
-    guard = build_guard(context.job.config.fault, context.device, context.job.layout.tp)
+    guard = StepGuard(context.job.config.fault, context.device, context.job.layout.tp)
     steps = [_count_step(step, runner, micro_batches, guard, counting) for step in range(1, 5)]
     return min(steps[1:], key=lambda step: step.peak)
 
@@ -144,7 +144,7 @@ def _is_even(parameter: torch.Tensor) -> bool:
 
 
 def _count_step(
-    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: NonFiniteGuard, counting: Counting,
+    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: StepGuard, counting: Counting,
     run: Sequence[MicroBatch] = (),
 ) -> Recording:  # fmt: skip
     """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may leave some out."""
@@ -165,7 +165,7 @@ def _count_step(
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
             labels = [batch.labels for batch in micro_batches]
-            valid_tokens = guard.all_reduce_tokens(count_valid(torch.stack(labels)))
+            valid_tokens = guard.exchange(count_valid(torch.stack(labels)))
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
             counting.mark("gradients", static["gradients"])

@@ -29,7 +29,7 @@ from titanlite.runtime.rank_files import ATTEMPT, DEVICE, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     from titanlite.config.job import Job
-    from titanlite.fault.preflight import Facts
+    from titanlite.train.rank_facts import Facts
 
 _SHOWN = r"(NCCL|GLOO|TORCH|PYTORCH|SLURM|PET|CUDA|OMP|UCX|FI|MASTER)_\w+|NGPU|NNODES|NODE_RANK|LOG_RANK"
 _SECRET = "TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH"
@@ -86,12 +86,12 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     """Be a worker: print on rank 0 a table of the ranks and the times of their network."""
     import torch
 
-    from titanlite.fault.network import check_network
-    from titanlite.fault.preflight import facts_of, gather_facts, notable, require_equal
     from titanlite.observe.memory import machine_bytes
     from titanlite.observe.run_folder import git_revision
     from titanlite.parallel.mesh import build_mesh
     from titanlite.runtime.distributed import pick_device, process_group
+    from titanlite.train.network import check_network
+    from titanlite.train.rank_facts import facts_of, gather_facts, notable, require_equal
 
     device, private = pick_device(job.config.job.device, rank.local_rank), Path(environ[RESOLVED_CONFIG]).parent
     with process_group(rank, device, job.config.comm, private, dict(environ)):
@@ -113,7 +113,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
 
 def facts_table(facts: Sequence[Facts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
-    from titanlite.fault.preflight import by, named
+    from titanlite.train.rank_facts import by, named
 
     header = "ranks", "host", "device", "software", "Python", "revision", "config", "machine", "free", "clock"
     rows = [header]

@@ -6,6 +6,7 @@ The computation of a step is left to step.py, and the log to report.py.
 import gc
 import logging
 import math
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,8 @@ from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.tokenizer import open_tokenizer
-from titanlite.data.windows import training_data, validation_data
-from titanlite.errors import RunFailed, UserError
-from titanlite.fault.bad_step import Spike, build_guard
-from titanlite.fault.network import check_network
-from titanlite.fault.preflight import Facts, facts_of, gather_facts, require_equal
+from titanlite.data.windows import Windows, training_data, validation_data
+from titanlite.errors import RunFailed
 from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import git_revision
@@ -39,10 +37,14 @@ from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
-from titanlite.runtime.distributed import gather_objects, set_collective_timeout
+from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
+from titanlite.train.bad_steps import Spike
 from titanlite.train.generate import generate
+from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
+from titanlite.train.network import check_network
+from titanlite.train.rank_facts import Facts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Abandoned, validation_loss
@@ -91,10 +93,8 @@ class Trainer:
         """Raise if ranks have different configs, software or code; return the facts on rank 0."""
         rank_info = self.rank_info
         revision = git_revision() if rank_info.local_rank == 0 else None
-        own_facts = facts_of(self.job, rank_info, self.device, revision)
-        facts = gather_facts(own_facts, rank_info.world)
-        require_equal(facts, rank_info.world)
-        return facts
+        self.facts = facts_of(self.job, rank_info, self.device, revision)
+        return compare(self.facts, rank_info.world)
 
     def _check_network(self, facts: list[Facts]) -> None:
         if self.job.config.fault.preflight and self.rank_info.world > 1:
@@ -127,15 +127,16 @@ class Trainer:
             accumulation=job.batch.accumulation,
         )
         self.data = training_data(job, self.tokenizer, self.seed)
-        self._require_equal("the data of [training]", self.data.fingerprint)
-        self.resume.check_data(self.seed, self.data.fingerprint)
+        own_facts = replace(self.facts, training=self.data.fingerprint)
         if job.config.validation.enable:
-            self._open_validation_data()
+            held_out = validation_data(job, self.tokenizer)
+            self._build_validation_loader(held_out)
+            own_facts = replace(own_facts, validation=held_out.fingerprint)
+        compare(own_facts, self.rank_info.world)
+        self.resume.check_data(self.seed, self.data.fingerprint)
 
-    def _open_validation_data(self) -> None:
+    def _build_validation_loader(self, held_out: Windows | Stream) -> None:
         config = self.job.config
-        held_out = validation_data(self.job, self.tokenizer)
-        self._require_equal("the data of [validation]", held_out.fingerprint)
         coordinate = self.rank_slice.coordinate
         ranks = self.rank_slice.ranks
         rank_slice = RankSlice(coordinate, ranks, config.validation.local_batch_size)
@@ -144,13 +145,6 @@ class Trainer:
             steps = math.ceil(config.validation.steps / ranks)
         settings = config.training.dataloader
         self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
-
-    def _require_equal(self, what: str, local_value: str) -> None:
-        """Raise if ranks have different values."""
-        values = gather_objects(local_value, dist.group.WORLD)
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise UserError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {value}")
 
     def _build_model(self) -> None:
         """Build this rank's parts of the model, their optimizer, the step runner and the report."""
@@ -192,8 +186,8 @@ class Trainer:
     def _build_guard(self) -> None:
         settings = self.job.config.fault
         tp = self.job.layout.tp
-        self.nonfinite = build_guard(settings, self.device, tp, self.report.log_bad_step)
-        self.nonfinite.load_state_dict(self.resume.guard)
+        self.guard = StepGuard(settings, self.device, tp, self.report.log_bad_step)
+        self.guard.load_state_dict(self.resume.guard)
 
     # ---------------------------------------------------------------- running
 
@@ -215,7 +209,7 @@ class Trainer:
         except BaseException:
             self.checkpoints.wait_ignoring_errors()
             raise
-        self.nonfinite.flush()
+        self.guard.flush()
         self.checkpoints.finish_save()
         self.report.log_saves(self.checkpoints.records)
         if not self.stopped:
@@ -253,7 +247,7 @@ class Trainer:
                 OWN_PAGE.step = self.step
                 self.train_step()
                 OWN_PAGE.completed = self.step
-                self.stopped = self.nonfinite.read() and self.step < target
+                self.stopped = self.guard.read() and self.step < target
                 if self.step == first:
                     self._shorten_timeouts()
                 self._finish_step()
@@ -294,13 +288,13 @@ class Trainer:
         local_valid_tokens *= self.runner.has_loss  # only the last stage has losses
         with phase("tokens"):
             stop = bool(self.stop.reason)
-            valid_tokens = self.nonfinite.all_reduce_tokens(local_valid_tokens, stop=stop)
+            valid_tokens = self.guard.exchange(local_valid_tokens, stop=stop)
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
             # On all ranks; waiting for the device is the price of an unknown length.
             raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
-        skipped = self.nonfinite.record(self.step, loss, norm)
+        skipped = self.guard.record(self.step, loss, norm)
         self.checkpoints.before_update()
         self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
@@ -360,13 +354,13 @@ class Trainer:
     def save(self) -> None:
         """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
-            self.nonfinite.flush()  # a step that was not finite is never saved
+            self.guard.flush()  # a step that was not finite is never saved
             epoch = None
             if self.data.samples and not self.job.config.training.mixture:
                 epoch = self.consumed // self.data.samples
             fingerprint = self.data.fingerprint
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint)
-            guard = self.nonfinite.state_dict()
+            guard = self.guard.state_dict()
             self.checkpoints.save(position, self.state, self.batches.state, guard)
 
     @phase("load")
@@ -380,7 +374,7 @@ class Trainer:
         self.checkpoints.restore(resume, self.state)
         self.runner.notify_converters()
         self._set_position(resume.position)
-        self.nonfinite.load_state_dict(resume.guard)
+        self.guard.load_state_dict(resume.guard)
         self.report.close()
         self.report.open_sinks(self.seed, self.step)  # as in a resume, later records are dropped
         self.report.clock.restart()

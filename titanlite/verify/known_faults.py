@@ -19,7 +19,6 @@ import titanlite.train.report as report
 import titanlite.train.step as step
 import titanlite.train.trainer as trainer
 from titanlite.data.loader import MicroBatch
-from titanlite.fault.nonfinite import NonFiniteGuard
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import (
@@ -35,6 +34,7 @@ from titanlite.parallel import (
 from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.stage import Stage
+from titanlite.train.guard import StepGuard
 from titanlite.train.step import StepRunner
 from titanlite.verify import expert_faults  # noqa: F401 (registers faults)
 from titanlite.verify.fault_patch import FAULTS, Patch, after, fault, followed_by
@@ -188,7 +188,7 @@ def _parts_orthogonalized() -> Patch:
 
 @fault("the loss is divided by the rank's valid tokens instead of the global count", Row("dp3"), Row("replicate4"))
 def _labels_per_rank() -> Patch:
-    return patch.multiple(NonFiniteGuard, all_reduce_tokens=lambda self, valid_tokens, stop=False: valid_tokens)
+    return patch.multiple(StepGuard, exchange=lambda self, valid_tokens, stop=False: valid_tokens)
 
 
 @fault("gradients are reduced in bfloat16 instead of float32", Row("dp2", precision="float32"))

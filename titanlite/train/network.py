@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.fault.preflight import Facts, agreement, named, notable
+from titanlite.train.rank_facts import Facts, agreement, named, notable
 
 BYTES, PROBE, REPEATS, LONGEST_SECONDS = 8_000_000, 64, 3, 0.25
 """What is sent; how much less shows how long that would take; how often; less is sent where it would take longer."""

@@ -1,4 +1,4 @@
-"""Before the model is built: are the ranks alike, and what should be known of their hosts?
+"""What each rank has, compared before the model is built, and what should be known of their hosts.
 
 Facts go to rank 0 in one gather; where they must not differ, all ranks raise the same UserError.
 """
@@ -32,7 +32,7 @@ CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells about itself."""
+    """What a rank has."""
 
     rank: int
     host: str
@@ -52,6 +52,9 @@ class Facts:
     folder: str
     """A token of the dump folder: hosts that share it have the same."""
     clock: float
+    training: str = ""
+    """The fingerprint of the data, once it is open."""
+    validation: str = ""
 
     @property
     def config_hash(self) -> str:
@@ -64,6 +67,8 @@ MUST_BE_EQUAL: dict[str, Callable[[Facts], str]] = {
     "the kind of device": lambda own: own.device,
     "the software": lambda own: own.software,
     "the code's revision": lambda own: own.revision.partition(" ")[0],  # what was changed may be a log
+    "the data of [training]": lambda own: own.training,
+    "the data of [validation]": lambda own: own.validation,
 }
 
 
@@ -95,6 +100,13 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | Non
         f"{folder.stat().st_ino} {system.f_blocks} {system.f_files}",
         time.time(),
     )
+
+
+def compare(own: Facts, world: int) -> list[Facts]:
+    """Raise the same UserError on all ranks if they cannot train together; return all facts on rank 0."""
+    facts = gather_facts(own, world)
+    require_equal(facts, world)
+    return facts
 
 
 def gather_facts(own: Facts, world: int) -> list[Facts]:

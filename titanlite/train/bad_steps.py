@@ -1,4 +1,4 @@
-"""Detect a step that would spoil the run, on all ranks alike: skip it, or go back.
+"""Steps that would spoil the run, found on all ranks alike: skip them, or go back.
 
 Detection never waits for the device. It compares the gradient norm, which is the same on all ranks:
 a step is bad if its norm is not finite, or above mean + spike_sigma x standard deviation of the
@@ -15,7 +15,7 @@ import torch
 
 from titanlite.config.schema import Fault
 from titanlite.errors import GivenUp
-from titanlite.fault.nonfinite import LateCopy, NonFiniteGuard
+from titanlite.train.late_copy import LateCopy
 
 PERIOD = 1000
 """The number of steps in which at most fault.skip_budget may be skipped."""
@@ -29,16 +29,6 @@ class Spike(Exception):
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
         self.step = step
-
-
-def build_guard(settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None) -> NonFiniteGuard:
-    """Return the guard of the steps.
-
-    The simple one is enough if values that are not finite end the run and spikes are off.
-    """
-    if settings.on_nonfinite == "stop" and not settings.spike_sigma:
-        return NonFiniteGuard(device, tp)
-    return BadSteps(settings, device, tp, note)
 
 
 def skips_updates(settings: Fault) -> bool:
@@ -76,12 +66,11 @@ class Window:
         self._values = padded[len(padded) - self._size :].to(self._values.device)
 
 
-class BadSteps(NonFiniteGuard):
-    """A guard that checks every step and by which the run goes on after a bad one."""
+class BadSteps:
+    """Judge every step; the run goes on after a bad one."""
 
-    def __init__(self, settings: Fault, device: torch.device, tp: int, note: Note) -> None:
-        super().__init__(device, tp)
-        self._settings: Fault = settings
+    def __init__(self, settings: Fault, device: torch.device, note: Note) -> None:
+        self._settings = settings
         self._note = note
         self._norms = Window(settings, device)
         self._losses = Window(settings, device)
@@ -92,15 +81,21 @@ class BadSteps(NonFiniteGuard):
         self._forget()
 
     def _forget(self) -> None:
-        # The last step, with its norm and loss, until it is summed with the next one's tokens.
         self._step = 0
         self._norm = self._nothing
-        self._loss = self._nothing
-        self._shared: list[tuple[int, LateCopy]] = []
-        """Steps whose values were summed and are not read yet."""
+        self.loss = self._nothing
+        """This rank's part of the last step's loss, until it is summed."""
+        self._judged: list[tuple[int, LateCopy]] = []
+        """Steps with their norm, its limit, their loss and its limit, not read yet."""
 
-    def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor | None:
-        """Record the step's norm and loss; return whether to skip its update, None for never."""
+    def record(
+        self, step: int, loss: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Judge the step's norm.
+
+        Return whether to skip its update, None for never, and the loss and norm that must be
+        finite: of a step that is skipped, none.
+        """
         limit, above = self._norms.judge(norm.double())
         broken = ~norm.isfinite()
         skipped = broken
@@ -108,36 +103,30 @@ class BadSteps(NonFiniteGuard):
             skipped = broken | above
         self._step = step
         self._norm = torch.stack([norm.double(), limit])
-        self._loss = torch.where(broken | above, math.nan, loss.double())
+        self.loss = torch.where(broken | above, math.nan, loss.double())
         if self._settings.on_nonfinite == "skip":
             # Then only a loss that leaves the norm finite stops the run.
             loss = torch.where(skipped, 0, loss)
             norm = torch.where(skipped, 0, norm)
-        super().record(step, loss, norm)
-        return skipped if skips_updates(self._settings) else None
+        if not skips_updates(self._settings):
+            return None, loss, norm
+        return skipped, loss, norm
 
-    def _all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the last step's loss too, once, and compare it with its limit.
+    def judge_loss(self, loss: torch.Tensor) -> None:
+        """Compare the last step's loss over all ranks with its limit, once."""
+        if not self._step:
+            return
+        limit, _ = self._losses.judge(loss)
+        judged = torch.cat([self._norm, torch.stack([loss, limit])])
+        self._judged.append((self._step, LateCopy(judged)))
+        self._step = 0
+        self.loss = self._nothing
 
-        Sums of float64 are exact up to 2^53.
-        """
-        sums = super()._all_reduce(torch.cat([values.double(), self._loss[None]]))
-        if self._step:
-            loss = sums[-1] / self._tp
-            limit, _ = self._losses.judge(loss)
-            judged = torch.cat([self._norm, torch.stack([loss, limit])])
-            self._shared.append((self._step, LateCopy(judged)))
-            self._step = 0
-            self._loss = self._nothing
-        return sums[:-1].to(values.dtype)
-
-    def read(self) -> bool:
-        """Act on the steps that were shared, after the checks of NonFiniteGuard.read."""
-        stop = super().read()
-        while self._shared:
-            step, copy = self._shared.pop(0)
+    def act(self) -> None:
+        """Act on the steps that were judged."""
+        while self._judged:
+            step, copy = self._judged.pop(0)
             self._act(step, *copy.read())
-        return stop
 
     def _act(self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float) -> None:
         """Apply fault.on_nonfinite or fault.on_spike to a step, if it was bad."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from tests.jobs import TINY, job, trainer
 from titanlite.errors import UserError
-from titanlite.fault.network import Timed, _always_slow, check_network, slow_parts
-from titanlite.fault.preflight import Facts, facts_of, gather_facts, gpu_complaints, notable, require_equal
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
+from titanlite.train.network import Timed, _always_slow, check_network, slow_parts
+from titanlite.train.rank_facts import Facts, facts_of, gather_facts, gpu_complaints, notable, require_equal
 from titanlite.verify.pool import Pool
 
 CPU = torch.device("cpu")
