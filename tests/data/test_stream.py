@@ -231,7 +231,7 @@ def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
 
     run = trainer(argv, folder)
     data = run.validation_loader._stream
-    losses = [validation_loss(run.parts, run.validation_loader, CPU, run.mesh.loss) for _ in range(2)]
+    losses = [validation_loss(run.runner.forward, run.validation_loader) for _ in range(2)]
     windows = [window for number in range(2) for window in Reader(data, 0, number, 2, 1)]
     rows = torch.stack([torch.as_tensor(window) for window in windows])
     with torch.no_grad():

@@ -17,6 +17,7 @@ from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
 from titanlite.runtime import store
+from titanlite.train.forward import Forward
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, token_loss_sum
 from titanlite.train.summary import describe_start
@@ -147,7 +148,7 @@ def masked_and_separate_losses(folder: str, texts: str, packing: str) -> tuple[f
     valid = count_valid(rows[:, 1])
     assert valid > 20
     training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
-    validation = validation_loss([model], run.validation_loader, run.device, run.mesh.loss)
+    validation = validation_loss(run.runner.forward, run.validation_loader)
     with torch.no_grad():
         separate = torch.zeros((), dtype=torch.float64)
         for row in rows:
@@ -254,7 +255,7 @@ def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     with pytest.raises(UserError, match="generate.at_end = true: this needs a tokenizer, .* model.hf_assets_path"):
         open_tokenizer(job([*argv, "--generate.at_end"], 1))
     with pytest.raises(UserError, match="generation: this needs a tokenizer"):
-        generate([torch.nn.Identity()], tokenizer, plain.config.generate, 16, 0, torch.device("cpu"))
+        generate(Forward([torch.nn.Identity()], torch.device("cpu")), tokenizer, plain.config.generate, 16, 0)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match='validation.dataset = "text": this needs a tokenizer'):
         open_source("validation", "text", str(tmp_path), tokenizer, 300)

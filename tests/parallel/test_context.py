@@ -101,8 +101,8 @@ def collectives(argv: list[str], folder: str) -> dict[str, list[int]]:
             return result
 
     mine = micro_batches(*ragged_batch(), run.rank_slice)
-    own = run.own_positions(TOKENS)
-    assert run.own_positions(TOKENS) is own, "made once per length"
+    own = run.runner.forward.own_positions(TOKENS)
+    assert run.runner.forward.own_positions(TOKENS) is own, "made once per length"
     with Recorded():
         forward_backward(run, [batch.to(run.device, own) for batch in mine])
     return seen
@@ -146,20 +146,9 @@ def test_all_compiled_blocks_share_one_graph(option):
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    loss = validation_loss(
-        *(run.parts, run.validation_loader, run.device, run.mesh.loss),
-        positions=run.own_positions(run.job.validation_seq_len),
-        pipeline=run.runner.pipeline,
-    )
+    loss = validation_loss(run.runner.forward, run.validation_loader)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
-    text = generate(
-        *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context_parallel.sequence_multiple(run.job),
-        own_positions=run.own_positions,
-        group=run.mesh.world["cp"].get_group(),
-        pipeline=run.runner.pipeline,
-    )
-    return loss, text
+    return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 
 
 @pytest.mark.parametrize(

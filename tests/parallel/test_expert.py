@@ -64,9 +64,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     run.step = 1
     if preferred:
         prefer(run, preferred)
-    mine = [
-        batch.to(run.device, run.own_positions(TOKENS)) for batch in micro_batches(*ragged_batch(), run.rank_slice)
-    ]
+    mine = [run.runner.forward.take(batch) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
     named = {name: p for part in run.parts for name, p in part.named_parameters()}
     before = {name: full(p) for name, p in named.items()}
     loss = forward_backward(run, mine)
@@ -270,7 +268,7 @@ def choices_and_exchanges(
 
     mine = micro_batches(*ragged_batch(), run.rank_slice)[:1]
     with patch.object(dist, "all_to_all_single", recorded):
-        forward_backward(run, [batch.to(run.device, run.own_positions(TOKENS)) for batch in mine])
+        forward_backward(run, [run.runner.forward.take(batch) for batch in mine])
     return {"choices": chosen[:LAYERS], "gradients": gradients(run)}, sent
 
 
@@ -400,7 +398,7 @@ def gathers(argv: list[str], folder: str) -> tuple[list[Group], list[Group]]:
     torch.compiler.reset()
     run = trainer([*argv, f"--training.local_batch_size={SAMPLES // 4}"], folder)
     mine, gathered = micro_batches(*ragged_batch(), run.rank_slice), list[Group]()
-    batches = [batch.to(run.device, run.own_positions(TOKENS)) for batch in mine]
+    batches = [run.runner.forward.take(batch) for batch in mine]
     forward_backward(run, batches)
     with recorded(gathered, []):
         forward_backward(run, batches)

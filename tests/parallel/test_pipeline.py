@@ -56,7 +56,7 @@ MODELS = {
 
 def own_micro_batches(run: Trainer) -> list[MicroBatch]:
     """Return this rank's part of a global batch."""
-    return [MicroBatch(batch.rows, run.own_positions(16)) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
+    return [run.runner.forward.take(batch) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
 
 
 def one_step(argv: list[str], folder: str, optimizer: Sequence[str] = SGD) -> dict[str, Any]:

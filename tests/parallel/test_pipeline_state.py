@@ -30,7 +30,6 @@ from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
-from titanlite.parallel import context_parallel
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
@@ -232,16 +231,9 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     run.train()
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
     tokens: list[int] = []
-    generate(
-        *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context_parallel.sequence_multiple(run.job),
-        own_positions=run.own_positions,
-        group=run.mesh.world["cp"].get_group(),
-        pipeline=run.runner.pipeline,
-        show=lambda text: tokens.append(text[-1]),
-    )
-    how = run.mesh.loss, 2, run.own_positions(run.job.validation_seq_len), run.runner.pipeline
-    loss = validation_loss(run.parts, run.validation_loader, run.device, *how)
+    forward = run.runner.forward
+    generate(forward, run.tokenizer, settings, 16, 0, show=lambda text: tokens.append(text[-1]))
+    loss = validation_loss(forward, run.validation_loader)
     assert all(part.training for part in run.parts)
     if dist.get_rank() == 0:
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -254,10 +246,8 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
     """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
     on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    places, before = run.own_positions(run.job.validation_seq_len), OWN_PAGE.sequence
-    loss = validation_loss(
-        run.parts, run.validation_loader, run.device, run.mesh.loss, 2, places, run.runner.pipeline
-    )
+    before = OWN_PAGE.sequence
+    loss = validation_loss(run.runner.forward, run.validation_loader)
     assert OWN_PAGE.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
     assert all(part.training for part in run.parts)
     settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})
@@ -267,14 +257,7 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
         logits.append(seen.tolist())
         return seen
 
-    generate(
-        *(run.parts, run.tokenizer, settings, 16, 0, run.device),
-        multiple=context_parallel.sequence_multiple(run.job),
-        own_positions=run.own_positions,
-        group=run.mesh.world["cp"].get_group(),
-        pipeline=run.runner.pipeline,
-        narrow=narrow,
-    )
+    generate(run.runner.forward, run.tokenizer, settings, 16, 0, narrow)
     assert all(part.training for part in run.parts)
     return loss, logits
 

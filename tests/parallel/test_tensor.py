@@ -20,7 +20,6 @@ from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.parallel import tensor_parallel
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.context_parallel import sequence_multiple
 from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.loss import token_loss_sum
@@ -83,10 +82,9 @@ def test_partial_resharding_is_refused_with_tensor_parallel():
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    loss = validation_loss(run.parts, run.validation_loader, run.device, run.mesh.loss)
+    loss = validation_loss(run.runner.forward, run.validation_loader)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
-    text = generate(run.parts, run.tokenizer, settings, 16, 0, run.device, multiple=sequence_multiple(run.job))
-    return loss, text
+    return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 
 
 def test_validation_and_generation_equal_one_process(pool, tmp_path):

@@ -53,8 +53,8 @@ def losses_and_gradients(argv: list[str], folder: str) -> dict:
     run.step = 1
     batches = micro_batches(*ragged_batch(), run.rank_slice)
     loss = loss_over_ranks(forward_backward(run, batches), count_valid(batches[0].labels), run.mesh.loss)[0]
-    step_gradients, chunks = gradients(run), run.job.config.training.loss_chunks
-    held_out = validation_loss(run.parts, run.validation_loader, run.device, run.mesh.loss, chunks)
+    step_gradients = gradients(run)
+    held_out = validation_loss(run.runner.forward, run.validation_loader)
     return {"gradients": step_gradients, "loss": loss, "validation": held_out}
 
 

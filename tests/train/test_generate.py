@@ -5,6 +5,7 @@ from torch import nn
 
 from titanlite.config.schema import Generate
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.train.forward import Forward
 from titanlite.train.generate import generate
 
 POSITIONS = 8
@@ -15,7 +16,7 @@ def drawn(logits: torch.Tensor, **settings: object) -> tuple[str, list[str]]:
     model, seen = nn.Embedding.from_pretrained(logits), list[str]()
     model.register_forward_pre_hook(lambda _, inputs: seen.append(bytes(inputs[0][0].tolist()).decode("latin1")))
     asked = Generate.model_validate({"tokens": 9, "prompt": "a", **settings})
-    return generate([model], ByteTokenizer(), asked, POSITIONS, 0, torch.device("cpu")), seen
+    return generate(Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, 0), seen
 
 
 def chain(text: str) -> torch.Tensor:

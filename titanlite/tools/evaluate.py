@@ -48,6 +48,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.data.shuffle import RankSlice
     from titanlite.data.windows import validation_data
     from titanlite.runtime.distributed import pick_device
+    from titanlite.train.forward import Forward
     from titanlite.train.validate import validation_loss
 
     device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
@@ -56,7 +57,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     everything, steps = RankSlice(0, 1, settings.local_batch_size), None if settings.steps == -1 else settings.steps
     loader: Any = Counted(build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer)
     print(f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(), file=sys.stderr, flush=True)
-    loss = validation_loss([model], loader, device, None, job.config.training.loss_chunks)
+    loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
     size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
     windows = f"{loader.windows:,} of {job.validation_seq_len:,} tokens"

@@ -48,12 +48,13 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     job, folder = saved_job(arguments.checkpoint, overrides)
     tokenizer = require_tokenizer(open_tokenizer(job), "generation")
     from titanlite.runtime.distributed import pick_device
+    from titanlite.train.forward import Forward
     from titanlite.train.generate import generate
 
     device, settings = pick_device(job.config.job.device, 0), job.config.generate
     if count > 1 and settings.temperature == 0:
         raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
-    model = load_model(job, folder, device)  # verifies the folder
+    forward = Forward([load_model(job, folder, device)], device)  # verifies the folder
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
     print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}", file=sys.stderr)
@@ -62,7 +63,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         if count > 1:
             print("\n" * (number > 1) + f"----- sample {number} of {count}, seed {seed} -----")
         show = Show(tokenizer)
-        text = generate([model], tokenizer, settings, job.positions, seed, device, narrow=narrow, show=show)
+        text = generate(forward, tokenizer, settings, job.positions, seed, narrow, show)
         print(text[show.shown :])
     return 0
 

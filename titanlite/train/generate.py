@@ -1,6 +1,6 @@
 """Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,75 +11,76 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Generate
 from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
-from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.page import OWN_PAGE
+from titanlite.train.forward import Forward
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # compiling for every length of a growing text costs more than it saves
+@torch.compiler.set_stance("force_eager")  # to compile for every length of a text costs more
 def generate(
-    parts: Sequence[nn.Module],
+    forward: Forward,
     tokenizer: Tokenizer | None,
     settings: Generate,
     positions: int,
     seed: int,
-    device: torch.device,
-    multiple: int = 1,
-    own_positions: Callable[[int], torch.Tensor | None] = lambda length: None,
-    group: dist.ProcessGroup | None = None,
-    pipeline: Pipeline | None = None,
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     show: Callable[[list[int]], None] = lambda tokens: None,
 ) -> str:
     """Return the prompt and what follows it, until the end of the document or settings.tokens.
 
-    `narrow` may rule out tokens, by a logit of -inf; `show` sees the text's tokens before each further one.
-    The model sees the last `positions` tokens, padded at the end to a `multiple`: tensor parallel splits sequences.
-    Under context parallel a rank has `own_positions` of a length, and the ranks of `group` all of them.
-    `pipeline` runs several parts.
+    The model sees the last `positions` tokens. `narrow` may rule out tokens, by a logit of -inf;
+    `show` sees the text's tokens before each further one.
     """
     tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     # Of the prompt too: with the same random numbers, texts of different prompts are alike.
     generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
-    source = pipeline.first_with_loss if pipeline else 0
-    nn.ModuleList(parts).eval()
-    for _ in range(settings.tokens):
-        OWN_PAGE.enter("sample")
-        show(tokens)
-        context = tokens[-positions:]
-        padded = torch.tensor([context + [tokenizer.end] * (-len(context) % multiple)], device=device)
-        batch = MicroBatch(padded.unsqueeze(1), own_positions(padded.size(1)))
-        last_logits = partial(_logits_at, len(context) - 1, group)
-        logits = pipeline.forward(batch, last_logits) if pipeline else last_logits(parts[0], batch, batch.tokens)
-        token = torch.zeros((), dtype=torch.int64, device=device)
-        if logits is not None:  # only a pipeline's last stage has them
-            token = _sample(narrow(logits.cpu()), settings.temperature, generator).to(device)
-        if dist.is_initialized():
-            dist.broadcast(token, src=source)
-        tokens.append(int(token))
-        if tokens[-1] == tokenizer.end:
-            break
-    nn.ModuleList(parts).train()
+    source = forward.pipeline.first_with_loss if forward.pipeline else 0
+    with forward.evaluating():
+        for _ in range(settings.tokens):
+            OWN_PAGE.enter("sample")
+            show(tokens)
+            seen = tokens[-positions:]
+            padding = [tokenizer.end] * (-len(seen) % forward.multiple)
+            batch = forward.take(MicroBatch(torch.tensor([[seen + padding]])))
+            last_logits = partial(_logits_at, len(seen) - 1, forward.sequence_ranks)
+            logits = forward.run(batch, last_logits)
+            token = torch.zeros((), dtype=torch.int64, device=forward.device)
+            if logits is not None:  # only a pipeline's last stage has them
+                token.copy_(_sample(narrow(logits.cpu()), settings.temperature, generator))
+            if dist.is_initialized():
+                dist.broadcast(token, src=source)
+            tokens.append(int(token))
+            if tokens[-1] == tokenizer.end:
+                break
     return printable(tokenizer.decode([token for token in tokens if token != tokenizer.end]))
 
 
 def _logits_at(
-    position: int, group: dist.ProcessGroup | None, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor
+    position: int,
+    group: dist.ProcessGroup | None,
+    model: nn.Module,
+    batch: MicroBatch,
+    inputs: torch.Tensor,
 ) -> torch.Tensor:
-    """Return all logits at a position of the sequence; `inputs` are its tokens, or a last stage's hidden states."""
+    """Return all logits at a position of the sequence.
+
+    `inputs` are its tokens, or a last stage's hidden states.
+    """
     if batch.own_positions is None:
         return _whole(model(inputs)[0, position])
-    own = (batch.own_positions == position).nonzero().flatten().tolist()  # one rank of the group has it
-    logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0]) * len(own)
+    own = (batch.own_positions == position).nonzero().flatten().tolist()
+    logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0])
+    logits *= len(own)  # one rank of the group has the position
     dist.all_reduce(logits, group=group)
     return logits
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
     """Return all logits in float32, where each rank may hold a slice of the vocabulary."""
-    return (logits.full_tensor() if isinstance(logits, DTensor) else logits).float()
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    return logits.float()
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

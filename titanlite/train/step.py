@@ -24,6 +24,7 @@ from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
 from titanlite.runtime.page import phase
 from titanlite.train.chunked_loss import model_loss
+from titanlite.train.forward import build_forward
 from titanlite.train.loss import token_loss_sum
 
 
@@ -56,6 +57,7 @@ class StepRunner:
             # Looked up once: in every step it would make a new mesh of one dimension, and wait for
             # the device.
             self.stages = self.context.mesh.world["pp"]
+        self.forward = build_forward(self.context, self.parts, self.rank, self.pipeline)
         self.has_loss = self.pipeline is None or self.pipeline.has_loss
         self.balance = Balance(self.parts, self.context)
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 from dataclasses import replace
-from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from titanlite.observe.run_folder import git_revision
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.context_parallel import own_positions, sequence_multiple
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_parts
@@ -68,7 +66,6 @@ class Trainer:
         self.folder = Path(job.config.job.dump_folder)
         self.stop = stop or Stop(job.config, rank_info, {})
         self.stopped = False
-        self.own_positions = cache(partial(own_positions, job, rank_info.rank, device))
 
         # THE fixed order of a start, each step with the reason for its place.
         self._choose_algorithms()  # before the first operation
@@ -307,10 +304,9 @@ class Trainer:
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
         count = self.rank_slice.accumulation
-        positions = self.own_positions(self.job.config.training.seq_len)
         with self.report.clock.waiting_for_data():
             batches = islice(self.batches, count)
-            micro_batches = [batch.to(self.device, positions) for batch in batches]
+            micro_batches = [self.runner.forward.take(batch) for batch in batches]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches
@@ -328,16 +324,7 @@ class Trainer:
         should_stop = self._any_stop_request if self.checkpoints.enabled else None
         with self.report.clock.paused("validation"):
             try:
-                loss = validation_loss(
-                    self.parts,
-                    self.validation_loader,
-                    self.device,
-                    self.mesh.loss,
-                    self.job.config.training.loss_chunks,
-                    self.own_positions(self.job.validation_seq_len),
-                    self.runner.pipeline,
-                    should_stop,
-                )
+                loss = validation_loss(self.runner.forward, self.validation_loader, should_stop)
             except Abandoned:
                 return False
             self.report.log_validation(self.step, loss)
@@ -383,18 +370,8 @@ class Trainer:
         """Log text that the model generates."""
         job = self.job
         settings = job.config.generate
-        text = generate(
-            self.parts,
-            self.tokenizer,
-            settings,
-            job.positions,
-            self.seed,
-            self.device,
-            multiple=sequence_multiple(job),
-            own_positions=self.own_positions,
-            group=self.mesh.world["cp"].get_group(),
-            pipeline=self.runner.pipeline,
-        )
+        forward = self.runner.forward
+        text = generate(forward, self.tokenizer, settings, job.positions, self.seed)
         lines = [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(lines) + "\n")

@@ -92,8 +92,9 @@ class InstrumentedTrainer(Trainer):
         seq_len = job.config.training.seq_len
         global_batch = measurements.ragged_batch(job.shape.vocab_size, seq_len, batch).rows
         own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
-        places = self.own_positions(seq_len)
-        self.micro_batches = [MicroBatch(rows, places) for rows in own_rows.chunk(self.rank_slice.accumulation)]
+        self.micro_batches = [
+            self.runner.forward.take(MicroBatch(rows)) for rows in own_rows.chunk(self.rank_slice.accumulation)
+        ]
         self.measured: Measured = {}
         self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
         self.report.close()
