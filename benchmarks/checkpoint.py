@@ -28,8 +28,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from tests.jobs import TINY, trainer  # noqa: E402
-from titanlite.checkpoint.manager import Checkpoints, PendingSave  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
+from titanlite.checkpoint.saver import PendingSave, Saver  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
@@ -64,14 +64,14 @@ def measured(rounds: int, dim: int, folder: str) -> tuple[int, dict[str, list[fl
     argv = [*TINY, *sizes, "--training.steps=1", "--checkpoint.enable", "--checkpoint.async_mode=async"]
     run = trainer([*argv, "--checkpoint.keep_latest_k=1"], folder)
     run.train()
-    run.checkpoints.records.clear()
+    run.saver.records.clear()
     local = [t.to_local() if isinstance(t, dist.tensor.DTensor) else t for t in run.state.tensors().values()]
     buffers = [torch.empty_like(tensor) for tensor in local]
     synchronous = _synchronous(run)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         taken = {COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])}
-        costs = _saved(run, run.checkpoints, 2 * number + 2).costs
+        costs = _saved(run, run.saver, 2 * number + 2).costs
         taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
         taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
         taken[BARE] = _timed(lambda: _bare(run, Path(folder) / "bare"))
@@ -90,14 +90,14 @@ def _timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _synchronous(run: Trainer) -> Checkpoints:
-    """Return checkpoints of the same folder without async_mode."""
-    other = Checkpoints(run.job, run.rank_info, run.device, run.log)
+def _synchronous(run: Trainer) -> Saver:
+    """Return a saver of the same folder without async_mode."""
+    other = Saver(run.checkpoints, run.device)
     other.settings = other.settings.model_copy(update={"async_mode": "disabled"})
     return other
 
 
-def _saved(run: Trainer, by: Checkpoints, step: int) -> PendingSave:
+def _saved(run: Trainer, by: Saver, step: int) -> PendingSave:
     dist.barrier()
     by.save(Position(step, 0, 0, 0, 0, ""), run.state, None, {})
     by.finish_save()

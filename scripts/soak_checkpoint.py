@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere  # noqa: E402
+from tests.failpoints import FAILPOINTS  # noqa: E402
 from tests.faults.rounds import RANKS, Soak, Watcher, memory_of_saves, planned, slow_save  # noqa: E402
-from titanlite.checkpoint.commit import FAILPOINTS  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
 

@@ -47,15 +47,15 @@ RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
         parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel parallel.float8
         parallel.pipeline_parallel parallel.replica_check parallel.replicated optim optim.bf16_state optim.skip
-        train.chunked_loss train.bad_steps
+        train.bad_steps train.chunked_loss train.forward
         """,
     "a job is its config, checked": """
         config.load config.schema config.stages config.rules.context config.rules.data config.rules.parallel
         config.rules.pipeline config.rules.run config.rules.switched_off
         """,
     "the trainer starts, saves, validates, logs and stops": """
-        checkpoint.manager checkpoint.manifest checkpoint.state fault.stop observe.profiler observe.run_folder
-        observe.throughput train.generate train.network train.rank_facts train.report train.validate
+        checkpoint.folder checkpoint.manifest checkpoint.saver checkpoint.source checkpoint.state fault.stop
+        observe.profiler observe.run_folder observe.throughput train.generate train.network train.rank_facts train.report train.validate
         """,
     "windows are cut from any source": "data.mixture data.prepare data.sources data.stream data.tokenizer",
     "words that all files use": """
@@ -153,7 +153,7 @@ def test_imports_point_down():
         ("def f():\n    from titanlite.train import worker", True),
         ("from titanlite import cli", True),
         ("from titanlite.data.loader import Loader", True),  # the same floor, another room
-        ("import_module('titanlite.checkpoint.manager')", True),
+        ("import_module('titanlite.checkpoint.saver')", True),
         ("from titanlite.runtime import cluster", False),
         ("from titanlite.parallel.mesh import Mesh", False),
     ],

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.failpoints import calling
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import File
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def save(root: Path) -> None:
     documents = {"state.json": b"{}\n"}
-    commit.commit(root, 1, TENSORS, TENSORS.__getitem__, None, lambda _: documents, True, group=None)
+    content = commit.Content(1, TENSORS, TENSORS.__getitem__, None, lambda _: documents, weights_only=True)
+    commit.commit(root, content, group=None)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +40,13 @@ def save(root: Path) -> None:
     ],
     ids=["short write", "later", "document"],
 )
-def test_a_file_that_lost_bytes_is_never_published(tmp_path, monkeypatch, point, file, reason):
+def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, reason):
     def failpoint(name: str) -> None:
         if name == point:
             (path,) = tmp_path.glob(f".step-1.*/{file}")
             os.truncate(path, 40 if file.startswith("__") else 1)
 
-    monkeypatch.setattr(commit, "failpoint", failpoint)
-    with pytest.raises(RunFailed, match=f"of step 1 failed: OSError: {reason}"):
+    with calling(failpoint), pytest.raises(RunFailed, match=f"of step 1 failed: OSError: {reason}"):
         save(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
@@ -74,8 +75,8 @@ def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, mo
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(commit, "failpoint", events.append)
-    save(tmp_path)
+    with calling(events.append):
+        save(tmp_path)
     renamed = events.index("before the rename")
     *files, staging = events[events.index("file written") + 1 : renamed]
     written = {f"{staging}/{path.name}" for path in (tmp_path / "step-1").iterdir()}

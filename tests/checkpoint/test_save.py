@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_until, steps_in
+from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
-from titanlite.checkpoint import commit, manager
+from titanlite.checkpoint import commit
+from titanlite.checkpoint import folder as checkpoint_folder
 from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -43,7 +45,7 @@ def changed_right_after(folder: str, mode: str) -> bool:
     """Whether the state at the call was saved, although it was overwritten before it was written."""
     run = trainer([*SAVING, f"--checkpoint.async_mode={mode}", "--training.steps=1"], folder)
     saved: dict[str, torch.Tensor] = {}
-    save, write = run.save, run.checkpoints._write
+    save, write = run.save, run.saver._write
 
     def late(*args) -> None:
         time.sleep(0.3)
@@ -56,7 +58,7 @@ def changed_right_after(folder: str, mode: str) -> bool:
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().fill_(7)
 
     run.save = save_then_change  # type: ignore[method-assign]
-    run.checkpoints._write = late  # type: ignore[method-assign]
+    run.saver._write = late  # type: ignore[method-assign]
     run.train()
     found = load_tensors(Path(folder) / "checkpoint/step-1")
     return found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
@@ -98,7 +100,7 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
     """Save as with pinned memory a model with a buffer that the forward pass changes; return the order of what
     happened, and whether each checkpoint holds the state at the call."""
     run, events, saved = trainer(SAVING, folder), [], {}
-    (model,), checkpoints = run.parts, run.checkpoints
+    (model,), saver = run.parts, run.saver
     passes = torch.zeros(1)
 
     def change_buffer(*_) -> None:
@@ -106,8 +108,8 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
 
     model.register_buffer("passes", passes)
     model.register_forward_hook(change_buffer)
-    checkpoints.settings = checkpoints.settings.model_copy(update={"async_mode": "async_with_pinned_mem"})
-    checkpoints._host_memory = {name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()}
+    saver.settings = saver.settings.model_copy(update={"async_mode": "async_with_pinned_mem"})
+    saver._host_memory = {name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()}
 
     def noted(function, name: str):
         def call(*args):
@@ -155,32 +157,29 @@ def fails_at(
     fatal_point: str, on_rank: int, argv: list[str], folder: str, only_step: int
 ) -> tuple[str, int, list[str]]:
     """Train with a full disk at a failpoint of one step's save; return how that ended, at which step, and the log."""
-    original, log_and_lines = commit.failpoint, keeping_log()
+    log_and_lines = keeping_log()
     run = trainer(argv, folder, log_and_lines[0])
 
     def failpoint(name: str) -> None:
-        pending = run.checkpoints._pending
+        pending = run.saver._pending
         if name == fatal_point and rank() == on_rank and pending and pending.step == only_step:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(name)
 
     fetch = run.next_micro_batches
 
     def next_micro_batches() -> list:
-        pending = run.checkpoints._pending
+        pending = run.saver._pending
         if pending and pending.step == only_step:
             pending.join()  # it has failed before the next step starts
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
-    commit.failpoint = failpoint
+    message = "nothing"
     try:
-        run.train()
-        message = "nothing"
+        with calling(failpoint):
+            run.train()
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    finally:
-        commit.failpoint = original
     return message, run.step, log_and_lines[1]
 
 
@@ -261,9 +260,9 @@ def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
 def minutes(folder: str) -> list[str]:
     run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
     if rank() == 0:
-        run.checkpoints._last_save -= 61  # only the clock of rank 0 counts
+        run.saver._last_save -= 61  # only the clock of rank 0 counts
     else:
-        run.checkpoints._last_save += 1000
+        run.saver._last_save += 1000
     run.train()
     return steps_in(Path(folder))
 
@@ -328,7 +327,7 @@ def test_a_save_in_progress_is_deleted_only_under_a_lock(pool, tmp_path):
 def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
     """Train; return what was still to be deleted when each save ended on this rank."""
     run, left, delete = trainer(argv, folder), [], commit.delete
-    write, settings = run.checkpoints._write, run.checkpoints.settings
+    write, settings = run.saver._write, run.saver.settings
 
     def slow(folder: Path) -> None:
         time.sleep(0.03)
@@ -338,7 +337,7 @@ def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
         write(*args)
         left.append(steps_to_delete(run.checkpoints.root, settings.keep_latest_k, settings.keep_every))
 
-    run.checkpoints._write = write_and_note  # type: ignore[method-assign]
+    run.saver._write = write_and_note  # type: ignore[method-assign]
     commit.delete = slow
     try:
         run.train()
@@ -358,7 +357,7 @@ def on_a_disk_of_its_own(folder: str) -> str:
     """Return why a run whose ranks have different disks does not start."""
     clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "time", clock)  # a network folder gets five seconds to show a file
+        patch.setattr(checkpoint_folder, "time", clock)  # a network folder gets five seconds to show a file
         with pytest.raises(UserError) as error:
             trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
     return str(error.value)
@@ -373,6 +372,10 @@ def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tm
     assert [*(tmp_path / "0/checkpoint").iterdir()] == []
 
 
+def content(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> commit.Content:
+    return commit.Content(1, tensors, values.__getitem__, None, lambda _: {}, weights_only=True)
+
+
 def uneven(folder: str) -> bool:
     """Save tensors of two and five rows on four ranks, and one that is whole on each."""
     mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
@@ -380,7 +383,7 @@ def uneven(folder: str) -> bool:
     live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     live["model.plain"] = whole["model.plain"] = torch.ones(4)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
-    commit.commit(Path(folder), 1, live, held.__getitem__, None, lambda _: {}, True, everyone())
+    commit.commit(Path(folder), content(live, held), everyone())
     found = load_tensors(Path(folder) / "step-1")
     return all(torch.equal(found[name], whole[name]) for name in whole)
 
@@ -394,7 +397,7 @@ def commit_twice(folder: str) -> str:
     for value in (1, 2):
         try:
             copies = {"model.a": torch.full((2,), value)}
-            commit.commit(Path(folder), 1, tensors, copies.__getitem__, 0, lambda _: {}, True, everyone())
+            commit.commit(Path(folder), content(tensors, copies), everyone())
         except RunFailed as error:
             return str(error)
     return "no error"

@@ -111,7 +111,7 @@ def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_m
     ids = [1, 2, 9, 3, 4, 4, 5, 9]
     expected = packed_text(tmp_path, ids, end=9)
     (plan,) = (tmp_path / ".titanlite").glob("*.npz")
-    draft = plan.with_suffix(".draft.npz").name
+    draft = f".{plan.name}.new"
     assert calls[:2] == [("sync", draft), ("rename", draft)]
     content = plan.read_bytes()
     for damaged in (b"", content[:100], content[:-1], content[:-300], b"\xff" * len(content)):

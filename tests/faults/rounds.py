@@ -23,16 +23,15 @@ from unittest import mock
 import torch
 
 from tests.checkpoint.saved import rank
+from tests.failpoints import FAILPOINTS, ON_EVERY_RANK, calling
 from tests.jobs import TINY, trainer
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
 from titanlite.runtime import distributed
 from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
-ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
-AFTER_THE_RENAME = commit.FAILPOINTS[commit.FAILPOINTS.index("after the rename") :]
+AFTER_THE_RENAME = FAILPOINTS[FAILPOINTS.index("after the rename") :]
 LONGEST_SECONDS = 3.0
 """A random kill comes within this time: while resuming, while training or in a save."""
 
@@ -70,7 +69,7 @@ def planned(seed: int, number: int) -> Plan:
     named, at_random = divmod(number, 4)
     if at_random == 3:
         return Plan(mode, chance.randrange(RANKS), "", 0, chance.uniform(0, LONGEST_SECONDS))
-    point = commit.FAILPOINTS[(3 * named + at_random) % len(commit.FAILPOINTS)]
+    point = FAILPOINTS[(3 * named + at_random) % len(FAILPOINTS)]
     return Plan(mode, chance.randrange(RANKS) if point in ON_EVERY_RANK else 0, point, chance.randint(1, 2), 0)
 
 
@@ -90,43 +89,42 @@ def train_and_die(plan: Plan, folder: str) -> None:
     saves: set[int] = set()
 
     def die(point: str) -> None:
-        pending = runs[0].checkpoints._pending if runs else None
+        pending = runs[0].saver._pending if runs else None
         step = pending.step if pending else max(saves, default=-1)
         death = Death(point, step, bool(pending and (pending.is_alive() or pending.ident is None)))
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def failpoint(name: str) -> None:
-        pending = runs[0].checkpoints._pending if runs else None
+        pending = runs[0].saver._pending if runs else None
         if name != plan.point or pending is None:
             return
         saves.add(pending.step)
         if len(saves) == plan.save:
             die(name)
 
-    if rank() == plan.rank and plan.point:
-        commit.failpoint = failpoint
-    elif rank() == plan.rank:
+    if rank() == plan.rank and not plan.point:
         moment = threading.Timer(plan.seconds, die, ("",))
         moment.daemon = True
         moment.start()
-    run = trainer([*ARGV, f"--checkpoint.async_mode={plan.mode}"], folder)
-    (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
-    if not plan.point:
-        _note_saves(run, saves)
-    runs.append(run)
-    run.train()
+    with calling(failpoint if rank() == plan.rank else lambda name: None):
+        run = trainer([*ARGV, f"--checkpoint.async_mode={plan.mode}"], folder)
+        (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
+        if not plan.point:
+            _note_saves(run, saves)
+        runs.append(run)
+        run.train()
 
 
 def _note_saves(run: Any, saves: set[int]) -> None:
-    save = run.checkpoints.save
+    save = run.saver.save
     saves.add(run.step)
 
     def noted(position: Any, *rest: Any) -> None:
         save(position, *rest)
         saves.add(position.step)
 
-    run.checkpoints.save = noted
+    run.saver.save = noted
 
 
 def train_to(step: int, folder: str) -> None:
@@ -249,12 +247,8 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
         if name == "half a file" and rank() == 1 and next(slow, False):
             time.sleep(seconds)
 
-    original, commit.failpoint = commit.failpoint, failpoint
-    try:
-        with mock.patch.object(distributed, "WATCH_SECONDS", 0):
-            run.train()
-    finally:
-        commit.failpoint = original
+    with calling(failpoint), mock.patch.object(distributed, "WATCH_SECONDS", 0):
+        run.train()
     return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))
 
 
@@ -268,7 +262,7 @@ def memory_of_saves(saves: int, folder: str) -> list[float]:
     larger = [f"--model.overrides.{size}" for size in ("dim=256", "hidden_dim=1024", "n_layers=4")]
     argv = [*ARGV, *larger, "--checkpoint.interval=1", "--checkpoint.async_mode=async"]
     run = trainer([*argv, "--training.local_batch_size=1", f"--training.steps={saves}"], folder)
-    record_success, sizes = run.checkpoints._record_success, []
+    record_success, sizes = run.saver._record_success, []
     libc = ctypes.CDLL(None)
 
     def noted(pending: Any) -> None:
@@ -278,6 +272,6 @@ def memory_of_saves(saves: int, folder: str) -> list[float]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
-    run.checkpoints._record_success = noted  # type: ignore[method-assign]
+    run.saver._record_success = noted  # type: ignore[method-assign]
     run.train()
     return sizes

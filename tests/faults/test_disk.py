@@ -68,8 +68,8 @@ def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str, repaired_at
 
     def next_micro_batches() -> list:
         nonlocal repair
-        if run.checkpoints._pending:
-            run.checkpoints._pending.join()
+        if run.saver._pending:
+            run.saver._pending.join()
         if run.step == 4:
             repair = break_disk(how, Path(disk))
         if run.step == repaired_at:

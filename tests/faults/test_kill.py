@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.rounds import ON_EVERY_RANK, Plan, Soak, Watcher, planned
+from tests.failpoints import FAILPOINTS, ON_EVERY_RANK
+from tests.faults.rounds import Plan, Soak, Watcher, planned
 from tests.lanes import sample
-from titanlite.checkpoint.commit import FAILPOINTS
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 import titanlite.train.trainer
 from tests.jobs import QUIET, TINY, trainer
 from tests.launch.run import train
-from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.source import Source
 from titanlite.errors import RunFailed
 from titanlite.parallel.replica_check import check_replicas, content_hash
 from titanlite.verify.pool import RankFailed
@@ -105,19 +105,19 @@ def load_differently(argv: list[str], folder: str, name: str) -> None:
     """Save; then build a trainer from the checkpoint whose rank 1 loads another value."""
     saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
     trainer(saving, folder).train()
-    restore = Checkpoints.restore
+    restore = Source.restore
 
-    def restore_differently(self: Checkpoints, *args) -> None:
+    def restore_differently(self: Source, *args) -> None:
         restore(self, *args)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
                 args[1].tensors()[name].to_local().view(-1)[0] += 1
 
-    Checkpoints.restore = restore_differently  # type: ignore[method-assign]
+    Source.restore = restore_differently  # type: ignore[method-assign]
     try:
         trainer([*argv, "--checkpoint.enable"], folder)
     finally:
-        Checkpoints.restore = restore  # type: ignore[method-assign]
+        Source.restore = restore  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

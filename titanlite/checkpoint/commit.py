@@ -18,7 +18,8 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,32 +49,22 @@ _DCP_INDEX = ".metadata"
 """For other tools that read DCP; titanlite never opens it, since it is a pickle."""
 SEEN_BY_ALL = ".seen-by-all-"
 """Prefix of the file that shows whether all ranks share the folder."""
-FAILPOINTS = (
-    "staging begun",
-    "file begun",
-    "half a file",
-    "file written",
-    "tensors stored",
-    "before the manifest",
-    "half a manifest",
-    "after the manifest",
-    "before the rename",
-    "after the rename",
-    "before latest",
-    "after latest",
-    "before a deletion",
-    "half a deletion",
-    "after a deletion",
-)
-"""The places where a kill would hurt most, in order.
-
-"… file …" and "tensors stored" are on every rank, the others on rank 0.
-"""
 
 
-def failpoint(name: str) -> None:
-    """Do nothing; tests put a kill or an error in its place."""
-    assert name in FAILPOINTS
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds, on this rank."""
+
+    step: int
+    tensors: Mapping[str, torch.Tensor]
+    """This rank's; they show how each is sharded."""
+    lookup: Callable[[str], torch.Tensor]
+    """Return the values of this rank's part of a tensor, on any device."""
+    payload: Any
+    """What this rank adds to the documents."""
+    make_documents: Callable[[list[Any]], dict[str, bytes]]
+    """On rank 0, return the files that lie next to the tensors, from the payloads of all ranks."""
+    weights_only: bool
 
 
 def run_on_all_ranks(
@@ -107,7 +98,7 @@ def run_on_all_ranks(
     raise error_type(f"{what} failed{where}: {failures[failed[0]]}")
 
 
-def _run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[], None]) -> None:
+def run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[], None]) -> None:
     """Run an action on rank 0; if it fails, raise the same error on all ranks."""
 
     def action_on_rank_0() -> None:
@@ -133,12 +124,8 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
     token = gather_objects(uuid.uuid4().hex[:8], group)[0]
     folder = target.with_name(f".{target.name}.{token}.staging")
 
-    def begin() -> None:
-        store.make_folder(folder)
-        failpoint("staging begun")
-
     try:
-        _run_on_rank_0(group, what, begin)
+        run_on_rank_0(group, what, partial(store.make_folder, folder))
         yield folder
     except BaseException:
         if rank_in(group) == 0:
@@ -147,22 +134,9 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
         raise
 
 
-def commit(
-    root: Path,
-    step: int,
-    tensors: Mapping[str, torch.Tensor],
-    lookup: Callable[[str], torch.Tensor],
-    rank_payload: Any,
-    make_documents: Callable[[list[Any]], dict[str, bytes]],
-    weights_only: bool,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed.
-
-    `tensors` are this rank's, and show how each is sharded; `lookup` returns the values of its
-    part, on any device. From every rank's `rank_payload`, rank 0 makes the documents (contents by
-    file name) that lie next to the tensors.
-    """
+def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> None:
+    """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed."""
+    step = content.step
     target = step_folder(root, step)
     saving = f"the save of step {step}"
 
@@ -173,42 +147,37 @@ def commit(
     def publish() -> None:
         files: dict[str, File] = {}
         placements: dict[str, str] = {}
-        rank_payloads = []
+        payloads = []
         for rank_files, rank_placements, payload in parts:
             files |= rank_files
             placements |= rank_placements
-            rank_payloads.append(payload)
-        for name, content in make_documents(rank_payloads).items():
-            store.write(staging / name, content)
-            files[name] = File(len(content), zlib.crc32(content))
+            payloads.append(payload)
+        for name, document in content.make_documents(payloads).items():
+            store.write(staging / name, document)
+            files[name] = File(len(document), zlib.crc32(document))
         entries = _tensor_entries(writer.stored, placements, files)
-        _publish(root, staging, Manifest(step, weights_only, files, entries))
+        _publish(root, staging, Manifest(step, content.weights_only, files, entries))
 
-    _run_on_rank_0(group, saving, refuse_existing)
+    run_on_rank_0(group, saving, refuse_existing)
     with staging_folder(target, group, saving) as staging:
         writer = _Writer(staging)
-        own_files, own_placements = run_on_all_ranks(
-            group, saving, lambda: _write_tensors(writer, tensors, lookup, group)
-        )
-        parts = gather_objects((own_files, own_placements, rank_payload), group)
-        _run_on_rank_0(group, f"the commit of step {step}", publish)
+        own_files, own_placements = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, content, group))
+        parts = gather_objects((own_files, own_placements, content.payload), group)
+        run_on_rank_0(group, f"the commit of step {step}", publish)
 
 
 def _write_tensors(
-    writer: "_Writer",
-    tensors: Mapping[str, torch.Tensor],
-    lookup: Callable[[str], torch.Tensor],
-    group: dist.ProcessGroup | None,
+    writer: "_Writer", content: Content, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, File], dict[str, str]]:
     """Write this rank's part of the tensors.
 
     Return the files, and the placements of the tensors whose first element this rank wrote: so each
     has one from one rank.
     """
-    planner = _Planner(lookup)
+    planner = _Planner(content.lookup)
     rank = rank_in(group)
     dcp.save(
-        dict(tensors),
+        dict(content.tensors),
         storage_writer=writer,
         planner=planner,
         process_group=group,
@@ -220,12 +189,11 @@ def _write_tensors(
             # Summed after the write: the checksum is of the file's content, and the disk works
             # meanwhile.
             files[name] = File(*store.sync_and_sum(path))
-    failpoint("tensors stored")
     placements = {}
     for item in planner.plan.items:
         index = item.index
         if not any(index.offset or ()):
-            placements[index.fqn] = describe_placement(tensors[index.fqn])
+            placements[index.fqn] = describe_placement(content.tensors[index.fqn])
     return files, placements
 
 
@@ -235,15 +203,8 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, lookup: Callable[[str], torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._lookup = lookup
-        self._looked_up = 0
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        # Called for each tensor once the one before is written.
-        if self._looked_up == 0:
-            failpoint("file begun")
-        if self._looked_up == len(self.plan.items) // 2:
-            failpoint("half a file")
-        self._looked_up += 1
         return self._lookup(index.fqn)
 
 
@@ -258,13 +219,11 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
-            results = super().write_data(plan, planner)
+            return super().write_data(plan, planner)
         except RuntimeError as error:  # of torch's writer, which names no cause
             if store.free_bytes(self.staging) < 1 << 20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
-        failpoint("file written")
-        return results
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta()  # torch's would hold the path of the staging folder
@@ -306,26 +265,19 @@ def _publish(root: Path, staging: Path, manifest: Manifest) -> None:
 
     Rank 0 does so, when every rank has stored its part.
     """
-    failpoint("before the manifest")
-    store.write(staging / MANIFEST, manifest.render(), lambda: failpoint("half a manifest"))
-    failpoint("after the manifest")
+    store.write(staging / MANIFEST, manifest.render())
     for name, file in manifest.files.items():
         size = store.size(staging / name)
         if size != file.size:
             raise OSError(f"{name} has {size} bytes, {file.size} were written")
-    store.sync(staging)
-    failpoint("before the rename")
-    store.rename(staging, step_folder(root, manifest.step))
-    failpoint("after the rename")
+    store.publish(staging, step_folder(root, manifest.step))
     point_latest(root, manifest.step)
 
 
 def point_latest(root: Path, step: int) -> None:
     """Write a step's name into `latest`."""
-    failpoint("before latest")
-    store.write(root / ".latest.new", f"step-{step}\n".encode())
-    store.rename(root / ".latest.new", root / "latest")
-    failpoint("after latest")
+    with store.whole_file(root / "latest") as file:
+        file.write(f"step-{step}\n".encode())
 
 
 def delete(folder: Path) -> None:
@@ -333,14 +285,11 @@ def delete(folder: Path) -> None:
 
     If it is a link to another place, such as an archive, only the link is deleted.
     """
-    failpoint("before a deletion")
     deleted = folder.with_name(f".{folder.name}.deleted")
     store.rename(folder, deleted)
     if not deleted.is_symlink():
         store.delete(deleted / MANIFEST)
-    failpoint("half a deletion")
     store.delete(deleted)
-    failpoint("after a deletion")
 
 
 def clear_leftovers(root: Path, what: str = r"(hf-)?step-\d+") -> list[str]:

@@ -187,7 +187,7 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     dtype = id_type(tokenizer.vocab_size)
     ends: list[int] = []
     tokens = crc32 = 0
-    with draft.open("wb") as out:
+    with store.whole_file(path, draft) as out:
         out.write(bytes(HEADER_BYTES))
         text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
         for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
@@ -200,10 +200,8 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
                     ends.append(tokens)
         out.seek(0)
         out.write(header(tokens, dtype, crc32))
-    store.sync(draft)
-    np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
-    store.sync(path.with_suffix(".ends.npy"))
-    draft.rename(path)
+        np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
+        store.sync(path.with_suffix(".ends.npy"))
 
 
 def _manifest(
@@ -241,8 +239,7 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
     store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
-    store.sync(staging)
-    store.rename(staging, out)  # an empty folder of that name is replaced
+    store.publish(staging, out)  # an empty folder of that name is replaced
 
 
 def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
@@ -266,10 +263,8 @@ def cached_arrays(root: Path, name: str, make: Callable[[], list[np.ndarray]]) -
                 return [arrays[f"arr_{number}"] for number in range(len(arrays.files))]
         except (OSError, EOFError, ValueError, KeyError, BadZipFile):
             arrays = make()
-        draft = path.with_suffix(".draft.npz")
-        np.savez(draft, *arrays)
-        store.sync(draft)
-        store.rename(draft, path)
+        with store.whole_file(path) as file:
+            np.savez(file, *arrays)
     return arrays
 
 

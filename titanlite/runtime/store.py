@@ -7,10 +7,12 @@ holds for the new name that `rename` gives, and `rename` is atomic. A bucket cou
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 exists, is_folder = Path.exists, Path.is_dir
 read = Path.read_bytes
@@ -35,22 +37,33 @@ def same_file_system(folder: Path, other: Path) -> bool:
 
 def crc32(path: Path) -> int:
     """Return the checksum of a file, read in blocks."""
-    checksum, block = 0, memoryview(bytearray(1 << 20))
+    checksum = 0
+    block = memoryview(bytearray(1 << 20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             checksum = zlib.crc32(block[:count], checksum)
     return checksum
 
 
-def write(path: Path, content: bytes, halfway: Callable[[], None] = lambda: None) -> None:
-    """Write a file; tests interrupt it in `halfway`, when half of the bytes are in the file."""
-    half = len(content) // 2
-    with path.open("wb") as file:
-        file.write(content[:half])
-        file.flush()
-        halfway()
-        file.write(content[half:])
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
     sync(path)
+
+
+@contextmanager
+def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
+    """Write a file that is whole or not there: it gets its name when its bytes are on the disk."""
+    draft = draft or path.with_name(f".{path.name}.new")
+    with draft.open("wb") as file:
+        yield file
+    sync(draft)
+    rename(draft, path)
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Give a folder its name, whose files are on the disk: it is whole or not there."""
+    sync(staging)
+    rename(staging, target)
 
 
 def share(path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from titanlite.config.schema import Fault
 from titanlite.errors import GivenUp
@@ -70,7 +71,7 @@ class BadSteps:
     """Judge every step; the run goes on after a bad one."""
 
     def __init__(self, settings: Fault, device: torch.device, note: Note) -> None:
-        self._settings = settings
+        self._settings: Fault = settings
         self._note = note
         self._norms = Window(settings, device)
         self._losses = Window(settings, device)
@@ -83,7 +84,7 @@ class BadSteps:
     def _forget(self) -> None:
         self._step = 0
         self._norm = self._nothing
-        self.loss = self._nothing
+        self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
         self._judged: list[tuple[int, LateCopy]] = []
         """Steps with their norm, its limit, their loss and its limit, not read yet."""
@@ -103,7 +104,7 @@ class BadSteps:
             skipped = broken | above
         self._step = step
         self._norm = torch.stack([norm.double(), limit])
-        self.loss = torch.where(broken | above, math.nan, loss.double())
+        self._loss = torch.where(broken | above, math.nan, loss.double())
         if self._settings.on_nonfinite == "skip":
             # Then only a loss that leaves the norm finite stops the run.
             loss = torch.where(skipped, 0, loss)
@@ -112,15 +113,21 @@ class BadSteps:
             return None, loss, norm
         return skipped, loss, norm
 
-    def judge_loss(self, loss: torch.Tensor) -> None:
-        """Compare the last step's loss over all ranks with its limit, once."""
-        if not self._step:
-            return
-        limit, _ = self._losses.judge(loss)
-        judged = torch.cat([self._norm, torch.stack([loss, limit])])
-        self._judged.append((self._step, LateCopy(judged)))
-        self._step = 0
-        self.loss = self._nothing
+    def all_reduce(self, values: torch.Tensor, tp: int) -> torch.Tensor:
+        """Sum whole numbers, and the last step's loss with them; compare it with its limit, once.
+
+        Sums of float64 are exact up to 2^53. `tp` ranks have the same loss.
+        """
+        sums = torch.cat([values.double(), self._loss[None]])
+        dist.all_reduce(sums)
+        if self._step:
+            loss = sums[-1] / tp
+            limit, _ = self._losses.judge(loss)
+            judged = torch.cat([self._norm, torch.stack([loss, limit])])
+            self._judged.append((self._step, LateCopy(judged)))
+            self._step = 0
+            self._loss = self._nothing
+        return sums[:-1].to(values.dtype)
 
     def act(self) -> None:
         """Act on the steps that were judged."""

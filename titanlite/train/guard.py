@@ -43,17 +43,12 @@ class StepGuard:
     def exchange(self, valid_tokens: torch.Tensor, stop: bool = False) -> torch.Tensor:
         """Return the sum of the valid tokens over all data.
 
-        The flag of a bad value and a request to stop are summed along, and the last step's loss
-        where spikes are looked for.
+        The flag of a bad value and a request to stop are summed along.
         """
         bad = (self._first_bad > 0).any().to(torch.int64)
         sums = torch.stack([valid_tokens, bad, torch.full_like(bad, stop)])
         if self._bad_steps:
-            # Sums of float64 are exact up to 2^53.
-            with_loss = torch.cat([sums.double(), self._bad_steps.loss[None]])
-            dist.all_reduce(with_loss)
-            self._bad_steps.judge_loss(with_loss[-1] / self._tp)
-            sums = with_loss[:-1].to(torch.int64)
+            sums = self._bad_steps.all_reduce(sums, self._tp)
         else:
             dist.all_reduce(sums)
         self._flags = LateCopy(sums[1:])

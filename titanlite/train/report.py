@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.manager import PendingSave
+from titanlite.checkpoint.saver import PendingSave
 from titanlite.errors import RunFailed
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory

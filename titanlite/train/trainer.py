@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import Position
+from titanlite.checkpoint.saver import Saver
+from titanlite.checkpoint.source import Source
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
@@ -72,7 +74,9 @@ class Trainer:
         facts = self._compare_ranks()  # before groups: ranks that differ would make different ones
         self.mesh = build_mesh(job.layout, device.type)  # its groups connect all that follows
         self._check_network(facts)  # over these groups, before a slow one costs hours
-        self.checkpoints = Checkpoints(job, rank_info, device, log)  # refuses an unusable folder
+        self.checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
+        self.source = Source(self.checkpoints)
+        self.saver = Saver(self.checkpoints, device)
         self._find_start()  # before data and model: it has the seed of both
         self._open_data()  # before the model: wrong data is refused before the time of building
         self._build_model()  # before loading, which fills the shards of parts and optimizer
@@ -101,7 +105,7 @@ class Trainer:
     def _find_start(self) -> None:
         """Find the checkpoint that the run starts from, its position and the seed."""
         with phase("load"):
-            self.resume = self.checkpoints.find()
+            self.resume = self.source.find()
         self._set_position(self.resume.position)
         self.consumed = self.resume.consumed
         seed = self.job.config.debug.seed
@@ -174,7 +178,7 @@ class Trainer:
         if self.job.layout.pp > 1:
             stages = self.mesh.world["pp"].get_group()
         self.state = TrainingState(self.parts, self.runner.optimizer, context.table, stages)
-        self.checkpoints.restore(self.resume, self.state)
+        self.source.restore(self.resume, self.state)
         self.checkpoints.check_space(self.state)
         if self.resume.folder:
             check_replicas(self.parts, "after loading", context, self.runner.optimizer)
@@ -204,14 +208,14 @@ class Trainer:
         try:
             self._run_to_target()
         except BaseException:
-            self.checkpoints.wait_ignoring_errors()
+            self.saver.wait_ignoring_errors()
             raise
         self.guard.flush()
-        self.checkpoints.finish_save()
-        self.report.log_saves(self.checkpoints.records)
+        self.saver.finish_save()
+        self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                self.checkpoints.export(self.step, self.state, self.tokenizer)
+                self.saver.export(self.step, self.state, self.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()
@@ -267,10 +271,10 @@ class Trainer:
             self.stopped = not self.validate()
         if self.stopped:
             self.stop.ask("a request to another rank")
-        save_is_due = self.checkpoints.due(self.step, self.report.is_logged(self.step))
+        save_is_due = self.saver.due(self.step, self.report.is_logged(self.step))
         if save_is_due or self.stopped:
             self.save()
-        self.report.log_saves(self.checkpoints.records)
+        self.report.log_saves(self.saver.records)
 
     def _validation_is_due(self) -> bool:
         settings = self.job.config.validation
@@ -292,7 +296,7 @@ class Trainer:
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
         skipped = self.guard.record(self.step, loss, norm)
-        self.checkpoints.before_update()
+        self.saver.before_update()
         self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step
@@ -348,7 +352,7 @@ class Trainer:
             fingerprint = self.data.fingerprint
             position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint)
             guard = self.guard.state_dict()
-            self.checkpoints.save(position, self.state, self.batches.state, guard)
+            self.saver.save(position, self.state, self.batches.state, guard)
 
     @phase("load")
     def roll_back(self, spike: Spike) -> None:
@@ -357,8 +361,9 @@ class Trainer:
         The data position is kept, so that the samples before the spike are not seen again.
         """
         self.log.warning(str(spike))
-        resume = self.checkpoints.find_before(spike.step)
-        self.checkpoints.restore(resume, self.state)
+        self.saver.finish_save()
+        resume = self.source.find_before(spike.step)
+        self.source.restore(resume, self.state)
         self.runner.notify_converters()
         self._set_position(resume.position)
         self.guard.load_state_dict(resume.guard)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.commit import run_on_all_ranks, staging_folder
+from titanlite.checkpoint.commit import run_on_all_ranks, run_on_rank_0, staging_folder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
 from titanlite.checkpoint.load import dtype_of
@@ -48,18 +48,17 @@ def export(
     def publish() -> None:
         for name, content in {**documents, INDEX: index(files)}.items():
             store.write(staging / name, content)
-        store.sync(staging)
         replaced = target.parent / f".{target.name}.replaced"
         store.delete(replaced)
         if store.exists(target):
             store.rename(target, replaced)
-        store.rename(staging, target)
+        store.publish(staging, target)
         with suppress(OSError):
             store.delete(replaced)
 
     with staging_folder(target, group, what) as staging:
         _write_files(staging, files, fetch, group, what)
-        run_on_all_ranks(group, what, lambda: publish() if rank_in(group) == 0 else None)
+        run_on_rank_0(group, what, publish)
 
 
 def _write_files(

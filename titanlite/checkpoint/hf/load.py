@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.commit import commit, to_json
+from titanlite.checkpoint.commit import Content, commit, to_json
 from titanlite.checkpoint.hf.files import Reader
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import check_exclude_patterns
@@ -99,5 +99,6 @@ def to_checkpoint(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        commit(root, 0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True, group=None)
+        content = Content(0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True)
+        commit(root, content, group=None)
     return step_folder(root, 0)

@@ -1,0 +1,116 @@
+"""The places in a save where a kill or an error would hurt most, reached by patches; product code knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.runtime import store
+
+ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
+FAILPOINTS = (
+    "staging begun",
+    *ON_EVERY_RANK,
+    "before the manifest",
+    "half a manifest",
+    "after the manifest",
+    "before the rename",
+    "after the rename",
+    "before latest",
+    "after latest",
+    "before a deletion",
+    "half a deletion",
+    "after a deletion",
+)
+"""In their order; those that are not in ON_EVERY_RANK are on rank 0."""
+Failpoint = Callable[[str], object]
+
+
+@contextmanager
+def calling(failpoint: Failpoint) -> Iterator[None]:
+    """Call the function with each failpoint's name as this process reaches it."""
+
+    def is_staging(path: Path) -> bool:
+        return path.name.startswith(".step-") and path.name.endswith(".staging")
+
+    def make_folder(original: Any, folder: Path) -> None:
+        original(folder)
+        if is_staging(folder):
+            failpoint("staging begun")
+
+    def lookup_object(original: Any, planner: Any, index: Any) -> Any:
+        planner.looked_up = (
+            getattr(planner, "looked_up", -1) + 1
+        )  # called for each tensor, once that before is written
+        if planner.looked_up == 0:
+            failpoint("file begun")
+        if planner.looked_up == len(planner.plan.items) // 2:
+            failpoint("half a file")
+        return original(planner, index)
+
+    def write_data(original: Any, *args: Any) -> Any:
+        results = original(*args)
+        failpoint("file written")
+        return results
+
+    def write_tensors(original: Any, *args: Any) -> Any:
+        result = original(*args)
+        failpoint("tensors stored")
+        return result
+
+    def write(original: Any, path: Path, content: bytes) -> None:
+        if path.name == MANIFEST and is_staging(path.parent):
+            failpoint("before the manifest")
+            path.write_bytes(content[: len(content) // 2])
+            failpoint("half a manifest")
+            original(path, content)
+            failpoint("after the manifest")
+        else:
+            original(path, content)
+
+    def rename(original: Any, path: Path, target: Path) -> None:
+        if is_staging(path):
+            failpoint("before the rename")
+            original(path, target)
+            failpoint("after the rename")
+        else:
+            original(path, target)
+
+    def point_latest(original: Any, *args: Any) -> None:
+        failpoint("before latest")
+        original(*args)
+        failpoint("after latest")
+
+    def delete(original: Any, folder: Path) -> None:
+        failpoint("before a deletion")
+        with _around(store, "delete", delete_in_half):
+            original(folder)
+        failpoint("after a deletion")
+
+    def delete_in_half(original: Any, path: Path) -> None:
+        if path.name.endswith(".deleted"):
+            failpoint("half a deletion")
+        original(path)
+
+    with (
+        _around(store, "make_folder", make_folder),
+        _around(commit._Planner, "lookup_object", lookup_object),
+        _around(commit._Writer, "write_data", write_data),
+        _around(commit, "_write_tensors", write_tensors),
+        _around(store, "write", write),
+        _around(store, "rename", rename),
+        _around(commit, "point_latest", point_latest),
+        _around(commit, "delete", delete),
+    ):
+        yield
+
+
+def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
+    """Replace owner.name by wrapper(the original, *args)."""
+    original = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args: wrapper(original, *args))

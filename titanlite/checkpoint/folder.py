@@ -1,0 +1,136 @@
+"""The folder of a run's checkpoints: what it must allow, and the group of ranks that works on it.
+
+The group is a gloo group of its own with comm.checkpoint_timeout_seconds: slow storage never runs
+into the training's timeout.
+"""
+
+import logging
+import time
+import uuid
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
+from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.state import TrainingState
+from titanlite.config.job import Job
+from titanlite.errors import UserError, format_bytes
+from titanlite.observe.run_folder import new_archive_folder
+from titanlite.runtime import lock, store
+from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.distributed import collective_timeout, gather_objects
+
+_PATIENCE_SECONDS = 5
+"""A network folder may show a new file late on another node."""
+
+
+class CheckpointFolder:
+    """The folder on this rank; all ranks call every method together."""
+
+    def __init__(self, job: Job, rank_info: RankInfo, log: logging.Logger) -> None:
+        self.job = job
+        self.rank_info = rank_info
+        self.log = log
+        self.settings = job.config.checkpoint
+        self.enabled = self.settings.enable
+        self.root = checkpoint_root(job.config)
+        self.group: dist.ProcessGroup | None = None
+        if self.enabled or self.settings.initial_load_path:
+            self.renew_group()
+        if self.enabled:
+            self._refuse_unusable()
+            self._clear_leftovers()
+
+    def renew_group(self) -> None:
+        """Make the group, or another one: that of a failed save may hold unmatched collectives."""
+        if self.group:
+            dist.destroy_process_group(self.group)
+        timeout = collective_timeout(self.job.config.comm.checkpoint_timeout_seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+
+    def _refuse_unusable(self) -> None:
+        """Make the folder; raise UserError if the ranks do not share it."""
+        on_rank_0 = self.rank_info.rank == 0
+        name = f"{commit.SEEN_BY_ALL}{uuid.uuid4().hex}"
+        probe = self.root / gather_objects(name, self.group)[0]
+        if on_rank_0:
+            store.make_folder(self.root)
+            store.write(probe, b"")
+        dist.barrier(self.group)
+        usable = _appears(probe) and store.is_writable(self.root)
+        ranks = gather_objects((self.rank_info.host, usable), self.group)
+        self._has_locks = on_rank_0 and lock.works_on(probe)
+        if on_rank_0:
+            store.delete(probe)
+        unusable = [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]
+        if not unusable:
+            return
+        shown = ", ".join(unusable[:4])
+        if len(unusable) > 4:
+            shown += " and others"
+        raise UserError(
+            f"checkpoint.folder {self.root} (on rank 0's host {ranks[0][0]}) is not writable from "
+            f"{shown}: all ranks write into one folder, so job.dump_folder must be on shared storage"
+        )
+
+    def _clear_leftovers(self) -> None:
+        """Delete what a killed run left, and let `latest` name the newest checkpoint."""
+        if self.rank_info.rank == 0:
+            cleared = []
+            if self._has_locks:  # without, they may be of a run in progress
+                cleared = commit.clear_leftovers(self.root)
+            if cleared:
+                self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
+            newest = latest_complete(self.root)
+            if newest is not None:
+                commit.point_latest(self.root, newest)
+        dist.barrier(self.group)
+
+    def archive_steps_after(self, step: int) -> None:
+        """On rank 0, move later checkpoints, damaged or from before a rewind, out of the folder."""
+        later_steps = [later for later in committed(self.root) if later > step]
+        if not later_steps:
+            return
+        outer = Path(self.job.config.job.dump_folder)
+        if not store.same_file_system(outer, self.root):  # a rename cannot leave it
+            outer = self.root
+        archive = new_archive_folder(outer) / self.settings.folder
+        store.make_folder(archive)
+        for later in later_steps:
+            store.rename(step_folder(self.root, later), step_folder(archive, later))
+        commit.point_latest(self.root, step)
+        steps = ", ".join(map(str, later_steps))
+        self.log.info(f"later checkpoints ({steps}) are now in {archive}")
+
+    def check_space(self, state: TrainingState) -> None:
+        """Warn if the disk has no room for the checkpoints that are kept and one being written."""
+        if not self.enabled:
+            return
+        tensors = state.tensors().values()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if state.stages:
+            size = sum(gather_objects(size, state.stages))
+        if self.rank_info.rank > 0:
+            return
+        free = store.free_bytes(self.root)
+        kept = self.settings.keep_latest_k
+        if free < size * max(1, kept + 1 - len(committed(self.root))):
+            self.log.warning(
+                f"{self.root} has {format_bytes(free)} free, room for {free // size} more checkpoints of "
+                f"{format_bytes(size)}; checkpoint.keep_latest_k = {kept} keeps {kept or 'all'}, and one "
+                "more while it saves"
+            )
+
+
+def _appears(file: Path) -> bool:
+    """Wait for another node's file."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not store.exists(file):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

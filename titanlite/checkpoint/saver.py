@@ -1,0 +1,296 @@
+"""When a run saves, and how training goes on meanwhile; commit.py writes.
+
+A save copies this rank's part of the state; then training continues while a thread writes and
+commits. One save is pending at a time. A failure on any rank is known to all at the next logged
+step.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.hf.export import export_live
+from titanlite.checkpoint.hf.names import Translation
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    ENVIRONMENT,
+    STATE,
+    Position,
+    export_folder,
+    latest_complete,
+    step_folder,
+    steps_to_delete,
+)
+from titanlite.checkpoint.state import Tensors, TrainingState
+from titanlite.config.toml import to_toml
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import RunFailed, UserError
+from titanlite.observe.run_folder import begin_of_metrics, describe_environment
+from titanlite.parallel.dtensor import local_part
+from titanlite.runtime.page import OWN_PAGE, phase
+
+
+class PendingSave(threading.Thread):
+    """The thread of a save, which runs `write(this thread, content)`; `error` is what ended it."""
+
+    error: BaseException | None = None
+    warning = ""
+
+    def __init__(self, write: Callable[..., None], content: commit.Content) -> None:
+        super().__init__(name="checkpoint", daemon=True, target=write, args=(self, content))
+        self.step = content.step
+        self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
+        """Seconds that training waited, that the copy took, and that the write took."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:
+            self.error = error
+
+
+class Saver:
+    """The saves of a run on this rank; all ranks call every method together."""
+
+    def __init__(self, folder: CheckpointFolder, device: torch.device) -> None:
+        self._folder = folder
+        self._job = folder.job
+        self._rank = folder.rank_info.rank
+        self._log = folder.log
+        self._device = device
+        self._last_step = folder.job.config.training.steps
+        self.settings = folder.settings
+        self.records: list[PendingSave] = []
+        """Saves that were committed and not yet logged; the trainer takes them out."""
+        self._pending: PendingSave | None = None
+        self._host_memory: Tensors = {}
+        self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
+        self._last_save = time.monotonic()
+
+    def due(self, step: int, logged: bool) -> bool:
+        """Return whether to save after this step.
+
+        At logged steps the ranks agree on the clock, and on failed saves.
+        """
+        settings = self.settings
+        if not settings.enable:
+            return False
+        if logged and self._agree():
+            return True
+        if settings.enable_first_step_checkpoint and step == 1:
+            return True
+        return step % settings.interval == 0 or step == self._last_step
+
+    def _agree(self) -> bool:
+        """Return whether rank 0's clock asks for a save.
+
+        Settle on all ranks a save that ended or failed on any.
+        """
+        pending = self._pending
+        seconds = self.settings.interval_minutes * 60
+        flags = [
+            pending is not None and pending.error is not None,
+            pending is not None and pending.is_alive(),
+            self._rank == 0 and 0 < seconds <= time.monotonic() - self._last_save,
+        ]
+        anywhere = torch.tensor(flags, dtype=torch.int64, device=self._device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        failed, in_progress, due = anywhere.tolist()
+        if failed or not in_progress:
+            self.finish_save()
+        return bool(due)
+
+    def save(
+        self,
+        position: Position,
+        state: TrainingState,
+        stream: dict[str, Any] | None,
+        guard: dict[str, Any],
+    ) -> None:
+        """Save the state as it is now.
+
+        Return when it is committed, with async_mode when it is copied, or with pinned memory at
+        once: call `before_update` before the state changes.
+        """
+        began = time.monotonic()
+        self._last_save = began
+        step = position.step
+        if self._pending and self._pending.is_alive():
+            before = self._pending.step
+            self._log.info(f"save of step {step} is waiting for step {before} to finish writing")
+        self.finish_save()
+        weights_only = self.settings.last_save_model_only and step == self._last_step
+        tensors = state.weights()
+        numbers = {}
+        if not weights_only:
+            tensors = state.tensors()
+            numbers = state.numbers()
+        document = {"position": asdict(position), "numbers": numbers, "guard": guard}
+        if self._rank == 0:
+            document["metrics"] = begin_of_metrics(Path(self._job.config.job.dump_folder), -1)
+        copies = {name: local_part(tensor) for name, tensor in tensors.items()}
+        asynchronous = self.settings.async_mode != "disabled"
+        staging = 0.0
+        if asynchronous:
+            copying = time.monotonic()
+            copies = self._copy(copies, state)
+            staging = time.monotonic() - copying
+        payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
+        make_documents = partial(self._documents, document)
+        content = commit.Content(step, tensors, copies.__getitem__, payload, make_documents, weights_only)
+        pending = PendingSave(self._write, content)
+        self._pending = pending
+        pending.costs["staging"] = staging
+        pending.start()
+        pending.join(timeout=0 if asynchronous else None)
+        pending.costs["blocked"] = time.monotonic() - began
+        if not asynchronous:
+            self.finish_save()
+
+    def _copy(self, tensors: Tensors, state: TrainingState) -> Tensors:
+        """Return copies in host memory that the next save uses again.
+
+        Page-locked ones are made while training goes on.
+        """
+        pinned = self.settings.async_mode == "async_with_pinned_mem"
+        buffers: set[str] = set()
+        for part in state.parts:
+            buffers |= {f"model.{name}" for name, _ in part.named_buffers()}
+        later = []
+        for name, tensor in tensors.items():
+            copy = self._host_memory.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                self._host_memory[name] = copy
+            if pinned and name not in buffers:  # which alone a forward pass may change
+                later.append((copy, tensor.detach()))
+            else:
+                copy.copy_(tensor.detach(), non_blocking=pinned)
+        if pinned:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for copy, tensor in later:
+                    copy.copy_(tensor, non_blocking=True)
+            self._copied = stream.record_event()
+        return {name: self._host_memory[name] for name in tensors}
+
+    def before_update(self) -> None:
+        """Let the optimizer's step, which changes what is saved, wait for a copy in progress."""
+        if self._copied:
+            self._copied.wait()
+
+    def _documents(self, document: dict[str, Any], payloads: list[Any]) -> dict[str, bytes]:
+        """Return the files that lie next to the tensors."""
+        streams = {}
+        for coordinate, stream in payloads:
+            if stream is not None:
+                streams[coordinate] = stream
+        seed = document["position"]["seed"]
+        environment = describe_environment(self._job, seed, self._device.type)
+        return {
+            STATE: commit.to_json({**document, "streams": streams}),
+            CONFIG: to_toml(self._job.given).encode(),
+            ENVIRONMENT: commit.to_json(environment),
+        }
+
+    def _write(self, pending: PendingSave, content: commit.Content) -> None:
+        """In the thread: commit, then delete old checkpoints."""
+        began = time.monotonic()
+        root = self._folder.root
+        group = self._folder.group
+        if self._copied:
+            with torch.cuda.device(self._device):  # or it would open a context on the first GPU
+                self._copied.synchronize()
+        commit.commit(root, content, group)
+        OWN_PAGE.saved = content.step
+        pending.costs["write"] = time.monotonic() - began
+        if self._rank == 0:
+            try:
+                keep = (self.settings.keep_latest_k, self.settings.keep_every)
+                for old_step in steps_to_delete(root, *keep):
+                    commit.delete(step_folder(root, old_step))
+            except OSError as error:  # costs no checkpoint
+                pending.warning = f"an old checkpoint could not be deleted: {error}"
+        dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
+
+    @phase("save")
+    def finish_save(self) -> None:
+        """Wait for the pending save, if any.
+
+        All ranks record its success, or all handle its failure.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.join()
+        gc.collect(0)  # cycles that torch's writer leaves would stay for training.gc_freq steps
+        failed = torch.tensor(int(pending.error is not None), dtype=torch.int64, device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if failed.item():
+            self._handle_failure(pending)
+        else:
+            self._record_success(pending)
+
+    def _handle_failure(self, pending: PendingSave) -> None:
+        """Raise RunFailed, or warn if training continues."""
+        self._pending = None
+        newest = [latest_complete(self._folder.root) if self._rank == 0 else None]
+        dist.broadcast_object_list(newest, src=0)
+        remaining = f"the newest checkpoint is step-{newest[0]}"
+        if newest[0] is None:
+            remaining = "there is no older one"
+        cause = pending.error
+        if cause is None:
+            message = f"the save of step {pending.step} failed on another rank"
+        elif isinstance(cause, UserError):
+            message = str(cause)
+        else:
+            message = f"{type(cause).__name__}: {cause}"
+        message += f"; {remaining}"
+        if pending.step == self._last_step:  # no other save makes up for it
+            raise RunFailed(message)
+        if self.settings.on_failure == "stop":
+            raise RunFailed(f'{message} (checkpoint.on_failure = "warn" would continue)')
+        self._log.warning(f"{message}; training continues")
+        self._folder.renew_group()
+
+    def _record_success(self, pending: PendingSave) -> None:
+        self._pending = None
+        self.records.append(pending)
+        if pending.warning:
+            self._log.warning(pending.warning)
+        waited = pending.costs["blocked"]  # for the thread's start too
+        took = max(waited, pending.costs["staging"] + pending.costs["write"])
+        folder = step_folder(self._folder.root, pending.step)
+        self._log.info(f"saved {folder} in {took:.2f} s; training waited {waited:.2f} s")
+
+    def wait_ignoring_errors(self) -> None:
+        """Wait for the pending save when an error ends the run: that error is reported instead."""
+        if self._pending:
+            self._pending.join()
+            if self._pending.error is None:
+                self._record_success(self._pending)
+
+    @phase("save")
+    def export(self, step: int, state: TrainingState, tokenizer: Tokenizer | None) -> None:
+        """Write the weights as they are now in Hugging Face's format, next to the checkpoints."""
+        target = export_folder(self._folder.root, step)
+        group = self._folder.group
+        assert group is not None
+        translation = Translation(self._job.spec, self._job.model)
+        dtype = getattr(torch, self.settings.export_dtype)
+        # Buffers are refused whatever their values: ranks would have to agree on them.
+        translation.refuse([*translation.buffers])
+        export_live(target, translation, state, dtype, tokenizer, group)
+        self._log.info(f"exported step {step} for Hugging Face: {target}")
