@@ -1,4 +1,4 @@
-"""The places in a save where a kill or an error would hurt most, reached by patches; product code knows none of them."""
+"""The moments of a save at which a kill or an error would hurt most, reached by patches."""
 
 from __future__ import annotations
 

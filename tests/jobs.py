@@ -18,6 +18,7 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.train.loss import count_valid
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
+from titanlite.train.validate import validation_loss
 
 OUTSIDE = str(Path(__file__).parent / "outside")
 
@@ -70,6 +71,13 @@ def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, rank_slice: RankSl
     parts = [rank_slice.micro_batch(0, number) for number in range(rank_slice.accumulation)]
     rows = torch.stack([tokens, labels], dim=1)
     return [MicroBatch(rows[part.start : part.stop]) for part in parts]
+
+
+def validated(run: Trainer) -> float:
+    """Return the validation loss of a run."""
+    loss = validation_loss(run.runner.forward, run.validation_loader)
+    assert loss is not None
+    return loss
 
 
 def forward_backward(run: Trainer, batches: list[MicroBatch]) -> torch.Tensor:

@@ -55,7 +55,8 @@ RING_1_MAY_IMPORT = {
         """,
     "the trainer starts, saves, validates, logs and stops": """
         checkpoint.folder checkpoint.manifest checkpoint.saver checkpoint.source checkpoint.state fault.stop
-        observe.profiler observe.run_folder observe.throughput train.generate train.network train.rank_facts train.report train.validate
+        observe.profiler observe.run_folder observe.throughput train.generate train.network train.rank_facts
+        train.report train.validate
         """,
     "windows are cut from any source": "data.mixture data.prepare data.sources data.stream data.tokenizer",
     "words that all files use": """

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -121,18 +122,18 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
 
     run.runner.forward_backward = noted(run.runner.forward_backward, "forward and backward")  # type: ignore
     run.runner.update = noted(run.runner.update, "update")  # type: ignore[method-assign]
-    finish_save, save = checkpoints.finish_save, noted(run.save, "save returned")
+    finish_save, save = saver.finish_save, noted(run.save, "save returned")
 
     def save_noting_the_state() -> None:
         saved[run.step] = {name: full(tensor) for name, tensor in run.state.tensors().items()}
         save()
 
     def finish_save_at_last() -> None:
-        if checkpoints._copied:  # no update waits for the copy of the last step
-            checkpoints._copied.wait()
+        if saver._copied:  # no update waits for the copy of the last step
+            saver._copied.wait()
         finish_save()
 
-    run.save, checkpoints.finish_save = save_noting_the_state, finish_save_at_last  # type: ignore[method-assign]
+    run.save, saver.finish_save = save_noting_the_state, finish_save_at_last  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", lambda: LateStream(events))
         patch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -372,7 +373,7 @@ def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tm
     assert [*(tmp_path / "0/checkpoint").iterdir()] == []
 
 
-def content(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> commit.Content:
+def content(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> commit.Content:
     return commit.Content(1, tensors, values.__getitem__, None, lambda _: {}, weights_only=True)
 
 

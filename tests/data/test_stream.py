@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import TINY, job, trainer
+from tests.jobs import TINY, job, trainer, validated
 from tests.lanes import sample
 from tests.launch.run import train
 from titanlite.config.load import ConfigError
@@ -227,11 +227,9 @@ def test_ranks_with_unequal_streams_stop_together(pool, uneven, tmp_path):
 
 def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
     """Return the losses of two validations, and the loss over all readers' windows by hand."""
-    from titanlite.train.validate import validation_loss
-
     run = trainer(argv, folder)
     data = run.validation_loader._stream
-    losses = [validation_loss(run.runner.forward, run.validation_loader) for _ in range(2)]
+    losses = [validated(run) for _ in range(2)]
     windows = [window for number in range(2) for window in Reader(data, 0, number, 2, 1)]
     rows = torch.stack([torch.as_tensor(window) for window in windows])
     with torch.no_grad():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer
+from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer, validated
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
@@ -21,7 +21,6 @@ from titanlite.train.forward import Forward
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, token_loss_sum
 from titanlite.train.summary import describe_start
-from titanlite.train.validate import validation_loss
 
 TEXTS = ["abcdefghijklm", "no", "", "p", "qrstuvwx", "yz0123456789ABCDEFGH"]
 
@@ -148,7 +147,7 @@ def masked_and_separate_losses(folder: str, texts: str, packing: str) -> tuple[f
     valid = count_valid(rows[:, 1])
     assert valid > 20
     training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
-    validation = validation_loss(run.runner.forward, run.validation_loader)
+    validation = validated(run)
     with torch.no_grad():
         separate = torch.zeros((), dtype=torch.float64)
         for row in rows:

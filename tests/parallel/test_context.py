@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.layouts import WIDE, load_all
 from tests.checkpoint.saved import SAVING, run_until
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer, validated
 from tests.lanes import sample
 from tests.launch.run import finish, start, train
 from tests.models.test_gpt2 import GPT2
@@ -34,7 +34,6 @@ from titanlite.runtime.determinism import derive_seed, reseed
 from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
-from titanlite.train.validate import validation_loss
 from titanlite.verify.gather_order import declared_gathers
 
 CP2, TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -139,14 +138,15 @@ def test_all_compiled_blocks_share_one_graph(option):
     with fake_world(found.layout) as mesh:
         parallelize(model, Context(found, mesh, table, device))
         allocate(model, device)
-        places = own_positions(found, 0, device, TOKENS)
-        model_loss(model, MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64), places), chunks=1).backward()
+        rows = torch.zeros(1, 2, TOKENS, dtype=torch.int64)
+        batch = MicroBatch(rows, own_positions(found, 0, device, TOKENS))
+        model_loss(model, batch, batch.tokens, chunks=1).backward()
     assert compiled_graphs() - before == 1
 
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    loss = validation_loss(run.runner.forward, run.validation_loader)
+    loss = validated(run)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
     return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 

@@ -423,7 +423,8 @@ def test_layers_around_experts_are_compiled_and_all_blocks_share_their_graphs():
     with fake_world(found.layout) as meshes:
         parallelize(model, Context(found, meshes, table, device))
         allocate(model, device)
-        model_loss(model, MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64)), chunks=1).backward()
+        batch = MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64))
+        model_loss(model, batch, batch.tokens, chunks=1).backward()
     assert compiled_graphs() - before == 2
 
 

@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
 from tests.checkpoint.test_huggingface import exported
 from tests.checkpoint.test_load import refused
-from tests.jobs import FLOAT64, TINY, job, trainer
+from tests.jobs import FLOAT64, TINY, job, trainer, validated
 from tests.lanes import sample
 from tests.launch.run import descendants, finish, start
 from tests.models.test_gpt2 import GPT2
@@ -33,7 +33,6 @@ from titanlite.cli import main
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
-from titanlite.train.validate import validation_loss
 
 PP2, TP2 = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
 CP2, SCHEDULE = "--parallelism.context_parallel_degree=2", "--parallelism.pipeline_parallel_schedule="
@@ -233,7 +232,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     tokens: list[int] = []
     forward = run.runner.forward
     generate(forward, run.tokenizer, settings, 16, 0, show=lambda text: tokens.append(text[-1]))
-    loss = validation_loss(forward, run.validation_loader)
+    loss = validated(run)
     assert all(part.training for part in run.parts)
     if dist.get_rank() == 0:
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -247,7 +246,7 @@ def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
     on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     before = OWN_PAGE.sequence
-    loss = validation_loss(run.runner.forward, run.validation_loader)
+    loss = validated(run)
     assert OWN_PAGE.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
     assert all(part.training for part in run.parts)
     settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})

@@ -1,12 +1,14 @@
 """Ranks that should hold the same values do, or the run stops before its first step."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 import titanlite.train.trainer
 from tests.jobs import QUIET, TINY, trainer
 from tests.launch.run import train
-from titanlite.checkpoint.source import Source
+from titanlite.checkpoint import source
 from titanlite.errors import RunFailed
 from titanlite.parallel.replica_check import check_replicas, content_hash
 from titanlite.verify.pool import RankFailed
@@ -105,19 +107,16 @@ def load_differently(argv: list[str], folder: str, name: str) -> None:
     """Save; then build a trainer from the checkpoint whose rank 1 loads another value."""
     saving = [*argv, "--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=1"]
     trainer(saving, folder).train()
-    restore = Source.restore
+    restore = source.restore
 
-    def restore_differently(self: Source, *args) -> None:
-        restore(self, *args)
+    def restore_differently(*args) -> None:
+        restore(*args)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
-                args[1].tensors()[name].to_local().view(-1)[0] += 1
+                args[2].tensors()[name].to_local().view(-1)[0] += 1
 
-    Source.restore = restore_differently  # type: ignore[method-assign]
-    try:
+    with patch.object(source, "restore", restore_differently):
         trainer([*argv, "--checkpoint.enable"], folder)
-    finally:
-        Source.restore = restore  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

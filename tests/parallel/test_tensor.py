@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer
+from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer, validated
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
@@ -23,7 +23,6 @@ from titanlite.parallel.build import Context, build_model
 from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.loss import token_loss_sum
-from titanlite.train.validate import validation_loss
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
@@ -82,7 +81,7 @@ def test_partial_resharding_is_refused_with_tensor_parallel():
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
-    loss = validation_loss(run.runner.forward, run.validation_loader)
+    loss = validated(run)
     settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
     return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 

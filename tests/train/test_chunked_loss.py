@@ -17,6 +17,7 @@ from tests.jobs import (
     micro_batches,
     relative_error,
     trainer,
+    validated,
 )
 from tests.lanes import sample
 from tests.parallel.test_active import GPT2, seen
@@ -32,7 +33,6 @@ from titanlite.planner.counting import Counting
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid, token_loss_sum
 from titanlite.train.report import loss_over_ranks
-from titanlite.train.validate import validation_loss
 
 CHUNKS = "--training.loss_chunks"
 MODELS = {
@@ -54,7 +54,7 @@ def losses_and_gradients(argv: list[str], folder: str) -> dict:
     batches = micro_batches(*ragged_batch(), run.rank_slice)
     loss = loss_over_ranks(forward_backward(run, batches), count_valid(batches[0].labels), run.mesh.loss)[0]
     step_gradients = gradients(run)
-    held_out = validation_loss(run.runner.forward, run.validation_loader)
+    held_out = validated(run)
     return {"gradients": step_gradients, "loss": loss, "validation": held_out}
 
 
@@ -148,7 +148,7 @@ def test_peak_memory_falls_as_computed(dtype):
             counted.mark("parameters", [batch.rows, *model.parameters(), *model.buffers()])
             before = counted.alive
             counted.restart()
-            model_loss(model, batch, chunks).backward()
+            model_loss(model, batch, batch.tokens, chunks).backward()
         computed = 12 * BATCH * -(-TOKENS // chunks) * VOCABULARY + (4 * VOCABULARY * DIM if chunks > 1 else 0)
         assert counted.recording().peak - before == pytest.approx(computed, rel=0.02), chunks
 
@@ -168,7 +168,7 @@ def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
     block.register_forward_hook(look)
     block.register_full_backward_hook(look)
     for _ in range(2):
-        loss = model_loss(model, batch, chunks=2)  # kept until the next one exists, as in a step
+        loss = model_loss(model, batch, batch.tokens, chunks=2)  # kept until the next one exists, as in a step
         look()
         loss.backward()
     assert alive == [0, 1, 0] * 2, "before the head, after its chunks, below it"
@@ -188,8 +188,8 @@ def test_a_model_that_does_not_call_its_head_is_named():
 
     batch = MicroBatch(torch.ones(2, 2, 4, dtype=torch.int64))
     with pytest.raises(UserError, match="loss_chunks = 2: WithoutHead.forward does not call its `head`"):
-        model_loss(WithoutHead(), batch, 2)
-    assert model_loss(WithoutHead(), batch, 1, token_loss_sum).dim() == 0
+        model_loss(WithoutHead(), batch, batch.tokens, 2)
+    assert model_loss(WithoutHead(), batch, batch.tokens, 1, token_loss_sum).dim() == 0
 
 
 def test_the_root_s_group_is_first_in_the_schedule():

@@ -85,9 +85,9 @@ def run_on_all_ranks(
         # A BaseException that DCP raises on every rank, with the errors by rank.
         cause, _ = error.failures.get(rank_in(group), (None, None))
         if cause:
-            failure = _describe(cause)
+            failure = describe(cause)
     except Exception as error:
-        failure = _describe(error)
+        failure = describe(error)
     failures = gather_objects(failure, group)
     failed = [rank for rank, text in enumerate(failures) if text]
     if not failed:
@@ -100,15 +100,13 @@ def run_on_all_ranks(
 
 def run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[], None]) -> None:
     """Run an action on rank 0; if it fails, raise the same error on all ranks."""
-
-    def action_on_rank_0() -> None:
-        if rank_in(group) == 0:
-            action()
-
-    run_on_all_ranks(group, what, action_on_rank_0)
+    if rank_in(group) > 0:
+        action = lambda: None  # noqa: E731
+    run_on_all_ranks(group, what, action)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Return what a user needs to know of an error."""
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {first_line(error)}"

@@ -34,12 +34,11 @@ class CheckpointFolder:
         self.rank_info = rank_info
         self.log = log
         self.settings = job.config.checkpoint
-        self.enabled = self.settings.enable
         self.root = checkpoint_root(job.config)
         self.group: dist.ProcessGroup | None = None
-        if self.enabled or self.settings.initial_load_path:
+        if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
-        if self.enabled:
+        if self.settings.enable:
             self._refuse_unusable()
             self._clear_leftovers()
 
@@ -108,12 +107,11 @@ class CheckpointFolder:
 
     def check_space(self, state: TrainingState) -> None:
         """Warn if the disk has no room for the checkpoints that are kept and one being written."""
-        if not self.enabled:
+        if not self.settings.enable:
             return
         tensors = state.tensors().values()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if state.stages:
-            size = sum(gather_objects(size, state.stages))
+        size = sum(gather_objects(size, state.stages))
         if self.rank_info.rank > 0:
             return
         free = store.free_bytes(self.root)

@@ -109,9 +109,8 @@ def _verify(
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
-    position, streams, numbers = Position(**state["position"]), state["streams"], state["numbers"]
-    own = {"numbers": numbers, "guard": state.get("guard", {}), "metrics": state.get("metrics", {})}
-    return Resume(folder, manifest, continues=True, position=position, streams=streams, **own), problems
+    position = Position(**state.pop("position"))
+    return Resume(folder, manifest, continues=True, position=position, **state), problems
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:

@@ -179,12 +179,8 @@ def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resum
 
 def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:
     """Split the files among ranks, about as many bytes for each."""
-    sizes, shares = [0] * ranks, [[] for _ in range(ranks)]
-    for name, file in sorted(manifest.files.items(), key=lambda item: -item[1].size):
-        smallest = sizes.index(min(sizes))
-        sizes[smallest] += file.size
-        shares[smallest].append(name)
-    return shares
+    names = sorted(manifest.files, key=lambda name: manifest.files[name].size)
+    return [names[rank::ranks] for rank in range(ranks)]
 
 
 def read_state(folder: Path) -> dict[str, Any]:

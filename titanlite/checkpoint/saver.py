@@ -34,7 +34,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.state import Tensors, TrainingState
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import RunFailed, UserError
+from titanlite.errors import RunFailed
 from titanlite.observe.run_folder import begin_of_metrics, describe_environment
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.page import OWN_PAGE, phase
@@ -85,11 +85,9 @@ class Saver:
         settings = self.settings
         if not settings.enable:
             return False
-        if logged and self._agree():
-            return True
-        if settings.enable_first_step_checkpoint and step == 1:
-            return True
-        return step % settings.interval == 0 or step == self._last_step
+        by_time = logged and self._agree()
+        is_first = settings.enable_first_step_checkpoint and step == 1
+        return by_time or is_first or step % settings.interval == 0 or step == self._last_step
 
     def _agree(self) -> bool:
         """Return whether rank 0's clock asks for a save.
@@ -130,11 +128,8 @@ class Saver:
             self._log.info(f"save of step {step} is waiting for step {before} to finish writing")
         self.finish_save()
         weights_only = self.settings.last_save_model_only and step == self._last_step
-        tensors = state.weights()
-        numbers = {}
-        if not weights_only:
-            tensors = state.tensors()
-            numbers = state.numbers()
+        tensors = state.weights() if weights_only else state.tensors()
+        numbers = {} if weights_only else state.numbers()
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
         if self._rank == 0:
             document["metrics"] = begin_of_metrics(Path(self._job.config.job.dump_folder), -1)
@@ -163,9 +158,7 @@ class Saver:
         Page-locked ones are made while training goes on.
         """
         pinned = self.settings.async_mode == "async_with_pinned_mem"
-        buffers: set[str] = set()
-        for part in state.parts:
-            buffers |= {f"model.{name}" for name, _ in part.named_buffers()}
+        buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
         later = []
         for name, tensor in tensors.items():
             copy = self._host_memory.get(name)
@@ -192,10 +185,7 @@ class Saver:
 
     def _documents(self, document: dict[str, Any], payloads: list[Any]) -> dict[str, bytes]:
         """Return the files that lie next to the tensors."""
-        streams = {}
-        for coordinate, stream in payloads:
-            if stream is not None:
-                streams[coordinate] = stream
+        streams = {coordinate: stream for coordinate, stream in payloads if stream is not None}
         seed = document["position"]["seed"]
         environment = describe_environment(self._job, seed, self._device.type)
         return {
@@ -250,13 +240,9 @@ class Saver:
         remaining = f"the newest checkpoint is step-{newest[0]}"
         if newest[0] is None:
             remaining = "there is no older one"
-        cause = pending.error
-        if cause is None:
-            message = f"the save of step {pending.step} failed on another rank"
-        elif isinstance(cause, UserError):
-            message = str(cause)
-        else:
-            message = f"{type(cause).__name__}: {cause}"
+        message = f"the save of step {pending.step} failed on another rank"
+        if pending.error:
+            message = commit.describe(pending.error)
         message += f"; {remaining}"
         if pending.step == self._last_step:  # no other save makes up for it
             raise RunFailed(message)

@@ -4,10 +4,9 @@ A window has rows of seq_len numbers: tokens, labels (the next tokens, or IGNORE
 document mask also the number of each token's document and its position in it.
 """
 
-import hashlib
-
 import numpy as np
 
+from titanlite.data.fingerprint import fingerprint
 from titanlite.data.prepare import cached_arrays
 from titanlite.data.sources import Source
 from titanlite.errors import UserError
@@ -44,10 +43,9 @@ class Packed:
         self._seq_len = seq_len
         require_ends(source, key)
         identity = f"{source.fingerprint} {source.state} {source.end} {seq_len} {OPEN_WINDOWS}"
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._starts, self._lengths, self._stops = cached_arrays(
             source.folder,
-            f"packed-{digest}.npz",
+            f"packed-{fingerprint(identity)}.npz",
             lambda: _plan(source.document_ends(), seq_len),
         )
         self.samples = len(self._stops)

@@ -25,7 +25,7 @@ import numpy as np
 
 from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, segments
 from titanlite.data.shards import HEADER_BYTES, MANIFEST, header, id_type, read_manifest
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import cores
@@ -233,7 +233,7 @@ def _manifest(
 
 
 def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in TOKENIZER_FILES:
         if assets and (Path(assets) / name).is_file():
             store.write(staging / name, (Path(assets) / name).read_bytes())
     for draft in staging.glob("*.draft-*"):  # of a run that was killed

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.errors import RunFailed, UserError, first_line
 
 MAGIC = 20240520
@@ -98,7 +99,7 @@ class ShardSource:
             fingerprint = m["fingerprint"] + f"+{m['content']}" * ("content" in m)  # older versions have none
         elif not fingerprint:
             listing = "\n".join(f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True))
-            fingerprint = f"{hashlib.sha256(listing.encode()).hexdigest()[:16]}+{self._hash_samples()}"
+            fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
         self.state: str = self.manifest["state"] if self.manifest else ""  # of the text that was prepared
 

@@ -9,7 +9,6 @@ readers, and a resume needs the position of each: a few numbers and the tokens l
   `datasets` is not part of its state. A resume reads the current block again and continues inside it.
 """
 
-import hashlib
 import math
 import sys
 import time
@@ -24,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.rules.data import RETRIES
 from titanlite.data.documents import require_text
+from titanlite.data.fingerprint import fingerprint
 from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
@@ -60,7 +60,7 @@ class Stream:
     def fingerprint(self) -> str:
         """A hash of the data set's name and number of files, the tokenizer, and what else decides the windows."""
         parts = (self.name, self.shards.num_shards, self.tokenizer.fingerprint, self.seq_len, self.seed)
-        return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
+        return fingerprint(" ".join(map(str, parts)))
 
     def blank_window(self) -> np.ndarray:
         """Return a window of padding."""
@@ -269,8 +269,6 @@ class StreamLoader:
         self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
         dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
         self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)
-        self.num_workers, self.prefetch_factor = self._loader.num_workers, self._loader.prefetch_factor
-        self.persistent_workers = self._loader.persistent_workers
         self._exhausted = self._resume_exhausted = False
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -288,7 +286,7 @@ class StreamLoader:
             "data": self._stream.fingerprint,
             "data-parallel degree": self._rank_slice.ranks,
             "data-parallel rank": self._rank_slice.coordinate,
-            "training.dataloader.num_workers": self.num_workers,
+            "training.dataloader.num_workers": self._loader.num_workers,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -108,13 +108,14 @@ class JsonTokenizer:
         return self._backend.decode(tokens, skip_special_tokens=False)
 
 
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 _TOKEN_OPTIONS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the settings next to a tokenizer.json; tokenizer_config.json overrides the older file."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in TOKENIZER_FILES[1:]:
         path = folder / name
         try:
             settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

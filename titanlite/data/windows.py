@@ -1,6 +1,5 @@
 """The data set of a job: windows by sample number, in the job's order."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +8,7 @@ from torch.utils.data import Dataset
 from titanlite.config.job import Job
 from titanlite.config.rules.data import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
+from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
 from titanlite.data.shuffle import Order
@@ -128,7 +128,6 @@ def _open(
         if content:  # apart, since older checkpoints do not have it
             contents += f"+{content}"
     identity += [str(seq_len), training.packing]
-    digest = hashlib.sha256(" ".join(identity).encode()).hexdigest()
     return Windows(
         windows,
         seq_len,
@@ -136,5 +135,5 @@ def _open(
         repeat=repeat,
         masked=masked,
         weights=tuple(part.weight for part in parts),
-        fingerprint=digest[:16] + contents,
+        fingerprint=fingerprint(" ".join(identity)) + contents,
     )

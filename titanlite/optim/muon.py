@@ -19,6 +19,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.build import TrainedParam, adam_options, groups
+from titanlite.parallel.collectives import send_rows
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.distributed import gather_objects
@@ -207,10 +208,10 @@ class Muon(torch.optim.AdamW):
         like = parts[0]
         own = dict(zip(plan.held, held, strict=True))
         owned = {number: like.new_empty(size) for number, size in plan.owned.items()}
-        for t, content in _exchange(self._group, plan.gather, lambda t: own[t.matrix], like):
+        for t, content in _transfer(self._group, plan.gather, lambda t: own[t.matrix], like):
             owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
         owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
-        for t, content in _exchange(
+        for t, content in _transfer(
             self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like
         ):
             own[t.matrix].copy_(content.view_as(own[t.matrix]))
@@ -223,7 +224,7 @@ def _box_of_matrix(box: Box, expert: int) -> Box:
     return (slice(0, 0), slice(0, 0))
 
 
-def _exchange(
+def _transfer(
     group: dist.ProcessGroup | None,
     route: Route,
     content: Callable[[Transfer], torch.Tensor],
@@ -231,8 +232,7 @@ def _exchange(
 ) -> Iterator[tuple[Transfer, torch.Tensor]]:
     """Run the all-to-all of a route; return each transfer with the values received, flat."""
     sent = torch.cat([like.new_empty(0), *(content(t).flatten() for t in route.send)])
-    received = like.new_empty(sum(route.recv_sizes))
-    dist.all_to_all_single(received, sent, route.recv_sizes, route.send_sizes, group=group)
+    received = send_rows(sent, group, route.send_sizes, route.recv_sizes)
     sizes = [_numel(t.box) for t in route.recv]
     return zip(route.recv, received.split(sizes), strict=True)
 

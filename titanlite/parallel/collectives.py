@@ -1,4 +1,6 @@
-"""All-to-all with gradients: context parallel sends heads for tokens by it, expert parallel tokens."""
+"""Exchanges between ranks: context parallel sends heads for tokens, expert parallel tokens,
+pipeline parallel gradients of ties, and Muon matrices.
+"""
 
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 def send_rows(
     rows: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     send: list[int] | None = None,
     receive: list[int] | None = None,
 ) -> Tensor:
@@ -21,6 +23,16 @@ def send_rows(
     arrived = rows.new_empty(count, *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
     return arrived
+
+
+def swap(own: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """Send a tensor to a rank of the group; return the one that comes back, of the same size."""
+    theirs = torch.empty_like(own)
+    send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
+    receive = dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return theirs
 
 
 class AllToAll(torch.autograd.Function):

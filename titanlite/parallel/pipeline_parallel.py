@@ -19,6 +19,7 @@ from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_meta_model
+from titanlite.parallel.collectives import swap
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import ModelSpec
 from titanlite.runtime import torch_private
@@ -232,12 +233,7 @@ class Pipeline:
         for parameter, peer, _ in self.tied:
             assert parameter.grad is not None
             own = local_part(parameter.grad).contiguous()
-            theirs = torch.empty_like(own)
-            sends = [dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)]
-            receives = [dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer)]
-            for work in dist.batch_isend_irecv(sends + receives):
-                work.wait()
-            local_part(parameter.grad).copy_(own + theirs)
+            local_part(parameter.grad).copy_(own + swap(own, peer, self.group))
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, last: Loss) -> Tensor | None:

@@ -6,7 +6,9 @@ import os
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -28,12 +30,9 @@ class Registry(Generic[Item]):
         import_package(package)
         if name in self.items:
             return self.items[name]
-        folders = _model_folders() if self._kind == "model" else []
-        points = {point.name: point for point in entry_points(group=f"titanlite.{self._kind}s")}
-        if name in folders:
-            importlib.import_module(f"titanlite.models.{name}")
-        elif name in points:
-            _load_entry_point(points[name])
+        loaders = self._loaders()
+        if name in loaders:
+            loaders[name]()
         if name in self.items:
             return self.items[name]
         known = self.names()
@@ -44,8 +43,17 @@ class Registry(Generic[Item]):
 
     def names(self) -> list[str]:
         """Return all names, without importing anything."""
-        points = (point.name for point in entry_points(group=f"titanlite.{self._kind}s"))
-        return sorted({*self.items, *points, *(_model_folders() if self._kind == "model" else [])})
+        return sorted({*self.items, *self._loaders()})
+
+    def _loaders(self) -> dict[str, Callable[[], object]]:
+        """Return what imports an item that is not registered yet: a folder in models/, or an entry point."""
+        loaders: dict[str, Callable[[], object]] = {}
+        for point in entry_points(group=f"titanlite.{self._kind}s"):
+            loaders[point.name] = partial(_load_entry_point, point)
+        if self._kind == "model":
+            for name in _model_folders():
+                loaders[name] = partial(importlib.import_module, f"titanlite.models.{name}")
+        return loaders
 
 
 _models = Registry[ModelSpec]("model")

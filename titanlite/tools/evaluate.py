@@ -58,6 +58,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     loader: Any = Counted(build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer)
     print(f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(), file=sys.stderr, flush=True)
     loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
+    assert loss is not None
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
     size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
     windows = f"{loader.windows:,} of {job.validation_seq_len:,} tokens"

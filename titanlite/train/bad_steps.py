@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Fault
 from titanlite.errors import GivenUp
-from titanlite.train.late_copy import LateCopy
+from titanlite.train.late_copy import late_copy
 
 PERIOD = 1000
 """The number of steps in which at most fault.skip_budget may be skipped."""
@@ -86,7 +86,7 @@ class BadSteps:
         self._norm = self._nothing
         self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
-        self._judged: list[tuple[int, LateCopy]] = []
+        self._judged: list[tuple[int, Callable[[], list[float]]]] = []
         """Steps with their norm, its limit, their loss and its limit, not read yet."""
 
     def record(
@@ -124,7 +124,7 @@ class BadSteps:
             loss = sums[-1] / tp
             limit, _ = self._losses.judge(loss)
             judged = torch.cat([self._norm, torch.stack([loss, limit])])
-            self._judged.append((self._step, LateCopy(judged)))
+            self._judged.append((self._step, late_copy(judged)))
             self._step = 0
             self._loss = self._nothing
         return sums[:-1].to(values.dtype)
@@ -132,8 +132,8 @@ class BadSteps:
     def act(self) -> None:
         """Act on the steps that were judged."""
         while self._judged:
-            step, copy = self._judged.pop(0)
-            self._act(step, *copy.read())
+            step, read = self._judged.pop(0)
+            self._act(step, *read())
 
     def _act(self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float) -> None:
         """Apply fault.on_nonfinite or fault.on_spike to a step, if it was bad."""

@@ -27,17 +27,16 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def model_loss(
     model: nn.Module,
     batch: MicroBatch,
+    inputs: torch.Tensor,
     chunks: int,
     token_loss: TokenLoss = token_loss_sum,
-    hidden: torch.Tensor | None = None,
     runs_again: Callable[[], bool] = lambda: False,
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
 
-    The last stage of a pipeline has `hidden` states in place of the tokens, and may run a backward
+    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a backward
     pass in two halves: `runs_again()` is true during the first half.
     """
-    inputs = batch.tokens if hidden is None else hidden
     if chunks == 1:
         return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
     head = partial(_loss_in_chunks, batch.labels, chunks, token_loss, runs_again)

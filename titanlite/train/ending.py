@@ -12,7 +12,12 @@ from titanlite.runtime.page import EarlyExit
 def describe_end(config: JobConfig) -> str:
     """Return the lines."""
     folder = Path(config.job.dump_folder)
-    rows = {name: str(folder / file) for name, file in _FILES.items()} | {"checkpoints": last_saved_message(config)}
+    rows: dict[str, object] = {
+        "metrics": folder / "metrics.jsonl",
+        "config": folder / "config.toml",
+        "logs": folder / "logs",
+        "checkpoints": last_saved_message(config),
+    }
     if config.metrics.enable_tensorboard:
         logs = str(folder / config.metrics.save_tb_folder)
         rows["TensorBoard"] = command_line("tensorboard", "--logdir", logs)
@@ -31,6 +36,3 @@ def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
     return f"stopped at {where}; {last_saved_message(config)}"
-
-
-_FILES = {"metrics": "metrics.jsonl", "config": "config.toml", "logs": "logs"}

@@ -6,6 +6,7 @@ of valid tokens (no collective of its own), and so is a request to stop; both su
 host asynchronously, and read after the step. What goes on after a bad step is in bad_steps.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from titanlite.config.schema import Fault
 from titanlite.errors import RunFailed
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.bad_steps import BadSteps, Note
-from titanlite.train.late_copy import LateCopy
+from titanlite.train.late_copy import late_copy
 
 
 class NonFinite(RunFailed):
@@ -30,11 +31,10 @@ class StepGuard:
     """
 
     def __init__(self, settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None) -> None:
-        self._device = device
         self._tp = tp
         self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
         """The steps of the first bad loss and of the first bad norm; 0 for none."""
-        self._flags: LateCopy | None = None
+        self._read_flags: Callable[[], list[float]] | None = None
         self._bad_steps: BadSteps | None = None
         """None if values that are not finite end the run and spikes are off."""
         if settings.on_nonfinite == "skip" or settings.spike_sigma:
@@ -51,7 +51,7 @@ class StepGuard:
             sums = self._bad_steps.all_reduce(sums, self._tp)
         else:
             dist.all_reduce(sums)
-        self._flags = LateCopy(sums[1:])
+        self._read_flags = late_copy(sums[1:])
         return sums[0] // self._tp
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor | None:
@@ -71,28 +71,24 @@ class StepGuard:
 
         Raise NonFinite, on all ranks, if it carried the flag of a bad value. Act on bad steps.
         """
-        if not self._flags:
+        if not self._read_flags:
             return False
-        bad, stop = self._flags.read()
-        if bad:
-            raise self._nonfinite()
-        if self._bad_steps:
-            self._bad_steps.act()
-        return bool(stop)
-
-    def _nonfinite(self) -> NonFinite:
-        """Return the error, which names the first bad value of all ranks."""
+        bad, stop = self._read_flags()
+        if not bad:
+            if self._bad_steps:
+                self._bad_steps.act()
+            return bool(stop)
         all_first_bad = gather_objects(self._first_bad.tolist(), dist.group.WORLD)
         step = min(step for steps in all_first_bad for step in steps if step)
         ranks = [str(rank) for rank, steps in enumerate(all_first_bad) if steps[0] == step]
         what = "the gradient norm"
         if ranks:
             what = f"the loss of rank {', '.join(ranks)}"
-        return NonFinite(f"at step {step} {what} was not finite; nothing was saved after it")
+        raise NonFinite(f"at step {step} {what} was not finite; nothing was saved after it")
 
     def flush(self) -> None:
         """Wait for the flag of the last step: before a save of it, and when training ends."""
-        self.exchange(torch.zeros((), dtype=torch.int64, device=self._device))
+        self.exchange(torch.zeros_like(self._first_bad[0]))
         self.read()
 
     def state_dict(self) -> dict[str, Any]:

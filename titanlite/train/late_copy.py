@@ -1,21 +1,21 @@
 """A value of the device that the host reads a step later, without waiting for it."""
 
+from collections.abc import Callable
+
 import torch
 
 
-class LateCopy:
-    """An asynchronous copy of a tensor on the host, to be read a step later."""
+def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Copy to the host without blocking; the result returns the values once they have arrived."""
+    if not values.is_cuda:
+        return values.tolist
+    pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self._copied: torch.cuda.Event | None = None
-        if values.is_cuda:
-            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values = pinned.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def read() -> list[float]:
+        copied.synchronize()
+        return pinned.tolist()
 
-    def read(self) -> list[float]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [value.item() for value in self._values]
+    return read

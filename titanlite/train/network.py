@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.parallel.collectives import swap
 from titanlite.train.rank_facts import Facts, agreement, named, notable
 
 BYTES, PROBE, REPEATS, LONGEST_SECONDS = 8_000_000, 64, 3, 0.25
@@ -69,8 +70,10 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Time
     pairs: Any = dist.new_group() if device.type == "cuda" else dist.group.WORLD
     for bit in range((world - 1).bit_length()):
         peer = rank ^ (1 << bit)
-        ranks = sorted((rank, peer)) if peer < world else []
-        rounds.append(Timed(tuple(ranks), *_time(partial(_send_and_receive, peer if ranks else None, pairs), device)))
+        ranks, action = (), torch.Tensor.detach  # without a partner there is nothing to time
+        if peer < world:
+            ranks, action = tuple(sorted((rank, peer))), partial(swap, peer=peer, group=pairs)
+        rounds.append(Timed(ranks, *_time(action, device)))
     if device.type == "cuda":
         dist.destroy_process_group(pairs)
     everyone: list[Any] | None = [None] * world if rank == 0 else None
@@ -78,14 +81,6 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Time
     everyone = everyone or [(groups, rounds)]
     by_name = {name: [seen[name] for seen, _ in everyone] for name in groups}
     return by_name, [[seen[number] for _, seen in everyone] for number in range(len(rounds))]
-
-
-def _send_and_receive(peer: int | None, group: dist.ProcessGroup, data: torch.Tensor) -> None:
-    if peer is not None:
-        received = torch.empty_like(data)
-        both = dist.P2POp(dist.isend, data, peer, group), dist.P2POp(dist.irecv, received, peer, group)
-        for work in dist.batch_isend_irecv([*both]):
-            work.wait()
 
 
 def _time(action: Callable[[torch.Tensor], object], device: torch.device) -> tuple[int, float]:

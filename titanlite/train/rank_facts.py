@@ -3,7 +3,6 @@
 Facts go to rank 0 in one gather; where they must not differ, all ranks raise the same UserError.
 """
 
-import hashlib
 import os
 import platform
 import re
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 from xml.etree import ElementTree
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
+from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
 from titanlite.runtime.cluster import RankInfo
 
@@ -57,18 +58,22 @@ class Facts:
     validation: str = ""
 
     @property
+    def commit(self) -> str:
+        return self.revision.partition(" ")[0]  # what was changed may be a log
+
+    @property
     def config_hash(self) -> str:
-        return hashlib.sha256(self.config.encode()).hexdigest()[:8]
+        return fingerprint(self.config)[:8]
 
 
-MUST_BE_EQUAL: dict[str, Callable[[Facts], str]] = {
-    "the config": lambda own: own.config,
-    "the order of the pipeline": lambda own: own.order,
-    "the kind of device": lambda own: own.device,
-    "the software": lambda own: own.software,
-    "the code's revision": lambda own: own.revision.partition(" ")[0],  # what was changed may be a log
-    "the data of [training]": lambda own: own.training,
-    "the data of [validation]": lambda own: own.validation,
+MUST_BE_EQUAL = {
+    "the config": "config",
+    "the order of the pipeline": "order",
+    "the kind of device": "device",
+    "the software": "software",
+    "the code's revision": "commit",
+    "the data of [training]": "training",
+    "the data of [validation]": "validation",
 }
 
 
@@ -129,8 +134,8 @@ def require_equal(facts: Sequence[Facts], world: int) -> None:
 def differences(facts: Sequence[Facts]) -> list[str]:
     """Return what differs although it must not, and which ranks on which hosts have what."""
     lines = []
-    for what, value_of in MUST_BE_EQUAL.items():
-        groups = by(value_of, facts)
+    for what, name in MUST_BE_EQUAL.items():
+        groups = by(attrgetter(name), facts)
         groups.pop("", None)
         (first, *_), *others = groups.values() or [facts]
         found = [f"rank {first.rank} has {_value(what, first, first)}"]
@@ -145,7 +150,7 @@ def differences(facts: Sequence[Facts]) -> list[str]:
 def _value(what: str, own: Facts, first: Facts) -> str:
     """Return a fact; of a config the keys that differ."""
     if what != "the config":
-        return MUST_BE_EQUAL[what](own)
+        return getattr(own, MUST_BE_EQUAL[what])
     changed = [f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()]
     more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
     return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")

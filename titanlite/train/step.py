@@ -99,15 +99,15 @@ class StepRunner:
                     model.set_requires_gradient_sync(is_last)
             self._reseed(step, number)
             with phase("forward"):
-                loss = self._loss(model, batch) / valid_tokens.clamp(min=1)
+                loss = self._loss(model, batch, batch.tokens) / valid_tokens.clamp(min=1)
             with phase("backward"):
                 loss.backward()
             total += loss.detach()
         return total
 
-    def _loss(self, model: nn.Module, batch: MicroBatch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def _loss(self, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor:
         chunks = self.config.training.loss_chunks
-        return model_loss(model, batch, chunks, self.token_loss, hidden, self._runs_again)
+        return model_loss(model, batch, inputs, chunks, self.token_loss, self._runs_again)
 
     def _runs_again(self) -> bool:
         return self.pipeline is not None and self.pipeline.runs_again

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint import source
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.source import Source
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
@@ -47,7 +47,7 @@ from titanlite.train.network import check_network
 from titanlite.train.rank_facts import Facts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
-from titanlite.train.validate import Abandoned, validation_loss
+from titanlite.train.validate import validation_loss
 
 
 class Trainer:
@@ -65,7 +65,6 @@ class Trainer:
         self.rank_info = rank_info
         self.device = device
         self.log = log
-        self.folder = Path(job.config.job.dump_folder)
         self.stop = stop or Stop(job.config, rank_info, {})
         self.stopped = False
 
@@ -75,7 +74,6 @@ class Trainer:
         self.mesh = build_mesh(job.layout, device.type)  # its groups connect all that follows
         self._check_network(facts)  # over these groups, before a slow one costs hours
         self.checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
-        self.source = Source(self.checkpoints)
         self.saver = Saver(self.checkpoints, device)
         self._find_start()  # before data and model: it has the seed of both
         self._open_data()  # before the model: wrong data is refused before the time of building
@@ -105,7 +103,7 @@ class Trainer:
     def _find_start(self) -> None:
         """Find the checkpoint that the run starts from, its position and the seed."""
         with phase("load"):
-            self.resume = self.source.find()
+            self.resume = source.find(self.checkpoints)
         self._set_position(self.resume.position)
         self.consumed = self.resume.consumed
         seed = self.job.config.debug.seed
@@ -174,20 +172,19 @@ class Trainer:
     def _restore(self) -> None:
         """Load the checkpoint that the run starts from, if any."""
         context = self.runner.context
-        stages = None
-        if self.job.layout.pp > 1:
-            stages = self.mesh.world["pp"].get_group()
+        pipeline = self.runner.pipeline
+        stages = pipeline.group if pipeline else None
         self.state = TrainingState(self.parts, self.runner.optimizer, context.table, stages)
-        self.source.restore(self.resume, self.state)
+        source.restore(self.checkpoints, self.resume, self.state)
         self.checkpoints.check_space(self.state)
         if self.resume.folder:
             check_replicas(self.parts, "after loading", context, self.runner.optimizer)
         self.runner.notify_converters()
 
     def _build_guard(self) -> None:
-        settings = self.job.config.fault
-        tp = self.job.layout.tp
-        self.guard = StepGuard(settings, self.device, tp, self.report.log_bad_step)
+        job = self.job
+        note = self.report.log_bad_step
+        self.guard = StepGuard(job.config.fault, self.device, job.layout.tp, note)
         self.guard.load_state_dict(self.resume.guard)
 
     # ---------------------------------------------------------------- running
@@ -195,8 +192,8 @@ class Trainer:
     def train(self) -> None:
         """Run to the target step, or until `stopped`."""
         config = self.job.config
-        if self.step >= config.training.steps:
-            target = config.training.steps
+        target = config.training.steps
+        if self.step >= target:
             self.log.info(f"already at step {self.step} of {target}: raise --training.steps")
             self.report.close()
             return
@@ -242,7 +239,8 @@ class Trainer:
         OWN_PAGE.first_step = first
         OWN_PAGE.enter("step")
         rank = self.rank_info.rank
-        with Profiler(config.profiling, self.folder, rank, self.device, self.step) as profiler:
+        folder = Path(config.job.dump_folder)
+        with Profiler(config.profiling, folder, rank, self.device, self.step) as profiler:
             while self.step < target and not self.stopped:
                 self.step += 1
                 OWN_PAGE.step = self.step
@@ -325,11 +323,10 @@ class Trainer:
     @phase("validation")
     def validate(self) -> bool:
         """Log the loss on held-out data; return False if a request to stop came first."""
-        should_stop = self._any_stop_request if self.checkpoints.enabled else None
+        should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
         with self.report.clock.paused("validation"):
-            try:
-                loss = validation_loss(self.runner.forward, self.validation_loader, should_stop)
-            except Abandoned:
+            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop)
+            if loss is None:
                 return False
             self.report.log_validation(self.step, loss)
         return True
@@ -362,8 +359,8 @@ class Trainer:
         """
         self.log.warning(str(spike))
         self.saver.finish_save()
-        resume = self.source.find_before(spike.step)
-        self.source.restore(resume, self.state)
+        resume = source.find_before(self.checkpoints, spike.step)
+        source.restore(self.checkpoints, resume, self.state)
         self.runner.notify_converters()
         self._set_position(resume.position)
         self.guard.load_state_dict(resume.guard)
@@ -375,8 +372,7 @@ class Trainer:
         """Log text that the model generates."""
         job = self.job
         settings = job.config.generate
-        forward = self.runner.forward
-        text = generate(forward, self.tokenizer, settings, job.positions, self.seed)
+        text = generate(self.runner.forward, self.tokenizer, settings, job.positions, self.seed)
         lines = [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(lines) + "\n")

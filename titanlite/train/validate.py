@@ -15,14 +15,10 @@ from titanlite.train.forward import Forward
 from titanlite.train.loss import count_valid
 
 
-class Abandoned(Exception):
-    """A request to stop came before the end of the data."""
-
-
-def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], bool] | None = None) -> float:
+def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], bool] | None = None) -> float | None:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    All ranks call `should_stop` in every 8th batch; where it is true, all raise Abandoned.
+    All ranks call `should_stop` in every 8th batch; once it is true, the result is None.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all
     ranks run out together. The length of a stream is unknown, so that each of its batches asks
@@ -30,7 +26,7 @@ def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], 
     """
 
     def last_loss(model: nn.Module, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor:
-        return model_loss(model, batch, forward.loss_chunks, hidden=inputs)
+        return model_loss(model, batch, inputs, forward.loss_chunks)
 
     batches = BatchPrefetcher(loader, forward.device)
     totals = torch.zeros(2, dtype=torch.float64, device=forward.device)
@@ -53,7 +49,7 @@ def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], 
                 totals += torch.stack([loss.double(), valid])
     batches.close()
     if abandoned:
-        raise Abandoned
+        return None
     if forward.loss_ranks:  # none in one process
         dist.all_reduce(totals, group=forward.loss_ranks)
     total, tokens = totals.tolist()

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, ModelSpec, Rule, WeightTransform
 from titanlite.runtime import store
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
