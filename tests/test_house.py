@@ -58,7 +58,9 @@ RING_1_MAY_IMPORT = {
         observe.profiler observe.run_folder observe.throughput train.generate train.network train.rank_facts
         train.report train.validate
         """,
-    "windows are cut from any source": "data.mixture data.prepare data.sources data.stream data.tokenizer",
+    "windows are cut from any source": """
+        data.fingerprint data.mixture data.prepare data.sources data.stream data.tokenizer
+        """,
     "words that all files use": """
         errors models.common registry registry.hf runtime.cluster runtime.determinism runtime.distributed runtime.page
         runtime.parent runtime.torch_private

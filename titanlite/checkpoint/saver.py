@@ -69,7 +69,7 @@ class Saver:
         self._log = folder.log
         self._device = device
         self._last_step = folder.job.config.training.steps
-        self.settings = folder.settings
+        self.settings = folder.job.config.checkpoint
         self.records: list[PendingSave] = []
         """Saves that were committed and not yet logged; the trainer takes them out."""
         self._pending: PendingSave | None = None

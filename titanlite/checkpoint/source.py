@@ -25,7 +25,7 @@ from titanlite.runtime.distributed import gather_objects
 def find(folder: CheckpointFolder) -> Resume:
     """Choose and verify what a run starts from."""
     job = folder.job
-    settings = folder.settings
+    settings = job.config.checkpoint
     full = settings.verify_on_load == "full"
     exclude = settings.exclude_from_loading
     path = Path(settings.initial_load_path)

@@ -119,9 +119,8 @@ class BF16State(torch.optim.Optimizer):
                 stored[key] = torch.empty_like(value, dtype=torch.bfloat16)
             target = local_part(stored[key])
             if shares_bits:
-                target.copy_(round_at_random(local_part(value), bits >> 16))
-            else:
-                target.copy_(round_at_random(local_part(value), bits))
+                bits = bits >> 16
+            target.copy_(round_at_random(local_part(value), bits))
 
 
 def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:

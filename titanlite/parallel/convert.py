@@ -51,7 +51,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """Run each converter; an error names the first that changed the parameters' names."""
     notes: list[str] = []
     for converter in context.converters:
-        names = set(dict(model.named_parameters()))
+        names = dict(model.named_parameters()).keys()
         ties = shared_names(model)
         technique = getattr(converter, "apply", None)
         if technique is None:
@@ -59,7 +59,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         else:
             notes += technique(model, context)
         kind = type(converter).__name__
-        changed = sorted(names ^ set(dict(model.named_parameters())))
+        changed = sorted(names ^ dict(model.named_parameters()).keys())
         if changed:
             verb = "removed" if changed[0] in names else "added"
             raise UserError(

@@ -81,9 +81,8 @@ def orders(stages: Stages) -> list[list[str]]:
             list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
         ]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    blank = []
-    for index in stages.ranks[0]:
-        blank.append(SimpleNamespace(stage_index=index, submod=nn.Module(), **sizes))
+    own = stages.ranks[0]
+    blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in own]
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
     rows = []
     for rank in range(ranks):

@@ -34,10 +34,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     dtype = getattr(torch, context.job.config.training.mixed_precision_param)
     replicated = {*replicated_parameters(model, context)}
     for module in model.modules():
-        own = []
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in replicated and parameter.dtype != dtype:
-                own.append(name)
+        parameters = module.named_parameters(recurse=False)
+        own = [name for name, p in parameters if p in replicated and p.dtype != dtype]
         if own:
             forward_with_converted_params(lambda parameter: parameter.to(dtype), module, own)
     if not names:

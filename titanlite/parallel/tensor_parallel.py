@@ -149,9 +149,8 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
             roles[rule.tied] = "head"
     by_module: dict[str, Role] = {}
     for path, module in model.named_modules():
-        own: dict[str, Role] = {}
-        for name, _ in module.named_parameters(recurse=False):
-            own[name] = roles[f"{path}.{name}".lstrip(".")]
+        names = dict(module.named_parameters(recurse=False))
+        own = {name: roles[f"{path}.{name}".lstrip(".")] for name in names}
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))

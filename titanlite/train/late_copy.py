@@ -7,15 +7,16 @@ import torch
 
 def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
     """Copy to the host without blocking; the result returns the values once they have arrived."""
-    if not values.is_cuda:
-        return values.tolist
-    pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
+    arrived = None
+    if values.is_cuda:
+        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+        values = pinned.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
 
     def read() -> list[float]:
-        copied.synchronize()
-        return pinned.tolist()
+        if arrived:
+            arrived.synchronize()
+        return [value.item() for value in values]
 
     return read

@@ -136,12 +136,11 @@ class Trainer:
 
     def _build_validation_loader(self, held_out: Windows | Stream) -> None:
         config = self.job.config
-        coordinate = self.rank_slice.coordinate
-        ranks = self.rank_slice.ranks
-        rank_slice = RankSlice(coordinate, ranks, config.validation.local_batch_size)
+        local = config.validation.local_batch_size
+        rank_slice = replace(self.rank_slice, local=local, accumulation=1)
         steps = None
         if config.validation.steps != -1:
-            steps = math.ceil(config.validation.steps / ranks)
+            steps = math.ceil(config.validation.steps / rank_slice.ranks)
         settings = config.training.dataloader
         self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
 
