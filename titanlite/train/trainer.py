@@ -268,8 +268,7 @@ class Trainer:
             self.stopped = not self.validate()
         if self.stopped:
             self.stop.ask("a request to another rank")
-        save_is_due = self.saver.due(self.step, self.report.is_logged(self.step))
-        if save_is_due or self.stopped:
+        if self.saver.due(self.step, self.report.is_logged(self.step)) or self.stopped:
             self.save()
         self.report.log_saves(self.saver.records)
 
@@ -285,8 +284,7 @@ class Trainer:
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
         local_valid_tokens *= self.runner.has_loss  # only the last stage has losses
         with phase("tokens"):
-            stop = bool(self.stop.reason)
-            valid_tokens = self.guard.exchange(local_valid_tokens, stop=stop)
+            valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
             # On all ranks; waiting for the device is the price of an unknown length.
             raise self._data_ended()
