@@ -253,7 +253,7 @@ def test_weights_of_a_model_with_other_fields_are_refused_with_both_values(chang
     if not says:
         assert check_model("step-1", saved, llama3.SPEC, LLAMA, ["optimizer"]) == ["optimizer"]
         return
-    with pytest.raises(UserError, match="step-1 has weights of another llama3; nothing was loaded") as caught:
+    with pytest.raises(UserError, match="of another llama3; nothing was loaded. A new run: give another") as caught:
         check_model("step-1", saved, llama3.SPEC, LLAMA, ["model.overrides.dim"])
     assert says in str(caught.value)
     for patterns, rest in (

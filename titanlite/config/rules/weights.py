@@ -35,7 +35,8 @@ def check_model(
     ]
     if differences:
         raise UserError(
-            f"{source} has weights of another {spec.name}; nothing was loaded. List what you mean to change in "
+            f"{source} has weights of another {spec.name}; nothing was loaded. A new run: give another "
+            "job.dump_folder. These weights: list what you mean to change in "
             f"checkpoint.exclude_from_loading:{some_of(differences)}"
         )
     return [
