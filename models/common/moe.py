@@ -28,6 +28,10 @@ class Router(nn.Module):
     coefficient = 1e-3
     rate = 1e-3
     forced: bool = False  # choose all experts in turn, whatever their scores
+    # Expert parallel sets these, as it does `sequences` and `forced`: the sum over the ranks that
+    # share sequences, and whether a forward pass is a recomputation, which was counted already.
+    sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(lambda counts: counts)
+    runs_again: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -50,10 +54,6 @@ class Router(nn.Module):
         self.register_buffer("counts", counts, persistent=False)
         auxiliary = torch.zeros((), dtype=torch.float64)
         self.register_buffer("auxiliary", auxiliary, persistent=False)
-        # Replaced by the framework: the sum over the ranks that share sequences, and whether this
-        # forward pass is a recomputation, which was counted already.
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
-        self.runs_again: Callable[[], bool] = lambda: False
 
     def reset_buffers(self) -> None:
         """Start without bias and counts."""

@@ -1,0 +1,61 @@
+"""A technique sets on a model's modules what docs/extending.md lists, and no other attribute."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import TINY, job
+from titanlite.models.common.attention import CausalAttention
+from titanlite.models.common.decoder import Decoder
+from titanlite.models.common.moe import Router
+from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.parallelize import parallelize
+from titanlite.planner.fake_world import fake_world
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+TITLE = "## 4. What a technique puts on your modules"
+ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \|.*\| (.*?) \|$", PAGE.partition(TITLE)[2], re.MULTILINE)
+MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--model.overrides.n_kv_heads=2"]
+
+
+def attributes(model: nn.Module) -> dict[str, set[str]]:
+    return {name: {*vars(module)} for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("context_parallel_degree=2 tensor_parallel_degree=2", {"forward", "attend_last", "attention_mask"}),
+        ("expert_parallel_degree=2 data_parallel_shard_degree=4", {"forward"}),
+        ("fsdp_keep_whole=['*norm*'] data_parallel_shard_degree=4", {"forward"}),
+    ],
+)
+@pytest.mark.parametrize("extra", ["--activation_checkpoint.mode=full", "--compile.enable"])
+def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, extra):
+    argv = [*TINY, *MOE, extra, *[f"--parallelism.{option}" for option in options.split()]]
+    checked = job(argv, 4)
+    model, table = build_model(checked)
+    before = attributes(model)
+    with fake_world(checked.layout) as mesh:
+        ((part,), _) = parallelize(model, Context(checked, mesh, table, torch.device("cpu")))
+    added = {name for path, names in attributes(part).items() for name in names - before[path]}
+    added = {name for name in added if not name.startswith("_")}  # torch's own, of hooks and of FSDP2
+    assert added == found | {"sequences", "forced", "sum_over_sequence", "runs_again"}
+    assert added <= {name for name, _, _ in ROWS}
+
+
+def test_classes_declare_the_attributes_with_the_default_of_the_page():
+    declared = {"Router": Router, "CausalAttention": CausalAttention, "Decoder": Decoder}
+    checked = 0
+    for attribute, where, default in ROWS:
+        if cls := declared.get(where.strip("`")):
+            value = getattr(cls, attribute)
+            assert callable(value) or f"`{value}`" == default or value() == default.strip("`"), attribute
+            checked += 1
+    assert checked == 6
+    assert Router.sum_over_sequence(torch.ones(2)).tolist() == [1, 1] and Router.runs_again() is False
