@@ -106,7 +106,7 @@ def run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[
 
 
 def describe(error: BaseException) -> str:
-    """Return what a user needs to know of an error."""
+    """Return an error as a line for a user."""
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {first_line(error)}"
@@ -169,8 +169,8 @@ def _write_tensors(
 ) -> tuple[dict[str, File], dict[str, str]]:
     """Write this rank's part of the tensors.
 
-    Return the files, and the placements of the tensors whose first element this rank wrote: so each
-    has one from one rank.
+    Return the files, and the placements of the tensors with a first element that this rank
+    wrote: so each has one from one rank.
     """
     planner = _Planner(content.lookup)
     rank = rank_in(group)

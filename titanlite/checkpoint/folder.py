@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what it must allow, and the group of ranks that works on it.
+"""The folder of a run's checkpoints: its checks, and the group of ranks that works on it.
 
 The group is a gloo group of its own with comm.checkpoint_timeout_seconds: slow storage never runs
 into the training's timeout.

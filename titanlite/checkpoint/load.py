@@ -96,7 +96,7 @@ def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weig
 def _verify(
     folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool = False
 ) -> tuple[Resume | None, list[str]]:
-    """Return a checkpoint, or what is wrong on any rank; with `full` each rank reads an equal share of the bytes."""
+    """Return a checkpoint, or its faults on any rank; with `full` each rank reads an equal share of the bytes."""
     manifest = None
     try:
         manifest = read_manifest(folder)
@@ -164,7 +164,7 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str], names: set
 
 
 def _comparable(name: str, description: str) -> str:
-    """optimizer.state_dtype may change, which the log says: reading rounds or widens what was saved."""
+    """optimizer.state_dtype may differ: loading casts."""
     return description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
 
 

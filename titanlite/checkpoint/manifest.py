@@ -22,12 +22,12 @@ FORMAT = 1
 
 
 class CorruptCheckpoint(UserError):
-    """A folder that differs from what was committed."""
+    """A folder that differs from its committed state."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What was written to a file."""
+    """Size and checksum of a written file."""
 
     size: int
     crc32: int
@@ -108,7 +108,7 @@ def step_of(name: str) -> int | None:
 
 
 def committed(root: Path) -> list[int]:
-    """Return the steps whose folders are here, in order; `read_manifest` and `faults` check what they hold."""
+    """Return the steps with folders here, in order; `read_manifest` and `faults` check the contents."""
     steps = [step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)]
     return sorted(step for step in steps if step is not None)
 
@@ -158,7 +158,7 @@ def _canonical(value: dict[str, Any]) -> bytes:
 
 
 def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
-    """Return what is wrong with a committed folder, naming each file: missing and extra files, wrong sizes, and for
+    """Return the faults of a committed folder, naming each file: missing and extra files, wrong sizes, and for
     the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]

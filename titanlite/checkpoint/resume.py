@@ -1,6 +1,6 @@
-"""Where a run starts: a value that the trainer carries, and what a start does with the files of an earlier run.
+"""`Resume`, the starting point of a run, and the handling of an earlier run's files at a start.
 
-No torch: the launcher asks whether a run is finished before there is a worker. `load.py` finds and reads checkpoints.
+No torch: the launcher checks whether a run is finished before a worker starts. `load.py` finds and reads checkpoints.
 """
 
 import json
@@ -55,11 +55,11 @@ class Resume:
     numbers: dict[str, float | int | bool] = field(default_factory=dict)
     """The optimizer's scalars."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """What the run knows of its last steps, to judge the next ones."""
+    """The state of the guard of steps, which judges the next ones by the last."""
     metrics: dict[str, int] = field(default_factory=dict)
     """Size and checksum of what metrics.jsonl held; versions before wrote none."""
     exclude: Sequence[str] = ()
-    """Patterns of what is not loaded."""
+    """Patterns of names that are not loaded."""
 
     @property
     def seed(self) -> int | None:
@@ -89,11 +89,11 @@ class Resume:
 
     def stream_state(self, coordinate: int) -> dict[str, Any]:
         """Return a streamed data set's position for a data-parallel rank. On another number of ranks any rank's
-        position will do: the loader says why it does not fit."""
+        position will do: the loader refuses it with the reason."""
         return self.streams.get(str(coordinate)) or next(iter(self.streams.values()))
 
     def changes(self, job: Job, has_dropout: bool) -> list[str]:
-        """Return lines for the log: what this run does differently from the saved one."""
+        """Return lines for the log: differences of this run from the saved one."""
         if not self.continues or self.folder is None:
             return []
         before = store.read(self.folder / CONFIG).decode()
@@ -132,7 +132,7 @@ def checkpoint_root(config: JobConfig) -> Path:
 
 
 def finished_message(config: JobConfig) -> str:
-    """Say that the target step was reached by an earlier run; an empty string if it was not."""
+    """Return the line of a target step that an earlier run reached; an empty string if none did."""
     settings, steps, root = config.checkpoint, config.training.steps, checkpoint_root(config)
     if not settings.enable or settings.load_step != -1:
         return ""
@@ -147,7 +147,7 @@ def finished_message(config: JobConfig) -> str:
 
 
 def take_folder(config: JobConfig) -> str:
-    """Lock the dump folder, move the files that this run would overwrite, and say what the run resumes from.
+    """Lock the dump folder, move the files that this run would overwrite, and return where it starts.
 
     A run that finds checkpoints continues their metrics; any other starts over, and all files are moved.
     """
@@ -163,7 +163,7 @@ def take_folder(config: JobConfig) -> str:
 
 
 def last_saved_message(config: JobConfig) -> str:
-    """Say what a stopped run has saved."""
+    """Return a phrase with the newest save of a stopped run."""
     if not config.checkpoint.enable:
         return "nothing was saved: checkpoint.enable is off"
     newest = latest_complete(checkpoint_root(config))

@@ -90,7 +90,7 @@ class Saver:
         return by_time or is_first or step % settings.interval == 0 or step == self._last_step
 
     def _agree(self) -> bool:
-        """Return whether rank 0's clock asks for a save.
+        """Return whether interval_minutes is due on rank 0.
 
         Settle on all ranks a save that ended or failed on any.
         """
@@ -179,7 +179,7 @@ class Saver:
         return {name: self._host_memory[name] for name in tensors}
 
     def before_update(self) -> None:
-        """Let the optimizer's step, which changes what is saved, wait for a copy in progress."""
+        """Make the optimizer's step wait for a copy of the state in progress."""
         if self._copied:
             self._copied.wait()
 

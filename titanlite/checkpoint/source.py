@@ -60,7 +60,7 @@ def find_before(folder: CheckpointFolder, step: int) -> Resume:
 
 
 def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> None:
-    """Load it, and log what the run starts from and what it does differently."""
+    """Load it, and log the starting point and differences from the saved run."""
     log = folder.log
     if resume.folder is None:
         if folder.settings.enable:

@@ -2,8 +2,8 @@
 
 No tensor's shape shows heads, epsilons or wavelengths.
 
-A key that the file lacks counts as transformers' default, which the model declares. A key that the model does not
-know is refused unless it is switched off or known to change no value.
+A key that the file lacks counts as transformers' default, which the model declares. A key that the model
+lacks is refused unless it is switched off or is listed as one that changes no value.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
 
 
 def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a flavor that a folder's config.json describes; refuse what the model does not compute."""
+    """Return the fields of a flavor that a folder's config.json describes; refuse features that the model lacks."""
     assert spec.hf
     given, path = read_config(folder), folder / "config.json"
     if given.get("model_type") not in _model_types(spec):

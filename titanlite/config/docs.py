@@ -32,7 +32,7 @@ by name otherwise.
 
 
 def help_text(search: str = "") -> str:
-    """Return every key whose name or meaning contains `search`, with its default and meaning, for a terminal."""
+    """Return every key with `search` in its name or meaning, with its default and meaning, for a terminal."""
     lines = []
     for name, cls in SECTIONS.items():
         rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
@@ -48,7 +48,7 @@ def help_text(search: str = "") -> str:
 
 
 def json_schema() -> str:
-    """Return the JSON schema with which editors complete TOML files."""
+    """Return the JSON schema for the completion of TOML files in editors."""
     return json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

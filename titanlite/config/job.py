@@ -16,12 +16,12 @@ from titanlite.registry import ModelDims, ModelSpec
 
 @dataclass(frozen=True)
 class Job:
-    """A valid config, and what follows from it."""
+    """A valid config, with its layout, stages and model."""
 
     config: JobConfig
-    """What the run does: keys that have no effect in it have their defaults."""
+    """The effective config: keys that have no effect have their defaults."""
     given: JobConfig
-    """The config as it was given: what is written to files and compared with other runs."""
+    """The config as it was given: written to files, and compared with other runs."""
     idle: dict[str, str]
     """The keys without effect, each with the reason."""
     layout: Layout
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def remarks(self) -> list[str]:
-        """Return lines about what is legal and may surprise."""
+        """Return lines about legal settings that may surprise."""
         config, bare = self.config, pipeline.bare_stages(self.stages, self.spec.blocks)
         return [*filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))]
 
@@ -84,7 +84,7 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
     off = switched_off.keys_of_what_is_off(resolved)
     idle = parallel.keys_without_effect(resolved, layout, batch) | off
-    if resolved.model.flavor != "hf":  # whose folder gives all fields
+    if resolved.model.flavor != "hf":  # the folder of hf gives all fields
         fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
         idle |= {key: why for key, why in fields.items() if key in loaded.entries}
     used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]

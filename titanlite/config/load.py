@@ -27,7 +27,7 @@ _NOT_DONE = {
     "ptrr": "balances the masks of FlexAttention, which titanlite does not do",
     "alltoall": "passes keys and values around a ring, which titanlite does not do",
 }
-"""Values that a user may know from elsewhere, and why they are refused."""
+"""Values of other frameworks, and why they are refused."""
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 
 
@@ -142,7 +142,7 @@ def shipped_configs() -> list[str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config in which invalid fields have their defaults and are listed."""
+    """A config with a list of its invalid fields, which have their defaults."""
 
     config: JobConfig
     entries: dict[str, Entry]
@@ -209,7 +209,7 @@ def _is_known(key: str) -> bool:
 
 
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
-    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and asks for nothing.
+    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and switches nothing on.
 
     Unknown sections are one fault, however many keys they have.
     """

@@ -14,7 +14,7 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: Literal[-1] | Positive = -1
-    """Ranks over which FSDP2 shards; -1 means all ranks that the other degrees leave."""
+    """Number of ranks that FSDP2 shards over; -1 means all ranks that the other degrees leave."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each matrix."""
     context_parallel_degree: Positive = 1
@@ -45,8 +45,8 @@ class Parallelism(Section):
     """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
     defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
     pipeline_parallel_schedule: Annotated[Schedule, AnyCase] = "1F1B"
-    """Order in which stages run micro-batches, as torch names them, in any case. GPipe and 1F1B have one stage per
-    rank, ZBVZeroBubble and DualPipeV two, the others two or what layers_per_stage leads to."""
+    """Order of the stages' micro-batches, by torch's names, in any case. GPipe and 1F1B have one stage per
+    rank, ZBVZeroBubble and DualPipeV two, the others two, or as many as layers_per_stage gives."""
     pipeline_parallel_schedule_csv: str = ""
     """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's forward pass of
     micro-batch 0), 2B0, or 2I0 and 2W0."""
@@ -56,24 +56,24 @@ class Parallelism(Section):
     """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]; []
     splits the layers evenly."""
     pipeline_parallel_layers_per_stage: Annotated[Positive | None, OrNone] = None
-    """Layers of a stage, which sets the number of stages; none means one or two stages a rank: the schedule says."""
+    """Layers per stage; none lets the schedule decide (one or two stages per rank)."""
     pipeline_parallel_first_stage_less_layers: Natural = 1
-    """Layers that the embedding counts for in the split."""
+    """Weight of the embedding in the layer split, in layers."""
     pipeline_parallel_last_stage_less_layers: Natural = 1
-    """Layers that the norm and the output layer count for in the split."""
+    """Weight of the norm and the output layer in the layer split, in layers."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
     attention costs every rank the same; none gives each one chunk."""
     context_parallel_rotate_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads,
-    whose numbers the degree must divide then, by all-to-all, and splits the sequence without balancing."""
+    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads
+    by all-to-all (the degree must divide the heads), and splits the sequence without balancing."""
 
 
 class ActivationCheckpoint(Section):
     """Which activations are recomputed in the backward pass instead of kept."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """What is recomputed: nothing, whole blocks, what selective_ac_option says, or what the compiler chooses."""
+    """Recompute nothing, whole blocks, the choice of selective_ac_option, or the compiler's choice."""
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """For selective: "op" chooses by operation, "2" recomputes every second block, and so on."""
     memory_budget: Fraction = 0.5
@@ -90,7 +90,7 @@ class Compile(Section):
     enable: bool = False
     """Enable torch.compile."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What is compiled: every block of the model, the loss."""
+    """Parts to compile: every block of the model, the loss."""
     backend: str = "inductor"
     """Backend of the compiler."""
 
@@ -107,7 +107,7 @@ class Float8(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all weights that are gathered in float8 at once, after the optimizer step."""
     filter_fqns: list[str] = ["output"]
-    """Linear layers to leave in high precision: those whose name contains one of these; [] converts all."""
+    """Linear layers to leave in high precision: those with one of these in their names; [] converts all."""
     emulate: bool = False
     """Compute in high precision with float8's rounding, for devices that cannot multiply float8."""
 

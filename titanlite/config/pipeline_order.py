@@ -1,4 +1,4 @@
-"""The order in which pipeline ranks run their stages: read, checked, described, and how long it lets ranks wait.
+"""The order of the stages on pipeline ranks: read, checked, described, and the waits that follow from it.
 
 An order has a row for each pipeline rank, of actions as torch writes them: "2F0" is stage 2's forward pass of
 micro-batch 0, B its backward pass, I and W the halves of B (gradients of inputs and of weights), and
@@ -98,7 +98,7 @@ def numbered_by_last_stage(order: Order) -> tuple[Order, list[int]]:
 
 
 def bubble(order: Order, cost: Mapping[str, float]) -> float:
-    """Return the fraction of the ranks' time in which they wait, if an action takes `cost` of its kind.
+    """Return the fraction of time that ranks wait, if an action takes `cost` of its kind.
 
     Sends take no time. Raises ValueError if the actions wait for each other forever.
     """
@@ -125,7 +125,7 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
 
 
 def _missing(cell: Sequence[Action], last: int, ends: Mapping[Action, float]) -> list[Action]:
-    """Return what has not ended that a cell waits for: torch starts it when all its actions have what others send."""
+    """Return the actions that a cell still waits for: torch starts it when all its actions have their inputs."""
     missing = list[Action]()
     for number, action in enumerate(cell):
         own = [key for key in cell[:number] if key.stage == action.stage]
@@ -134,7 +134,7 @@ def _missing(cell: Sequence[Action], last: int, ends: Mapping[Action, float]) ->
 
 
 def _waits_for(action: Action, last: int, ends: Mapping[Action, float]) -> list[Action]:
-    """Return what must have ended before an action starts: gradients come from a B or an I."""
+    """Return the actions that must end before an action starts: gradients come from a B or an I."""
     stage, kind, number = action
     if kind == "F":
         return [Action(stage - 1, "F", number)] if stage else []
@@ -160,7 +160,7 @@ def headline(stages: Stages, order: Order) -> str:
 
 
 def describe(stages: Stages, order: Order) -> str:
-    """Return the modules of every stage, and what every rank does in a step."""
+    """Return the modules of every stage, and every rank's actions in a step."""
     rows = [(f"{rank}", f"{most_kept(row)}", " ".join(row)) for rank, row in enumerate(order)]
     actions = format_table(rows, ("rank", "kept", "actions"))
     return "\n\n".join((f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND))

@@ -105,14 +105,14 @@ class Training(Section):
     max_norm: Annotated[float, Field(ge=1e-6, allow_inf_nan=True)] = 1.0
     """Clip gradients to this global norm; inf never clips."""
     steps: Positive = 10000
-    """Optimizer step at which the run ends."""
+    """Last optimizer step of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the parameters, their gradients and the optimizer state. bfloat16 halves their memory but drops every
     update below about 1/256 of a weight; float64 is for proofs."""
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type in which the forward and backward pass compute (FSDP2's cast of parameters)."""
+    """Type of the forward and backward pass (FSDP2's cast of parameters)."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type in which gradients are summed over ranks."""
+    """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and run the optimizer there."""
     gc_freq: Positive = 50
@@ -124,7 +124,7 @@ class Training(Section):
     repeat: bool = True
     """Start the next epoch when the data ends; false stops the run there."""
     loss_chunks: Positive = 1
-    """Pieces of each sequence in the loss, of which only one has its logits in memory; 1 is off."""
+    """Pieces of each sequence in the loss; the logits of one at a time are in memory; 1 is off."""
     mixture: list[Mixture] = []
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()
@@ -167,13 +167,13 @@ class LRScheduler(Section):
     warmup_steps: Natural = 200
     """Steps of linear warm-up."""
     total_steps: Annotated[Positive | None, OrNone] = None
-    """Step at which the decay ends; none means training.steps."""
+    """Last step of the decay; none means training.steps."""
     decay_ratio: Annotated[Fraction | None, OrNone] = None
     """Fraction of total_steps that decays; none means all steps after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """Fraction of the learning rate at which the decay ends."""
+    """Fraction of the learning rate at the end of the decay."""
 
 
 class Checkpoint(Section):
@@ -203,12 +203,12 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
     exclude_from_loading: list[str] = []
-    """What may differ from the checkpoint: patterns of names ("optimizer", "model.output.*", or a field of the model,
-    "model.overrides.rope_theta"), or "data" for the position in the data."""
+    """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or a field of the
+    model, "model.overrides.rope_theta"), or "data" for the position in the data."""
     last_save_model_only: bool = False
     """Save only the weights in the last checkpoint."""
     last_save_in_hf: bool = False
-    """Also write the last weights in Hugging Face's format, to hf-step-N beside the checkpoints."""
+    """Also write the last weights in Hugging Face's format, to hf-step-N next to the checkpoints."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights exported by last_save_in_hf or `titanlite checkpoint export`."""
     enable_first_step_checkpoint: bool = False
@@ -216,7 +216,7 @@ class Checkpoint(Section):
     on_failure: Literal["stop", "warn"] = "stop"
     """What a failed save, or a disk without room for metrics, does: stop the run, or warn and continue."""
     verify_on_load: Literal["full", "sizes"] = "full"
-    """What is checked before loading: checksums of all files, or sizes and the checksums of small files."""
+    """Checks before loading: checksums of all files, or sizes and the checksums of small files."""
 
 
 class Validation(Section):
@@ -252,7 +252,7 @@ class Generate(Section):
 
 
 class Metrics(Section):
-    """What is logged, how often, and where. metrics.jsonl is always written."""
+    """Logging: its frequency and its sinks. metrics.jsonl is always written."""
 
     log_freq: Positive = 10
     """Log step 1, every log_freq-th step and the last step."""
@@ -270,7 +270,7 @@ class Profiling(Section):
     """Traces and memory snapshots of every rank, at every profile_freq-th step, in FOLDER/step-N/rank-R."""
 
     enable_profiling: bool = False
-    """Record Chrome traces in which the phases of a step have names."""
+    """Record Chrome traces that name the phases of a step."""
     save_traces_folder: str = "profile_traces"
     """Folder for traces inside job.dump_folder."""
     profile_freq: Positive = 10
@@ -291,8 +291,8 @@ class Comm(Section):
     init_timeout_seconds: Seconds = 300
     """Timeout of the start: nodes meeting, and each phase through the first step."""
     train_timeout_seconds: Seconds = 100
-    """Seconds that any phase of a later step may take before the run counts as hung: its ranks are looked at and
-    ended. Collectives time out 15 seconds later, those of the start and of checkpoints too."""
+    """Limit for any phase after the first step; beyond it the run is reported as hung and ended. Collectives time out
+    15 seconds after their phase's limit, those of the start and of checkpoints too."""
     checkpoint_timeout_seconds: Seconds = 1800
     """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Natural = 20000
@@ -302,7 +302,7 @@ class Comm(Section):
 
 
 class Fault(Section):
-    """What a run does about failures, preemption and hangs."""
+    """Failures, preemption and hangs."""
 
     grace_seconds: Seconds = 60
     """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
@@ -310,12 +310,12 @@ class Fault(Section):
     """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
     a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Natural = 3
-    """Times that a run with checkpoints goes on by itself, from the newest one, after it lost a rank; the variable
-    MAX_RESTARTS sets another default. What would fail again is not restarted. 0: never."""
+    """Automatic restarts from the newest checkpoint after a rank was lost; the variable MAX_RESTARTS sets another
+    default. Failures that would repeat are not restarted. 0: never."""
     rejoin_seconds: Seconds = 120
-    """Time in which all nodes must be back for a restart, and for which a launcher tries to reach node 0."""
+    """How long a restart waits for missing nodes, and a launcher for node 0."""
     min_nodes: Natural = 0
-    """Nodes that are enough for a restart when the others have not come back in time; 0 means all."""
+    """Minimum number of nodes for a restart; 0 means all."""
     stall_seconds: Literal[0] | Seconds = 0
     """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
     that. The start, the first step, loading and saving keep their timeouts in [comm]."""
@@ -323,15 +323,15 @@ class Fault(Section):
     """Time the groups of the mesh before the model is built, and name the ranks and links that are slow. Whether the
     ranks have the same config and software is always checked."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What becomes of a step whose gradient norm is not finite: end the run, or skip the update."""
+    """If the gradient norm of a step is not finite: end the run, or skip the update."""
     skip_budget: Natural = 10
     """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
     spike_sigma: NonNegative = 0.0
-    """A gradient norm, or a loss, is a spike if it is above its mean by so many standard deviations; 0 is off."""
+    """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0 is off."""
     spike_window: Annotated[int, Field(ge=2, le=MOST)] = 128
-    """Good steps of which the mean and the deviation are taken; before there are as many, no step is a spike."""
+    """Number of good steps for the mean and the deviation; no step is a spike before there are as many."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    """Warn of it, skip its update (of a loss, known later: warn), or load the newest checkpoint from before it."""
+    """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint before it."""
     rollback_budget: Natural = 2
     """Rollbacks that a run may make; one more ends it with exit code 77."""
 
@@ -344,7 +344,7 @@ class Debug(Section):
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     moe_force_load_balance: bool = False
-    """Send tokens to all experts in turn, whatever the router says: for measuring speed."""
+    """Send tokens to all experts in turn, whatever the router chooses: for measuring speed."""
 
 
 class JobConfig(Section):

@@ -54,7 +54,7 @@ def fits(schedule: str, ranks: int, stages: int) -> bool:
 
 
 def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
-    """Return how many stages the keys of [parallelism] ask for."""
+    """Return the number of stages by the keys of [parallelism]."""
     if settings.module_fqns_per_model_part:
         return len(settings.module_fqns_per_model_part)
     if settings.pipeline_parallel_layers_per_stage:

@@ -19,7 +19,7 @@ __all__ = ["read_toml", "to_toml", "toml_differences", "toml_value", "tomllib"]
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Read a TOML file; a UserError says what is wrong with it, without its name."""
+    """Read a TOML file; a UserError has the mistake in it, without its name."""
     text = ""
     try:
         if other := _other_format(file):
@@ -45,7 +45,7 @@ def _other_format(file: Path) -> str:
 
 
 def _given_twice(error: str, text: str) -> str:
-    """Say which key or table is given a second time, and in which line, if that is what an error says."""
+    """Return the key or table that is given a second time, and its line, if that is the error."""
     if not re.search("overwrite a value|declare .* twice", error):
         return ""
     lines = text.splitlines()

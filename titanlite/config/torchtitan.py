@@ -1,6 +1,6 @@
-"""What titanlite knows of TorchTitan's keys, read from torchtitan.toml.
+"""TorchTitan's keys, read from torchtitan.toml.
 
-A key that titanlite lacks is accepted at a value that asks for nothing, and otherwise refused by name.
+A key that titanlite lacks is accepted at a value that switches nothing on, and otherwise refused by name.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8")
 
 @dataclass(frozen=True)
 class Foreign:
-    """Values that ask for nothing (None: every value), and what to use instead of others."""
+    """Values that switch nothing on (None: every value), and a substitute for others."""
 
     off: tuple[Any, ...] | None
     instead: str
@@ -48,7 +48,7 @@ NEW: list[str] = _DATA["new"]
 """Keys that TorchTitan does not have."""
 
 DIFFERENT: dict[str, str] = _DATA["different"]
-"""Keys whose default or meaning differs from TorchTitan's, and how."""
+"""Keys with another default or meaning than TorchTitan's, and the difference."""
 
 FOREIGN: dict[str, Foreign] = {
     **{key: Foreign(None, "") for key in _DATA["tuning"]},
@@ -59,7 +59,7 @@ FOREIGN: dict[str, Foreign] = {
 
 
 def foreign(key: str) -> Foreign | None:
-    """Return what is known of a TorchTitan key, or None."""
+    """Return the entry of a TorchTitan key, or None."""
     if key in FOREIGN:
         return FOREIGN[key]
     if key.startswith("float8."):

@@ -1,4 +1,4 @@
-"""THE fixed order in which techniques are applied, for every registered model."""
+"""THE fixed order of all techniques, for every registered model."""
 
 from collections.abc import Callable
 from functools import partial

@@ -19,7 +19,7 @@ from titanlite.errors import GivenUp
 from titanlite.train.late_copy import late_copy
 
 PERIOD = 1000
-"""The number of steps in which at most fault.skip_budget may be skipped."""
+"""Of so many steps at most fault.skip_budget may be skipped."""
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on all ranks alike with a bad step's number, a line for the log, and metrics."""
 

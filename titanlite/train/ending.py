@@ -32,7 +32,7 @@ def describe_end(config: JobConfig) -> str:
 
 
 def describe_stop(config: JobConfig, left: EarlyExit) -> str:
-    """Return the line of a run that was asked to stop."""
+    """Return the line of a run that stopped on request."""
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
     return f"stopped at {where}; {last_saved_message(config)}"

@@ -26,7 +26,7 @@ def generate(
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     show: Callable[[list[int]], None] = lambda tokens: None,
 ) -> str:
-    """Return the prompt and what follows it, until the end of the document or settings.tokens.
+    """Return the prompt and its continuation, until the end of the document or settings.tokens.
 
     The model sees the last `positions` tokens. `narrow` may rule out tokens, by a logit of -inf;
     `show` sees the text's tokens before each further one.

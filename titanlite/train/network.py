@@ -21,7 +21,7 @@ from titanlite.parallel.collectives import swap
 from titanlite.train.rank_facts import Facts, agreement, named, notable
 
 BYTES, PROBE, REPEATS, LONGEST_SECONDS = 8_000_000, 64, 3, 0.25
-"""What is sent; how much less shows how long that would take; how often; less is sent where it would take longer."""
+"""Bytes to send; the divisor of a first probe; repetitions; less is sent where one would take longer than this."""
 NOISE_SECONDS = {"cpu": 0.05, "cuda": 0.0005}
 """Smaller differences are the scheduler's rather than the network's."""
 SLOW_NETWORK = 0.1e9
@@ -36,7 +36,7 @@ class Timed:
     size: int
     seconds: float
     typical: float = 0.0
-    """Seconds of its peers: of what ran at the same time, likewise inside of hosts or between them."""
+    """Seconds of its peers: transfers at the same time, likewise inside hosts or between them."""
     slow: bool = False
 
     @property
@@ -140,7 +140,7 @@ def slow_parts(groups: dict[str, list[Timed]], rounds: list[list[Timed]], facts:
 
 def _judge(timed: Sequence[Timed], hosts: Sequence[str], noise: float) -> list[Timed]:
     peers: dict[bool, dict[tuple[int, ...], Timed]] = {False: {}, True: {}}
-    for one in sorted(timed, key=lambda one: -one.seconds):  # the shortest of what its ranks saw is kept
+    for one in sorted(timed, key=lambda one: -one.seconds):  # the shortest time of its ranks is kept
         if one.ranks:
             peers[len({hosts[rank] for rank in one.ranks}) > 1][one.ranks] = one
     judged = []

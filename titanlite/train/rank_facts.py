@@ -1,4 +1,4 @@
-"""What each rank has, compared before the model is built, and what should be known of their hosts.
+"""Facts about each rank, compared before the model is built, and warnings about their hosts.
 
 Facts go to rank 0 in one gather; where they must not differ, all ranks raise the same UserError.
 """
@@ -28,12 +28,12 @@ from titanlite.runtime.cluster import RankInfo
 
 K = TypeVar("K")
 CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
-"""What is named: clocks of hosts that are so far apart, and less space in the dump folder."""
+"""Limits of a warning: clocks of hosts that are so far apart, and less space in the dump folder."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank has."""
+    """Facts about a rank."""
 
     rank: int
     host: str
@@ -59,7 +59,7 @@ class Facts:
 
     @property
     def commit(self) -> str:
-        return self.revision.partition(" ")[0]  # what was changed may be a log
+        return self.revision.partition(" ")[0]  # the changed file may be a log
 
     @property
     def config_hash(self) -> str:
@@ -132,7 +132,7 @@ def require_equal(facts: Sequence[Facts], world: int) -> None:
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
-    """Return what differs although it must not, and which ranks on which hosts have what."""
+    """Return the facts that must not differ and do, each value with its ranks and hosts."""
     lines = []
     for what, name in MUST_BE_EQUAL.items():
         groups = by(attrgetter(name), facts)
@@ -157,7 +157,7 @@ def _value(what: str, own: Facts, first: Facts) -> str:
 
 
 def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[Facts]]:
-    """Group ranks by what they have."""
+    """Group ranks by a value."""
     groups: dict[K, list[Facts]] = {}
     for own in facts:
         groups.setdefault(value_of(own), []).append(own)
@@ -180,7 +180,7 @@ def agreement(facts: Sequence[Facts]) -> str:
 
 
 def notable(facts: Sequence[Facts]) -> list[str]:
-    """Return what may differ or be little, but should be known."""
+    """Return facts that are allowed but worth a warning."""
     hosts, lines = by(lambda own: own.host, facts), []
     for what, groups in (("GPUs", by(lambda own: own.gpu, facts)), ("Pythons", by(lambda own: own.python, facts))):
         if len(groups) > 1:

@@ -40,7 +40,7 @@ class Report:
         self.sinks: list[Sink] = []
 
     def open_sinks(self, seed: int, step: int) -> None:
-        """Describe the run in its folder and open the sinks, which drop what is recorded after `step`."""
+        """Describe the run in its folder and open the sinks, which drop records after `step`."""
         if self.rank_info.rank == 0:
             folder = Path(self.job.config.job.dump_folder)
             describe_run(folder, self.job, seed, self.device.type)

@@ -21,7 +21,7 @@ def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], 
     All ranks call `should_stop` in every 8th batch; once it is true, the result is None.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all
-    ranks run out together. The length of a stream is unknown, so that each of its batches asks
+    ranks run out together. The length of a stream is unknown, so that each of its batches checks
     whether any rank has tokens left.
     """
 

@@ -115,7 +115,7 @@ def export_live(
 
 
 def plain_tensors(manifest: Manifest, dtype: torch.dtype) -> list[HFTensor]:
-    """Return a checkpoint's weights by their own names; what is not floating-point keeps its type."""
+    """Return a checkpoint's weights by their own names; integers keep their type."""
     tensors = []
     for name, entry in manifest.tensors.items():
         if name.startswith("model."):

@@ -42,7 +42,7 @@ def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTenso
 
 
 def index(files: dict[str, list[HFTensor]]) -> bytes:
-    """Return the document that says which file has which tensor."""
+    """Return the index document: the file of each tensor."""
     weight_map = {tensor.name: name for name, file in files.items() for tensor in file}
     total = sum(tensor.nbytes for file in files.values() for tensor in file)
     return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
@@ -56,7 +56,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class Reader:
-    """Reads the tensors of a folder with an index, or with one file; `faults` says what is missing or unusable."""
+    """Reads the tensors of a folder with an index, or with one file; `faults` are its missing and unusable parts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class Reader:
                     self.faults.append(f"{name}: {part.get_dtype()}, but weights are {', '.join(WEIGHT_TYPES)}")
 
     def _indexed_files(self) -> dict[str, set[str]]:
-        """Return files, and the tensors that the index says are in each."""
+        """Return files, and the tensors of each by the index."""
         path = self.folder / INDEX
         if not store.exists(path):
             if not store.exists(self.folder / SINGLE):

@@ -1,7 +1,7 @@
-"""Translate weights between a model's names and those of its Hugging Face folder, as the model's table says.
+"""Translate weights between a model's names and those of its Hugging Face folder, by the model's table.
 
-A rank reads only the region of a tensor that its shard holds, and of the folder's tensor what the transforms need for
-that. How files are read is left to `files.py`.
+A rank reads only the region of a tensor that its shard holds, and from the folder's tensor only the part that the
+transforms need for that. How files are read is left to `files.py`.
 """
 
 import json
@@ -107,7 +107,7 @@ class Translation:
 def _read(
     rule: Rule, hf_name: str, shape: tuple[int, ...], region: Box, read_hf: Callable[[str, Box], torch.Tensor]
 ) -> torch.Tensor:
-    """Read a region of what a row makes of one tensor of the folder."""
+    """Read a region of one tensor of the folder after a row's transforms."""
     inverses = []
     for transform in rule.via:
         wanted = region
@@ -127,7 +127,7 @@ def _read(
 
 
 def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return the files beside the tensors: config.json, generation_config.json, and those of the tokenizer."""
+    """Return the files that go with the tensors: config.json, generation_config.json, and those of the tokenizer."""
     end = tokenizer.end if tokenizer else None
     ids = {"bos_token_id": end, "eos_token_id": end}  # in titanlite a document begins after the end of another
     texts: dict[str, Any] = {

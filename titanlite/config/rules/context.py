@@ -11,7 +11,7 @@ from titanlite.layout import Layout
 from titanlite.registry import ModelDims, ModelSpec
 
 Faults = Iterator[tuple[str, str]]
-"""Keys, and what is wrong with each."""
+"""Keys, and the fault of each."""
 
 
 class InvalidField(Exception):
@@ -19,7 +19,7 @@ class InvalidField(Exception):
 
 
 class ConfigView:
-    """A section whose invalid fields raise InvalidField when they are read."""
+    """A section that raises InvalidField when an invalid field is read."""
 
     def __init__(self, section: Section, prefix: str, invalid: set[str]) -> None:
         self._section, self._prefix, self._invalid = section, prefix, invalid
@@ -64,7 +64,7 @@ Rule = Callable[[RuleContext], Faults]
 
 
 class Rules(list[Rule]):
-    """The rules of one subject, in the order in which they run."""
+    """The rules of one subject, in their order."""
 
     def add(self, rule: Rule) -> Rule:
         """Append a rule; used as a decorator."""

@@ -78,7 +78,7 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     parallelism = context.config.parallelism
     degree = {name: getattr(parallelism, key) for name, key in DEGREES.items()}
     shard, others = parallelism.data_parallel_shard_degree, math.prod(degree.values())
-    # Without a world size: the smallest world in which every key has an effect.
+    # Without a world size: the smallest world where every key has an effect.
     shards = any(_is_set(context.loaded.config, key) for key in _NEED_SHARDING + _NEED_DATA_PARALLEL)
     ep, experts = parallelism.expert_parallel_degree, False
     with suppress(InvalidField):  # without a valid model

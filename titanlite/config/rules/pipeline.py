@@ -1,4 +1,4 @@
-"""Rules of pipeline parallel: the stages that the keys lead to, and what a schedule needs of other keys."""
+"""Rules of pipeline parallel: the stages of the keys, and the needs of a schedule."""
 
 from collections.abc import Iterable
 from math import ceil

@@ -1,4 +1,4 @@
-"""Rules of the model, the optimizer, checkpoints and what is observed."""
+"""Rules of the model, the optimizer, checkpoints and metrics."""
 
 from dataclasses import asdict
 from pathlib import PurePosixPath
@@ -20,7 +20,7 @@ _FOLDERS = (
     "comm.save_traces_folder",
 )
 _OTHER_FILES = "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
-"""What else is written into the dump folder, by a run, `titanlite profile` and W&B."""
+"""Other names in the dump folder, written by a run, `titanlite profile` and W&B."""
 _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
     *("training.dataset_path", "validation.dataset_path"),

@@ -1,4 +1,4 @@
-"""Which keys are set although they only tune what is off: accepted, and named in one line at the start of a run."""
+"""Keys that are set although they only tune a feature that is off: accepted, and named in one line at the start."""
 
 from fnmatch import fnmatchcase
 
@@ -28,7 +28,7 @@ _TUNED_BY = {  # a key that may be off (false, 0 or empty): patterns of the keys
 
 
 def keys_of_what_is_off(config: JobConfig) -> dict[str, str]:
-    """Return the keys that are set but only tune what is off, each with the reason."""
+    """Return the keys that are set but only tune a feature that is off, each with the reason."""
     reasons = [(f"without {key}", tuned) for key, tuned in _TUNED_BY.items() if not value_of(config, key)]
     reasons += _other_reasons(config)
     is_set = [key for key in KEYS if value_of(config, key) != KEYS[key].default]
@@ -36,7 +36,7 @@ def keys_of_what_is_off(config: JobConfig) -> dict[str, str]:
 
 
 def _other_reasons(config: JobConfig) -> list[tuple[str, str]]:
-    """Return what is off by more than one key or by a value, and patterns of the keys that do nothing then."""
+    """Return features that are off by several keys or by a value, and patterns of the keys that do nothing then."""
     training, validation, parallelism = config.training, config.validation, config.parallelism
     schedule, mode, saving = config.lr_scheduler, config.activation_checkpoint.mode, config.checkpoint
     all_warmup = schedule.warmup_steps >= (schedule.total_steps or training.steps)

@@ -1,4 +1,4 @@
-"""What may differ between weights that a run loads and the run itself."""
+"""Allowed differences between a run and the weights that it loads."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
