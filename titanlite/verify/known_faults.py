@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+import titanlite.optim.grad_norm as grad_norm
 import titanlite.train.loss as loss
 import titanlite.train.report as report
 import titanlite.train.step as step
@@ -80,8 +81,7 @@ def _same_shards() -> Patch:
 
 @fault("the gradient norm is summed in float32", Row("dp2", precision="float32", extra="large"))
 def _norm_in_float32() -> Patch:
-    norm = torch.linalg.vector_norm
-    return patch.object(torch.linalg, "vector_norm", lambda values, p, dtype=None: norm(values, p))
+    return patch.multiple(grad_norm, _exact_norm=torch.linalg.vector_norm)
 
 
 def _sharded_over(dimension: str) -> Patch:
