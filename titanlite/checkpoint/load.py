@@ -62,7 +62,7 @@ def latest_verified(
         log.warning(f"skipping checkpoint: {'; '.join(problems[:4])}{more}")
     if steps:
         raise UserError(
-            f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log says what is wrong with "
+            f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names the faults of "
             "each): start a new run in another job.dump_folder, or name one of them in checkpoint.initial_load_path"
         )
     return None
@@ -131,7 +131,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(
             f"{folder} does not fit this run; nothing was loaded. A new run: give another job.dump_folder, and "
-            "checkpoint.initial_load_path to start from weights that fit. This run: list what may differ in "
+            "checkpoint.initial_load_path to start from weights that fit. This run: list the exceptions in "
             f"checkpoint.exclude_from_loading:{some_of(differences)}"
         )
     _read(folder, manifest, {name: tensor for name, tensor in tensors.items() if name in loaded}, group)

@@ -1,4 +1,4 @@
-"""The short hash by which data sets and their caches are recognized."""
+"""The short hash of data sets and their caches."""
 
 import hashlib
 

@@ -43,9 +43,7 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
         return f"{line}; {of}"
     found = changes(job, hardware, most=1) if hardware else []
     remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
-    return (
-        f"warning: {line}, but {of}{f', of which {reserve:g} GiB should stay free (assumed)' * bool(reserve)}{remedy}"
-    )
+    return f"warning: {line}, but {of}{f', {reserve:g} GiB of it to be kept free (assumed)' * bool(reserve)}{remedy}"
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:

@@ -87,7 +87,7 @@ def tables(plan: Plan) -> Iterator[Table]:
         waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
         rows.append((row.dimension, row.kind, row.dtype, row.where, Number(row.number), gib(row.bytes), waits))
     header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
-    note = "GiB of whole tensors; exposed: seconds in which compute waits for the dimension, in the estimate"
+    note = "GiB of whole tensors; exposed: seconds that compute waits for the dimension, in the estimate"
     node = with_source(f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source)
     yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
 

@@ -71,7 +71,7 @@ def read_number(environ: Mapping[str, str], name: str, default: int, least: int 
 
 
 def shown_ranks(environ: Mapping[str, str]) -> set[int]:
-    """Return the ranks whose output is shown: LOG_RANK, one rank or several with commas between."""
+    """Return the ranks to show the output of: LOG_RANK, one rank or several with commas between."""
     text = environ.get("LOG_RANK") or "0"
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise UserError(f"LOG_RANK={text} must be a rank, or several with commas between")
@@ -93,7 +93,7 @@ def check_torch() -> None:
     except PackageNotFoundError as error:
         if error.name == "torch":
             raise UserError(f"torch is not installed in this environment: {install_command('torch')}") from None
-        return  # a checkout on PYTHONPATH, not installed: nothing says the range
+        return  # a checkout on PYTHONPATH, not installed: there is no range
     requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
     if _major_minor(installed) < low:

@@ -29,10 +29,10 @@ def take(path: Path, folder: str) -> None:
         time.sleep(0.1)
     if fault:
         why = f"the file system has no locks ({fault}): a second run is not refused"
-        print(f"titanlite: {folder}: {why}, and what killed saves leave is not deleted", file=sys.stderr)
+        print(f"titanlite: {folder}: {why}, and the remains of killed saves are not deleted", file=sys.stderr)
     os.truncate(file, 0)
     os.write(file, f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode())
-    _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; nobody else can take it
+    _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; no other run can take it
 
 
 def join(path: Path) -> None:
@@ -46,7 +46,7 @@ def join(path: Path) -> None:
 
 
 def works_on(path: Path) -> bool:
-    """Whether the file system of a file that nobody has locked has locks."""
+    """Whether the file system of an unlocked file has locks."""
     with path.open("r+") as file:
         return not _lock(file.fileno(), fcntl.LOCK_EX)
 

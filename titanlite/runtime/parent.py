@@ -1,4 +1,4 @@
-"""End a process whose parent has ended in any way, a kill included."""
+"""End a process after its parent has ended in any way, a kill included."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from multiprocessing import parent_process
 def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
     """End this process soon after its parent `pid`; `notice` goes to stderr first.
 
-    Without a pid: after the process that asked for this multiprocessing worker, which is not its fork server.
+    Without a pid: after the process that started this multiprocessing worker, which is not its fork server.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Every file-system call of checkpoints outside of DCP and safetensors, for a folder that all ranks share.
+"""Every file-system call of checkpoints outside DCP and safetensors, for a folder that all ranks share.
 
 `checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they return, the same
 holds for the new name that `rename` gives, and `rename` is atomic. A bucket could replace this file.
@@ -61,7 +61,7 @@ def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Give a folder its name, whose files are on the disk: it is whole or not there."""
+    """Give a folder its name once its files are on the disk: it is whole or not there."""
     sync(staging)
     rename(staging, target)
 

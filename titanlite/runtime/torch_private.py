@@ -1,7 +1,7 @@
 """Every private name of torch and torchao that titanlite uses, once each.
 
-Promises: no other file names one but verify/pool.py and, for what only the planner needs, planner/torch_private.py.
-Beside each entry stand the versions it was tried on, and the public name to move to where one exists. Imports are
+Promises: no other file names one but verify/pool.py and, for the planner alone, planner/torch_private.py.
+Each entry has the versions it was tried on, and the public name to move to where one exists. Imports are
 late where they are slow, so that anything may import this file.
 """
 
@@ -31,7 +31,7 @@ REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.defa
 
 def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Attend causally from the last tokens, on a GPU and in 16 bits, without a mask."""
-    # torch 2.14, read only (no GPU): what torch.nn.attention.bias.causal_lower_right calls, whose subclass of Tensor
+    # torch 2.14, read only (no GPU): called by torch.nn.attention.bias.causal_lower_right, but its subclass of Tensor
     # breaks compiled blocks and recomputation by operation. It takes fewer heads of keys and values as they are.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q, k, v, dropout, is_causal=True)[0]
@@ -62,7 +62,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let inductor split matrix products into pieces that overlap with the group's communication."""
     # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where
-    # inductor still asks is_symm_mem_enabled_for_group before it fuses: drop it once that is gone.
+    # inductor still calls is_symm_mem_enabled_for_group before it fuses: drop it once that is gone.
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -108,7 +108,7 @@ def accumulate_gradients(part: "nn.Module") -> None:
 
 
 def begin_backward(module: "nn.Module") -> None:
-    """Let FSDP2 do for a module what it does before its backward pass; it then takes no forward pass for another."""
+    """Run FSDP2's hook before a module's backward pass; a repeated forward pass then is not taken for a new one."""
     # torch 2.11 and 2.14. FSDP2 calls this hook for gradients of the module's outputs.
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state._pre_backward(torch.empty(0))
@@ -116,12 +116,12 @@ def begin_backward(module: "nn.Module") -> None:
 
 def is_recomputing() -> bool:
     """Return whether this forward pass is part of a backward pass: a repetition, by activation checkpointing."""
-    # torch 2.11 and 2.14; activation checkpointing itself asks so.
+    # torch 2.11 and 2.14; activation checkpointing itself does so.
     return torch._C._current_graph_task_id() != -1
 
 
 def keep_buffers_of_compiled_graphs() -> None:
-    """Let a backward pass run in two halves, of which both read what a compiled graph has saved."""
+    """Let a backward pass run in two halves that both read the saved tensors of a compiled graph."""
     # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so for DualPipeV.
     from torch._functorch import config
 
@@ -158,7 +158,7 @@ def default_all_gather() -> type:
 
 def gather_float8_as_bytes() -> None:
     """Let DTensor gather torchao's float8 tensors as bytes in this process, for backends without the type."""
-    # torchao 0.18. Nothing else reaches a collective inside of DTensor's redistribution.
+    # torchao 0.18. Nothing else reaches a collective inside DTensor's redistribution.
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
     def all_gather(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -172,13 +172,13 @@ def gather_float8_as_bytes() -> None:
 
 
 def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside of torchao's class for weights that are gathered in float8; any other as it is."""
+    """Return the tensor inside torchao's class for weights that are gathered in float8; any other as it is."""
     # torchao 0.18; no public way.
     return weight._tensor if type(weight).__module__ == "torchao.float8.fsdp_utils" else weight  # type: ignore
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process; nothing is imported to ask."""
+    """Return how many graphs torch.compile has made in this process; nothing is imported for it."""
     # torch 2.11, 2.13 and 2.15. torch.compiler has no counter.
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0

@@ -11,7 +11,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 
 _ABOUT = """Print the config that `titanlite train` would run with the same options: files and command line merged,
-checked, with all defaults. Or print what an option below asks for. No process is started and no GPU is
+checked, with all defaults. Or print the part that an option below selects. No process is started and no GPU is
 needed, so a laptop can judge the layout of a cluster."""
 
 
@@ -39,11 +39,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     about = "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default 8); "
     about += "then the techniques that are applied, and each parameter's split and shape on rank 0"
     shows.add_argument("--placements", action="store_true", help=about)
-    about = (
-        "print the stages of pipeline parallel: their modules, what each rank does in a step, and how long it waits"
-    )
+    about = "print the stages of pipeline parallel: their modules, each rank's actions in a step, and the bubble"
     shows.add_argument("--pipeline", action="store_true", help=about)
-    about = "print the JSON schema with which editors complete and check configs: titanlite/config/config.schema.json"
+    about = "print the JSON schema for editors that complete and check configs: titanlite/config/config.schema.json"
     shows.add_argument("--schema", action="store_true", help=about)
     about = "print every key with its default, legal values and meaning: docs/config.md"
     shows.add_argument("--markdown", action="store_true", help=about)

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--samples", type=positive_int, default=1, metavar="N", help=about)
     about = "draw from the K likeliest tokens only (default: from all)"
     parser.add_argument("--top-k", type=int, metavar="K", help=about)
-    about = "of these, draw from the fewest whose chances add up to P (default: 1, from all)"
+    about = "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
     parser.add_argument("--seed", metavar="N", help="another one gives another text (default: the run's seed)")
     add_checkpoint(parser)

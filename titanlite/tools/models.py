@@ -18,7 +18,7 @@ Written by `titanlite models --markdown`; `titanlite models NAME` shows one mode
 A run takes a flavor with `--model.name NAME --model.flavor FLAVOR`, any field with `--model.overrides.FIELD VALUE`,
 and with `--model.flavor hf` the fields of [a Hugging Face folder](checkpoints.md#hugging-face-export-and-import).
 
-## Beside TorchTitan 0.2.2
+## Compared with TorchTitan 0.2.2
 
 Flavors named by a size are the same models, but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
 flavors are others: small enough here for a laptop and the byte tokenizer, with a vocabulary of 256 for 2,048. Losses

@@ -38,7 +38,7 @@ EPILOG = """examples:
   titanlite plan --config llama_70b.toml --world 256 --gpu h100-80g --search --out best.toml
   titanlite train --config llama_70b.toml best.toml
 
-docs/planning.md says what of the answer is exact, what is an upper bound and what is assumed."""
+docs/planning.md separates exact numbers, upper bounds and assumptions."""
 
 
 def _tokens(text: str) -> float:

@@ -57,7 +57,7 @@ def _dispatch_shifted() -> Patch:
     return patch.multiple(expert_parallel, _dispatch=to_next)
 
 
-@fault("what experts make of tokens returns in the order of the experts", Row("ep2"))
+@fault("the outputs of experts return in the order of the experts", Row("ep2"))
 def _combine_unsorted() -> Patch:
     sort, is_first = expert_parallel.GatherRows.apply, cycle((True, False))
 

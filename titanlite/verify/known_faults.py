@@ -106,7 +106,7 @@ def _norms_not_reduced() -> Patch:
     )
 
 
-@fault("a column row of the model's table says replicated", Row("tp2"))
+@fault("a column row of the model's table has the role replicated", Row("tp2"))
 def _column_made_whole() -> Patch:
     def spoil(built: Any, *args: Any) -> None:
         _, table = built

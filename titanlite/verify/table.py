@@ -111,7 +111,7 @@ SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
 EXTRAS: dict[str, list[str]] = {
     "": [],
     "deferred": ["--parallelism.defer_gradient_sync=true"],
-    "kept whole": [],  # what of the model is, is computed
+    "kept whole": [],  # computed from the model
     "offloaded": [_TRAINING + "enable_cpu_offload"],
     "one slice": [],  # no token or label is in the second half of the vocabulary
     "large": ["--model.overrides.vocab_size=32768"],  # a CPU's sum of squares in float32 is off by more than 1e-5

@@ -1,4 +1,4 @@
-"""What the keys of a run ask of the checkpoint that it resumes."""
+"""Checks between the config and the checkpoint that a run resumes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
