@@ -84,3 +84,10 @@ def test_the_tests_of_every_source_file_are_found():
 def test_the_test_file_of_a_source_files_name_comes_first():
     assert str(INDEX["tests_of"](Path("titanlite/optim/skip.py"))[0]) == "tests/optim/test_skip.py"
     assert str(INDEX["tests_of"](Path("models/gpt2/model.py"))[0]) == "tests/models/test_gpt2.py"
+
+
+def test_the_size_of_a_step_in_the_readme_is_that_of_ring_1():
+    count = runpy.run_path(str(ROOT / "scripts" / "count.py"))
+    (words,) = re.findall(r"about ([\d,]+) tokens of\s+code", read(ROOT / "README.md"))
+    tokens = sum(map(count["tokens"], count["rings"]()[1]))
+    assert abs(int(words.replace(",", "")) / tokens - 1) < 0.03, f"ring 1 has {tokens:,} tokens"
