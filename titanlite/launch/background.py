@@ -10,7 +10,7 @@ from typing import NoReturn
 from titanlite.runtime.parent import exit_with_parent
 
 CPU_SECONDS = 60
-"""After which the child is killed: what it says would come too late."""
+"""Time limit of the child, which is killed then: its lines would come too late."""
 
 
 class BackgroundLines:

@@ -109,7 +109,7 @@ def gpu_name() -> str:
 
 
 def _query_gpus(field: str) -> list[str]:
-    """Return a field of each GPU from the driver; asking torch would allocate some of their memory."""
+    """Return a field of each GPU from the driver; torch would allocate some of their memory."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]

@@ -67,7 +67,7 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
 
 
 def rank_bytes(job: Job, device: str, processes: int) -> int | None:
-    """Return the memory in which a rank keeps parameters and optimizer state; None if unknown."""
+    """Return the memory of a rank for parameters and optimizer state; None if unknown."""
     from titanlite.observe.memory import machine_bytes
 
     on_gpu = device == "cuda" and not job.config.training.enable_cpu_offload
@@ -75,7 +75,7 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
 
 
 def data_faults(loaded: Loaded) -> list[Fault]:
-    """Return what is wrong with the data of an invalid config, as far as it can be told without its model."""
+    """Return the faults of the data of an invalid config that are found without its model."""
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -157,16 +157,16 @@ def _check_gpus(device: str) -> None:
 
 def _check_dump_folder(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    try:  # os.access does not know /proc, nor what a server of files refuses
+    try:  # os.access is wrong about /proc and about refusals of a file server
         tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is written next says it
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the next write reports it
             where = f"{existing} is not a folder that can be written to"
             raise UserError(f'job.dump_folder = "{folder}": {where} ({error.strerror})') from None
 
 
 def _check_start(job: Job) -> None:
-    """Raise if what the run would start from is missing or damaged, as far as manifests and sizes tell."""
+    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes."""
     settings, root = job.config.checkpoint, checkpoint_root(job.config)
     steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:

@@ -1,6 +1,6 @@
 """This node's workers: a process per rank, each in its own session and with its own log file. No torch.
 
-The launchers agree among themselves who takes part in an attempt, and what follows it.
+The launchers agree among themselves who takes part in an attempt, and the next one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _are_over(processes: Iterable[subprocess.Popen[bytes]]) -> bool:
 
 
 def _end(processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals) -> dict[int, Exit]:
-    """End the workers that still run, and what workers have forked, such as data loaders; return the exits."""
+    """End the workers that still run, and processes forked by workers, such as data loaders; return the exits."""
     running = {rank: process for rank, process in processes.items() if process.poll() is None}
     now = time.time()
     stopped = {rank: process_state(process.pid) in HELD for rank, process in running.items()}
@@ -151,7 +151,7 @@ def _wait(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _kill_groups(groups: list[int]) -> None:
-    """Kill what is left of process groups, and wait for it: it may hold memory of the GPU."""
+    """Kill the remaining processes of groups, and wait for them: they may hold memory of the GPU."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups and time.monotonic() < deadline:
         groups = [group for group in groups if kill_group(group)]
