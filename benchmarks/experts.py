@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json benchmarks/cpu.json]
 
-Forward and backward of a layer with 32 experts, of which a token meets 4, against a gated feed-forward layer of the
+Forward and backward of a layer with 32 experts, 4 of them per token, against a gated feed-forward layer of the
 same active width, which does the same products; and of the experts alone, by torch's grouped product and by a loop
 over them. Rounds take turns, in float32 on a CPU and in bfloat16 on a GPU.
 """

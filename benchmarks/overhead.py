@@ -1,13 +1,13 @@
-"""The framework's overhead: titanlite's Trainer beside a plain PyTorch loop of the same training, as ratios.
+"""The framework's overhead: titanlite's Trainer against a plain PyTorch loop of the same training, as ratios.
 
     python benchmarks/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas] [--json FILE]
 
 Both train a model of the same sizes, the plain loop one of the usual form (usual.py), on the same data with the same
 optimizer and initial values, step by step in turn in the same processes, and must have the same losses. The time of a
 clock and the processor time are compared; other work on the machine disturbs the latter less. A step of the Trainer
-includes all that its loop does between two plain steps: data, logging, and checking what is due. Then each runs
+includes all that its loop does between two plain steps: data, logging, and checks of due work. Then each runs
 without the other to measure its peak memory, and the debug config is started to measure the time from the command to
-the first step. With --replicas nothing is sharded: HSDP with a shard degree of 1 beside DistributedDataParallel.
+the first step. With --replicas nothing is sharded: HSDP with a shard degree of 1 against DistributedDataParallel.
 """
 
 from __future__ import annotations

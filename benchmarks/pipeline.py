@@ -1,10 +1,10 @@
-"""Measure what the estimates of pipeline parallel leave out: naps instead of stages, and pp2 beside dp2.
+"""Measure the costs that the estimates of pipeline parallel leave out: naps as stages, and pp2 against dp2.
 
     .venv/bin/python benchmarks/pipeline.py naps --nap 0.04
     .venv/bin/python benchmarks/pipeline.py train --rounds 5
 
-`naps`: four processes whose stages only sleep (a forward pass one nap, each half of a backward pass one too), so that
-two cores are enough; how long torch's schedules take beside the time that the list of actions predicts. `train`: the
+`naps`: four processes with stages that only sleep (a forward pass one nap, each half of a backward pass one too), so
+two cores are enough; how long torch's schedules take against the time that the list of actions predicts. `train`: the
 median step of `titanlite train` on two processes, in turns. Overlap of computing and sending on GPUs needs several.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_gpu.py [--json benchmarks/plan.json] [--steps 4] [--seconds 530]
 
-A row trains as many steps as are asked for and notes what it measured, what was planned, and their ratio. Rows that
+A row trains --steps steps and notes the measured and the planned values, and their ratio. Rows that
 are in the file already are left out, and none is started that might not end within --seconds: run the command again.
 """
 

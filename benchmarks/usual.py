@@ -1,11 +1,11 @@
-"""Llama and Qwen 3 of the usual form, as in other trainers, which titanlite's own models are measured beside.
+"""Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured against them.
 
     python benchmarks/usual.py [--pairs 300] [--json benchmarks/cpu.json]
 
 The modules have nothing of titanlite but the names of their parameters, so that both models have the same values:
 complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The command takes a forward and a
-backward pass of each in turn, in one process, and compares their processor time, on which other work of the machine
-has less influence than on the time of a clock.
+backward pass of each in turn, in one process, and compares their processor time: other work of the machine changes
+it less than the time of a clock.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def active_can_run(dev: bool) -> bool:
 
 
 def can_run(dev: bool) -> bool:
-    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is asked each time."""
+    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is run each time."""
     if not made_by_others():
         return is_made(dev)
     command = [PYTHON, __file__, "--check", *["--dev"] * dev]
@@ -144,7 +144,7 @@ def make(dev: bool) -> None:
     else:
         make_empty()
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
-    # Float8's package is small, and any config may ask for it.
+    # Float8's package is small, and any config may need it.
     target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
     command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
     if not installed("pip") and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode:
@@ -192,7 +192,7 @@ def installed(module: str) -> bool:
 
 
 def show_unpacking(done: threading.Event, seconds: float = 5) -> None:
-    """Say how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a minute or more."""
+    """Print how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a minute or more."""
     size = installed_bytes()
     while not done.wait(seconds):
         if (now := installed_bytes()) > size + (1 << 20):

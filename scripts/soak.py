@@ -98,7 +98,7 @@ class Soak:
         return max(committed(self.root), default=0)
 
     def round(self) -> None:
-        """Start, meet faults, end; note what was lost."""
+        """Start, meet faults, end; note the losses."""
         if self.newest() > INTERVAL and self.chance.random() < 0.25:
             self.flip_a_byte()
         before = step = self.newest()
@@ -152,7 +152,7 @@ class Soak:
             return process.wait(), out.read()
 
     def judge(self, end: str, code: int, out: str, before: int, last: int, restarts: int) -> str:
-        """Return what is not as it should be after a start, or nothing."""
+        """Return the faults in the state after a start, or nothing."""
         expected = {"full disk": FAILED, "SIGKILL of the launcher": -signal.SIGKILL}.get(end, STOPPED)
         if code != expected:
             return f"exit code {code}, not {expected}"
@@ -202,7 +202,7 @@ class Soak:
 
 
 def _reached(step: int, out: Path) -> bool:
-    """Whether this start, rather than one before it, has taken a step: what rank 0 logs is in its output."""
+    """Whether this start, rather than one before it, has taken a step: rank 0's log is in its output."""
     return any(int(number) >= step for number in re.findall(r"^step: *(\d+)", out.read_text(), re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""Kill training 200 times while it saves; each next start must resume by itself what was committed.
+"""Kill training 200 times while it saves; each next start must resume the committed steps by itself.
 
     python scripts/soak_checkpoint.py --rounds 200 [--seed 0]
     python scripts/soak_checkpoint.py --round 17 --seed 3     only the kill of one round

@@ -18,7 +18,7 @@ HEAD = """# Tests
 
 Written by `python scripts/tests_index.py --write` from the first lines of the test files.
 
-- What is promised is in the name of a test and in the first line of its file, below.
+- A promise is in the name of its test and in the first line of the file, below.
 - The tests of a source file: `python scripts/tests_index.py titanlite/optim/skip.py`. Folders have the names of
   titanlite's rooms; `parity` runs rows of `titanlite verify`, `faults` and `multinode` start whole runs.
 - Helpers for all: `conftest.py` has the pool of ranks and the two lanes, `lanes.py` marks long samples, `jobs.py` has

@@ -1,6 +1,6 @@
 """A TorchX component: one launcher per node, which starts one worker per GPU.
 
-TorchX knows no exit codes: it starts a run again whatever ended it, three times. Under SLURM its --kill-on-bad-exit
+TorchX ignores exit codes: it starts a run again whatever ended it, three times. Under SLURM its --kill-on-bad-exit
 may cut short a save of the last nodes, which scripts/slurm/train.slurm does not.
 
     torchx run -s slurm scripts/torchx/titanlite.py:train --nodes 2 -- --config llama_8b.toml
