@@ -26,11 +26,11 @@ class Decoder(nn.Module):
         return self.tok_embeddings(tokens)
 
     def block_inputs(self, positions: Tensor | None, length: int) -> tuple[Tensor, ...]:
-        """Return what every block receives after the hidden states, such as rotary tables."""
+        """Return the arguments of every block after the hidden states, such as rotary tables."""
         return ()
 
     def attention_mask(self, documents: Tensor, h: Tensor, last: int = 0) -> Mask:
-        """Return what every block receives last and hands to its CausalAttention, for hidden states `h`.
+        """Return the last argument of every block, for its CausalAttention, for hidden states `h`.
 
         Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in `documents`.
         """

@@ -87,7 +87,7 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
 
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers' LlamaConfig takes for the keys that a config.json lacks."""
+    """Return the defaults of transformers' LlamaConfig for the keys that a config.json lacks."""
     hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
     sizes = {
         "vocab_size": 32000,

@@ -156,7 +156,7 @@ def hf_config(c: QwenConfig) -> dict[str, Any]:
 
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers' Qwen3Config or Qwen3MoeConfig takes for the keys that a config.json lacks."""
+    """Return the defaults of transformers' Qwen3Config or Qwen3MoeConfig for the keys that a config.json lacks."""
     absent = {
         "vocab_size": 151936,
         "num_attention_heads": 32,

@@ -105,7 +105,7 @@ def model_of(folder: Path) -> str:
 
 
 def _model_types(spec: ModelSpec) -> list[str]:
-    """Return what the config.json of a model's flavors may have for model_type, such as with and without experts."""
+    """Return every model_type that this model's flavors can have, such as qwen3 and qwen3_moe."""
     configs = map(spec.hf.config, spec.flavors.values()) if spec.hf else ()
     return [*dict.fromkeys(config["model_type"] for config in configs if "model_type" in config)]
 

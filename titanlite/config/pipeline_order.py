@@ -145,7 +145,7 @@ def _waits_for(action: Action, last: int, ends: Mapping[Action, float]) -> list[
 
 
 def most_kept(row: Sequence[str]) -> int:
-    """Return of how many forward passes, of one stage and micro-batch each, a rank keeps activations at once."""
+    """Return the largest number of forward passes that a rank holds activations of at one time."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     return max(accumulate(change[action.kind] for cell in row for action in parse(cell)))
 

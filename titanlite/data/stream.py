@@ -210,7 +210,7 @@ class Reader:
                     begin = max(first, start)
                     begin += (self._reader_in_group - begin) % self._readers_per_group
                     for document in range(begin, stop, self._readers_per_group):
-                        # Skip empty documents: a window of nothing but end tokens would look like the data's end.
+                        # Skip empty documents; a window of only end tokens would be taken for the data's end.
                         if text := texts[document - start].as_py():
                             yield document, text
                     if stop > first:

@@ -65,7 +65,7 @@ def is_balanced(job: Job) -> bool:
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Let the core of every block's attention see the tokens of all ranks."""
+    """Give the core of every block's attention the tokens of all ranks."""
     job = context.job
     mesh = context.mesh.world["cp"]
     if mesh.size() == 1:
@@ -103,7 +103,7 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
 
 
 def _make_masks_of_chunks(model: nn.Module, own_chunks: Callable[[int], list[range]]) -> None:
-    """Let the model make a mask for each of this rank's chunks, over all tokens that it sees."""
+    """Make the model's masks for each of this rank's chunks, over all tokens that it sees."""
     make: Any = getattr(model, "attention_mask", None)
     if make is None:
         raise UserError(

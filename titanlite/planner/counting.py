@@ -1,9 +1,9 @@
 """Count what a training step allocates, communicates and computes, on fake tensors as on real ones.
 
 Exact: bytes are those of the storages that are alive, as requested from an allocator; collectives and FLOPs are
-those of the operations that PyTorch dispatches. Not seen: what a kernel allocates inside, what an allocator adds
-(rounding, fragments), what communication libraries keep. The kind of bytes follows from all uses of their
-storage: one that becomes a gradient counts as one from the start.
+those of the operations that PyTorch dispatches. Not seen: memory inside kernels, an allocator's additions
+(rounding, fragments), buffers of communication libraries. A storage's kind is the strongest of all its uses,
+from its start: one that becomes a gradient counts as one.
 """
 
 import weakref

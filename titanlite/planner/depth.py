@@ -1,7 +1,7 @@
 """Plan a step of a deep model from two rehearsals of a shallow one.
 
-Exact, as tests compare with rehearsals of the whole: whatever is counted at an operation is affine in the number of
-blocks and in the place of a block among them, but for the first and last blocks, which are aligned from their end.
+Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the number of
+blocks and in the index of a block, except for the first and last blocks, which are aligned from their end.
 The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
 samples is affine in the same way (one sample is another sequence of operations). Other models are rehearsed
 whole: blocks of different shapes, patterns that name a block, optimizers that take parameters one by one or in
@@ -28,7 +28,7 @@ Key = tuple[str, str, Collective | None, bool]
 
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
-    """Return what a step of a job does, on the fuller of its first and last rank if parameters split unevenly."""
+    """Return a step of a job, on the fuller of its first and last rank if parameters split unevenly."""
     with FakeWorld() as world:
         return plan_steps([job], world, as_on_cuda)[0]
 

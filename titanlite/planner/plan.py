@@ -78,7 +78,7 @@ class Plan:
         return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
 
     def rates(self, seconds: float) -> dict[str, float | None]:
-        """Return what it means that a step takes so long."""
+        """Return the rates of a step that takes so long."""
         per_gpu = self.speed.tokens_per_gpu(seconds)
         return {
             "seconds": seconds,

@@ -87,7 +87,7 @@ class Rehearsal:
 
 
 def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:
-    """Return what the second step of a job does on its "first" or "last" rank."""
+    """Return the second step of a job on its "first" or "last" rank."""
     with FakeWorld() as world:
         return Rehearsal(job, world, role, as_on_cuda).step(job)
 

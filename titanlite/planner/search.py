@@ -229,7 +229,7 @@ class _Facts:
         return self._state // job.layout.model_shards
 
     def least_seconds(self, job: Job) -> float:
-        """Return what a step's estimate can't be below: the longest of its lanes."""
+        """Return a lower limit of a step's estimate: the longest of its lanes."""
         layout, hardware, batch = job.layout, self._hardware, job.batch
         training, settings = job.config.training, job.config.parallelism
 

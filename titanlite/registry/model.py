@@ -61,7 +61,7 @@ class Rule:
     tied: str = ""
     """Second name of the same tensor, such as an output layer that shares the embedding's weight."""
     active: float = 1.0
-    """The part of the weight that a token meets: of experts, those that are chosen for it."""
+    """Fraction of the weight used per token: top_k / experts for expert weights, else 1."""
 
     def __post_init__(self) -> None:
         if self.tensor == "whole":  # the earlier name

@@ -46,7 +46,7 @@ class Registry(Generic[Item]):
         return sorted({*self.items, *self._loaders()})
 
     def _loaders(self) -> dict[str, Callable[[], object]]:
-        """Return what imports an item that is not registered yet: a folder in models/, or an entry point."""
+        """Return the imports of items that are not registered yet: folders in models/, and entry points."""
         loaders: dict[str, Callable[[], object]] = {}
         for point in entry_points(group=f"titanlite.{self._kind}s"):
             loaders[point.name] = partial(_load_entry_point, point)

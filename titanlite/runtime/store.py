@@ -23,7 +23,7 @@ make_folder = partial(os.makedirs, exist_ok=True)
 
 
 def list_folder(folder: Path) -> dict[str, Path]:
-    """Return what a folder holds, by name; nothing if it does not exist."""
+    """Return the entries of a folder by name; none if it does not exist."""
     return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
 
 

@@ -1,4 +1,4 @@
-"""How the commands that write folders keep out of each other's way, and of a run's."""
+"""Locks for commands that write folders, against each other and against a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -83,7 +83,7 @@ class Show:
 
 
 def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what rules out all tokens but the `top_k` likeliest, and of these all that --top-p leaves out."""
+    """Return a filter that rules out all tokens but the `top_k` likeliest, and those that --top-p leaves out."""
 
     def narrow(logits: torch.Tensor) -> torch.Tensor:
         ranked, order = logits.sort(descending=True, stable=True)

@@ -43,7 +43,7 @@ def add_checkpoint(parser: ArgumentParser) -> None:
 def load(
     checkpoint: str | os.PathLike[str], *overrides: str, package: str = ""
 ) -> tuple[torch.nn.Module, Tokenizer | None]:
-    """Return what `titanlite.load` does."""
+    """Return the model and the tokenizer of `titanlite.load`."""
     import torch
 
     from titanlite.data.tokenizer import open_tokenizer

@@ -137,7 +137,7 @@ def _titanlite(command: str, *paths: Path, **environ: str) -> str:
 
 
 def _python(*arguments: str, **environ: str) -> str:
-    """Return what a command printed; UserError with all of it if the command fails."""
+    """Return the output of a command; UserError with all of it if the command fails."""
     command, variables = [sys.executable, *arguments], {**os.environ, **environ}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -60,7 +60,7 @@ def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]
 
 
 def measure(mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, list[Timed]], list[list[Timed]]]:
-    """Return what the ranks saw of the groups of each dimension and of the pairs of each round, on rank 0."""
+    """Return the times of the groups of each dimension and of the pairs of each round, on rank 0."""
     rank, world, groups, rounds = dist.get_rank(), dist.get_world_size(), dict[str, Timed](), list[Timed]()
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
@@ -105,7 +105,7 @@ def _time(action: Callable[[torch.Tensor], object], device: torch.device) -> tup
 
 
 def slow_parts(groups: dict[str, list[Timed]], rounds: list[list[Timed]], facts: Sequence[Facts]) -> list[str]:
-    """Return what takes twice as long as its peers: hosts, ranks, links, and groups that have none of these."""
+    """Return hosts, ranks, links, and groups without these, that take twice as long as their peers."""
     hosts, lines, explained = [own.host for own in facts], list[str](), set[int]()
     judge = partial(_judge, hosts=hosts, noise=NOISE_SECONDS[facts[0].device])
 

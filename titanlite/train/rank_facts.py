@@ -172,7 +172,7 @@ def named(facts: Sequence[Facts]) -> str:
 
 
 def agreement(facts: Sequence[Facts]) -> str:
-    """Return what the ranks agree on."""
+    """Return the line of equal facts."""
     first, hosts = facts[0], len({own.host for own in facts})
     ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
     revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""

@@ -234,7 +234,7 @@ class ResultCache:
 
 
 def _identity(model: ModelUnderTest) -> dict[str, object]:
-    """Return what the results depend on: the model's overrides, torch, and the code of titanlite and of the model."""
+    """Return the inputs of the results: the model's overrides, torch, and the code of titanlite and of the model."""
     code = hashlib.sha256()
     for path in sorted(source_files(model)):
         code.update(path.read_bytes())

@@ -115,7 +115,7 @@ def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total: None) -> Measured:
-    """Return what a step's routers counted; `add` adds in place what those of other ranks did."""
+    """Return the counts of a step's routers; `add` adds those of other ranks in place."""
     measured: Measured = {CHOICES: {}, BALANCE: {}}
     for name, router in routers(*parts).items():
         measured[CHOICES][name], measured[BALANCE][name] = router.counts.double(), router.auxiliary.clone()

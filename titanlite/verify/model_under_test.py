@@ -61,7 +61,7 @@ class ModelUnderTest:
     has_hf_names: bool
     """Whether it can be imported from a Hugging Face folder."""
     layouts: Mapping[str, Mapping[str, tuple[str, ...]]]
-    """Those that it allows, each with what it allows there of the columns of SPLIT_BY."""
+    """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
     """Layouts that the config's rules refuse for it, or choices there, and why."""
 

@@ -94,7 +94,7 @@ def selftest() -> int:
 
 
 def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
-    """Return what differs between the rehearsal of a row and processes of a pool, if anything does."""
+    """Return the differences between the rehearsal of a row and processes of a pool."""
     overrides = [f"--model.overrides.{field}" for field in MODELS[plan_row.model].split()]
     model = read_model([f"--model.name={plan_row.model}", *overrides], {})
     line = [*model.command_line(plan_row.row, folder), *plan_row.more]

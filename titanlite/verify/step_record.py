@@ -95,7 +95,7 @@ class StepRecord:
         return ""
 
     def _declared_sends(self, pipeline: Pipeline) -> Counter[Send]:
-        """Return what a step sends: every stage its hidden states to the next, and gradients of its inputs back.
+        """Return the sends of a step: every stage its hidden states to the next, and gradients of its inputs back.
 
         Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends send the gradient.
         """

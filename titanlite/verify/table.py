@@ -149,7 +149,7 @@ class Row:
 
     @property
     def batch(self) -> str:
-        """Return what changes the batch or else the reference."""
+        """Return the choices that change the batch or else the reference."""
         changes = self.extra in ("one slice", "large", "imported")
         return "documents" * (self.documents == "on") + self.extra * changes
 

@@ -106,7 +106,7 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
 
 
 def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
-    """Return the values of a degree that divide the ranks that other degrees leave, 0 for any, and what it splits."""
+    """Return the legal degrees: divisors of the remaining ranks (world 0: any) and of all that a degree splits."""
     settings = context.config.parallelism
     others = math.prod(getattr(settings, other) for other in DEGREES.values() if other != key)
     sizes = [world // others if world % others == 0 else world]
@@ -136,7 +136,7 @@ def _split_by_tensor_parallel(context: RuleContext) -> dict[str, int]:
 
 
 def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
-    """Return what a context-parallel degree must divide; 1 if tensor parallel and chunks leave nothing to divide."""
+    """Return the sizes that a context-parallel degree must divide; 1 where other splits leave nothing."""
     settings, sizes = context.config.parallelism, _split_by_tensor_parallel(context)
     tp, what = settings.tensor_parallel_degree, ""
     if settings.context_parallel_rotate_method == "allgather":
@@ -148,7 +148,7 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
 
 
 def _unsplit(context: RuleContext) -> str:
-    """Return what a model's table lacks to be split by tensor parallel, or an empty string.
+    """Return the rows that a model's table lacks for tensor parallel, or an empty string.
 
     Slices of sequences come from the embedding, and whole ones are seen behind column layers.
     """
