@@ -10,7 +10,8 @@ from tests.jobs import TINY
 from tests.lanes import sample
 from tests.launch.run import finish, start
 from tests.launch.test_nodes import free_port, node
-from titanlite.fault.stall import ENDED, STOPPED, Beat, Hang, Judge, Standing, culprits, in_collective, report
+from titanlite.fault.stall import ENDED, STOPPED, Hang, Judge, Standing, culprits, in_collective, report
+from titanlite.fault.status import Beat
 
 LIMIT, START = 10.0, (300.0, "comm.init_timeout_seconds")
 STILL = Beat(5, "backward", 40, 0.0, LIMIT, "comm.train_timeout_seconds", 4711, "node07")
@@ -35,8 +36,8 @@ def judge(world: int) -> Judge:
 
 def watch(run: Judge, seconds: int, beats: dict[int, Beat], first: int = 1) -> list[int]:
     """Look once a second while ranks beat but do not move; return the seconds at which the run counted as hung."""
-    texts = [{rank: replace(b, seconds=t).render().encode() for rank, b in beats.items()} for t in range(seconds)]
-    return [first + t for t, text in enumerate(texts) if run.look(text, float(first + t))]
+    looks = [{rank: replace(beat, seconds=t) for rank, beat in beats.items()} for t in range(seconds)]
+    return [first + t for t, beats in enumerate(looks) if run.look(beats, float(first + t))]
 
 
 def standing(rank: int, beat: Beat | None = STILL, age: float = 0.5, **found: str) -> Standing:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.runtime.page import PAGE_BYTES, EarlyExit, OwnPage, read_page, read_pages
+from titanlite.runtime.page import HALF_BYTES, EarlyExit, OwnPage, read_page, read_pages
 
 WRITER = """
 import sys
@@ -42,6 +42,22 @@ def test_a_page_is_never_read_half_written_and_stays_when_its_process_is_stopped
     assert list(read_pages(tmp_path)) == [3]
 
 
+def test_the_half_that_a_killed_process_was_writing_is_not_read(tmp_path):
+    page, file = OwnPage(), tmp_path / "0.page"
+    page.share(file)
+    page.step = 7
+    page.enter("forward")
+    whole = file.read_bytes()
+    page.enter("backward")
+    newer = file.read_bytes()
+    changed = next(at for at in range(len(newer)) if newer[at] != whole[at])
+    middle, end = changed + 20, HALF_BYTES * (changed // HALF_BYTES + 1)
+    torn = newer[:middle] + whole[middle:end] + newer[end:]
+    file.write_bytes(torn)
+    read = read_page(file)
+    assert read and (read.step, read.phase) == (7, "forward")
+
+
 def test_a_page_holds_an_early_exit_and_any_reason(tmp_path: Path):
     page = OwnPage()
     page.share(tmp_path / "0.page")
@@ -50,4 +66,4 @@ def test_a_page_holds_an_early_exit_and_any_reason(tmp_path: Path):
     assert read and read.pid == os.getpid() and read.ending
     assert (read.ending.code, read.ending.step, read.ending.lost) == (76, 7, 2)
     assert read.ending.reason.startswith("SIGTERM to ränk 0; üüü")
-    assert (tmp_path / "0.page").stat().st_size == PAGE_BYTES
+    assert (tmp_path / "0.page").stat().st_size == 2 * HALF_BYTES

@@ -13,8 +13,6 @@ from tests.launch.run import descendants, finish, records, start, train
 from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP
-from titanlite.launch.attempts import judge
-from titanlite.launch.failure import Failure
 
 SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=disabled"]
 SAVING += ["--metrics.log_freq=1", "--training.steps=8", "--debug.seed=5", "--lr_scheduler.warmup_steps=0"]
@@ -36,23 +34,6 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     logs = tmp_path / "killed/logs"
     assert {path.name for path in logs.iterdir()} == {"attempt-1", "rank-0.log", "rank-1.log"}
     assert "injured: kill" in (logs / "attempt-1/rank-1.log").read_text()
-
-
-def failure(step: int | None, words: str, **more) -> Failure:
-    return Failure(1, "here", 5.0, step, words, words, **more)
-
-
-def test_what_would_fail_again_is_not_restarted():
-    error, kill = failure(7, "ValueError: x"), failure(7, "exited without a traceback (Signal 9 (SIGKILL))")
-    assert judge(error, [], 3).code is None and judge(kill, [kill, kill], 3).code is None
-    assert judge(error, [failure(8, "ValueError: x"), failure(7, "ValueError: y")], 3).code is None
-    assert judge(error, [kill], 0).code == FAILED, "as without checkpoints"
-    assert judge(failure(7, "UserError: x", is_user_error=True, code=2), [], 3).code == 2
-    again = judge(error, [error, kill], 3)
-    assert again.code == FAILED and again.why == "not restarted: step 7 failed before, with the same words"
-    assert judge(failure(None, "x"), [failure(None, "x")], 3).code is None, "the same step is not known"
-    spent = judge(error, [kill, kill, kill], 3)
-    assert spent.code == GIVEN_UP and "given up: fault.max_restarts = 3" in spent.why
 
 
 @pytest.mark.long

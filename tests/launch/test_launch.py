@@ -26,8 +26,9 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
+from titanlite.fault.status import Ended, Status, dump, parse
 from titanlite.launch import preflight
-from titanlite.launch.failure import Exit, Failure, first_failure
+from titanlite.launch.failure import Exit, first_failure
 from titanlite.launch.launcher import _of_another_run, _put_back
 from titanlite.runtime import lock
 from titanlite.runtime.rank_files import LAUNCHED, rank_file
@@ -138,7 +139,8 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path):
     ):
         failure = first_failure(ends(tmp_path, **exits), tmp_path, tmp_path, "here")
         assert failure and failure.rank == first
-        assert Failure.parse(failure.render()) == failure, "other launchers are told the same"
+        status = Status(ended=Ended(failure))
+        assert parse(Status, dump(status).encode()) == status, "other launchers get the same"
         text = failure.describe(tmp_path / "rank.log")
         assert f"rank {first} on here failed first; its log: {tmp_path}/rank.log\n" in text
         assert ("rank 0 hung or was stopped: it had to be killed" in text) == (exits["r0"][0] is stopped)
@@ -152,7 +154,7 @@ def test_what_a_user_can_correct_is_one_message_with_the_ranks_that_said_it(tmp_
     both = ends(tmp_path, r0=(Exit(-15, 6, ended=True), {**says, "time": 5}), r1=(Exit(2, 6), {**says, "time": 6}))
     failure = first_failure(both, tmp_path, tmp_path, "here")
     assert failure and (failure.code, failure.text, failure.told_by) == (2, "x", (0, 1))
-    assert failure.describe(tmp_path) == "\ntitanlite: rank 0 on here failed first\nx"
+    assert failure.describe(tmp_path) == "\ntitanlite: x"
     says["message"] = "RunFailed: the data ended"
     failure = first_failure(ends(tmp_path, r1=(Exit(1, 6), {**says, "time": 6})), tmp_path, tmp_path, "here")
     assert failure and (failure.code, failure.is_user_error, failure.told_by) == (1, True, (1,))

@@ -1,6 +1,6 @@
-"""Tell the launchers once a second where this rank is, and hear from them that the run should stop.
+"""Give a sign of life once a second, and learn that the run should stop or that it hangs.
 
-A thread with a connection of its own to the launchers' store: another thread may wait in the first one for minutes.
+Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere by a board of all ranks.
 """
 
 import faulthandler
@@ -10,27 +10,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED
-from titanlite.fault.hang import HangWatch, beat_interval, beat_key
-from titanlite.fault.inspection import RankProcess
-from titanlite.fault.stall import ENDED, Beat
-from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.distributed import attempt_store, connect_again
+from titanlite.fault.board import Board, Link, open_board
+from titanlite.fault.inspection import RankProcess, inspect
+from titanlite.fault.stall import ENDED, Hangs, Judge
+from titanlite.fault.status import Beat, Decision, Status
+from titanlite.runtime.cluster import RankInfo, store_address
 from titanlite.runtime.page import OWN_PAGE, Page
-from titanlite.runtime.rank_files import LAUNCHED, STOP, attempt_number
+from titanlite.runtime.rank_files import STOP, attempt_number, attempt_prefix, launcher_folder
+
+BEAT_SECONDS = 1.0
+BEATS_PER_SECOND = 512
+"""Of all ranks together below torchrun or srun, where each has its own connection to one store."""
 
 
 def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
-    """Return how many seconds the phase may take before the rank counts as stalled, and the key that says so."""
+    """Return how many seconds the phase may take before the rank counts as stalled, and the key that sets it."""
     comm, stall = config.comm, config.fault.stall_seconds
     if page.phase in ("load", "save"):
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
@@ -39,8 +38,22 @@ def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
     return (stall, "fault.stall_seconds") if stall else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
 
 
+def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
+    """Return what a page of this host says, as of its last sign of life."""
+    seconds = max(0.0, round(page.heartbeat - page.since, 1))
+    limit, key = phase_limit(config, page)
+    return Beat(page.step, page.phase, page.sequence, seconds, limit, key, page.pid, host, page.completed)
+
+
+def hangs_of(config: JobConfig, world: int, attempt: str, now: float, interval: float = BEAT_SECONDS) -> Hangs:
+    """Return the judge of an attempt that begins now, whose report goes into the dump folder."""
+    limit = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
+    file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")
+    return Hangs(Judge(world, interval, limit, now), file)
+
+
 class Heart(threading.Thread):
-    """The thread. Without a store, which one process has no need of, it beats nowhere."""
+    """The thread. A single rank without a launcher has nobody to show its sign of life."""
 
     def __init__(
         self,
@@ -54,45 +67,70 @@ class Heart(threading.Thread):
         super().__init__(name="beat", daemon=True)
         self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
         self._environ, self._ended = environ, threading.Event()
+        folder = launcher_folder(environ)
+        self._request = folder / STOP if folder else None
 
     def run(self) -> None:
-        with suppress(dist.DistError, RuntimeError):  # the store went with its launcher
-            launchers = connect_again(self._rank, self._environ, timedelta(seconds=60))
-            if launchers is None:
-                return
-            attempt, key = attempt_store(launchers, attempt_number(self._environ)), beat_key(self._rank.rank)
-            watch = None if LAUNCHED in self._environ else self._watch(attempt)
-            while True:
-                attempt.set(key, self.beat().render())
-                if launchers.check([STOP]):
-                    self._on_stop(launchers.get(STOP).decode())
-                elif (reason := self._asked()) and LAUNCHED in self._environ:
-                    launchers.set(STOP, reason)
-                if watch and watch.look():
-                    time.sleep(self._rank.rank == 0)  # the others read from a store that may be this process's
-                    os._exit(FAILED)
-                if self._ended.wait(beat_interval(self._rank.world)):
-                    attempt.set(key, replace(self.beat(), phase=ENDED).render())
-                    return
+        board = None if self._request else self._open_board()
+        while True:
+            OWN_PAGE.beat(self._asked())
+            if self._request and self._request.exists():
+                self._on_stop(self._request.read_text(encoding="utf-8"))
+            if board and board.decision.report:
+                self._end_after_hang(board.decision.report)
+            if self._ended.wait(BEAT_SECONDS):
+                break
+        OWN_PAGE.stand_in(ENDED)
+        OWN_PAGE.beat(self._asked())
+        if board and self._rank.rank > 0:
+            board.put()
+            board.join(BEAT_SECONDS)
 
-    def _watch(self, attempt: dist.Store) -> HangWatch:
-        """Return what watches for a hang where no launcher does; its report comes from rank 0."""
-        who = self._rank.world, self._rank.world, self._rank.rank
-        say = partial(print, file=sys.stderr, flush=True)
-        return HangWatch(attempt, self._config, *who, self._this_process, attempt_number(self._environ), say)
-
-    def _this_process(self) -> dict[int, RankProcess]:
-        stack = Path(self._config.job.dump_folder, "logs", f"rank-{self._rank.rank}.stack")
+    def _open_board(self) -> Board | None:
+        """Join the board of all ranks in their own store; rank 0 decides."""
+        number, world = self._rank.rank, self._rank.world
+        address = store_address(self._environ, world)
+        if address is None:
+            return None
+        interval = max(BEAT_SECONDS, world / BEATS_PER_SECOND)
+        link = Link(*address, prefix=f"{attempt_prefix(self._environ)}/board")
+        decide = None
+        if number == 0:
+            link.ask(lambda store: open_board(store, world), self._config.comm.init_timeout_seconds)
+            attempt = attempt_number(self._environ)
+            hangs = hangs_of(self._config, world, attempt, time.monotonic(), interval)
+            decide = _Decider(hangs)
+        stack = Path(self._config.job.dump_folder, "logs", f"rank-{number}.stack")
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
-        return {self._rank.rank: RankProcess(os.getpid(), stack, Path(os.devnull))}
+        process = {number: RankProcess(os.getpid(), stack, Path(os.devnull))}
+        board = Board(link, number, world, Status(), self._look, lambda: inspect(process), decide, interval)
+        board.start()
+        return board
 
-    def beat(self) -> Beat:
-        page, host = OWN_PAGE, self._rank.host
-        seconds = round(time.monotonic() - page.since, 1)
-        limit = phase_limit(self._config, page)
-        return Beat(page.step, page.phase, page.sequence, seconds, *limit, os.getpid(), host, page.completed)
+    def _look(self, status: Status) -> Status:
+        beat = replace(beat_of(self._config, OWN_PAGE, self._rank.host), pid=os.getpid())
+        return replace(status, beats={self._rank.rank: beat})
+
+    def _end_after_hang(self, report: str) -> None:
+        if self._rank.rank == 0:
+            print(f"titanlite: {report}", file=sys.stderr, flush=True)  # before the others end
+            time.sleep(2 * BEAT_SECONDS)  # they read from a store that may be this process's
+        else:
+            time.sleep(BEAT_SECONDS / 2)  # or rank 0 could fail for the loss of this one before it has printed
+        os._exit(FAILED)
 
     def end(self) -> None:
-        """Tell that this rank has nothing left to do, and beat no more."""
+        """Show that this rank has nothing left to do, and beat no more."""
         self._ended.set()
         self.join(5)
+
+
+class _Decider:
+    """Rank 0's judgment below torchrun or srun, whose agents judge everything but a hang."""
+
+    def __init__(self, hangs: Hangs) -> None:
+        self._hangs = hangs
+
+    def __call__(self, statuses: Mapping[int, Status], now: float) -> Decision:
+        self._hangs.look(statuses, now)
+        return Decision(hangs=self._hangs.is_hung, report=self._hangs.report)

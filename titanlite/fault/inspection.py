@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.fault.stall import STOPPED, Inspection
+from titanlite.fault.stall import STOPPED
+from titanlite.fault.status import Inspection
 from titanlite.runtime.page import Page, read_page
 
 STACK_SECONDS = 2

@@ -1,15 +1,13 @@
-"""Judge from the ranks' beats whether a run hangs, and say which rank is to blame.
+"""Judge from the ranks' beats whether a run hangs, and name the rank to blame. No store, no process and no torch."""
 
-No store, no process and no torch: whoever watches brings the beats, a clock, and what the ranks' nodes found.
-"""
-
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from titanlite.errors import RunFailed
+from titanlite.fault.status import Beat, Inspection, Status
 
 ENDED = "ended"
 """Phase of a rank that has nothing left to do."""
@@ -17,6 +15,8 @@ STOPPED = "stopped"
 """State of a process that a signal or a debugger has stopped."""
 SILENT_BEATS = 4
 """So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps the GIL."""
+GATHER_SECONDS = 8
+"""From a hang to its report, though a node may not have inspected its ranks."""
 MOST_STACKS, MOST_FRAMES, MOST_GROUPS = 4, 16, 8
 """In the short report: that of a run of thousands of ranks is short too."""
 _FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
@@ -24,42 +24,6 @@ _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
 """Files of torch that only call on: what calls them says what a thread does."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """Where a rank is."""
-
-    step: int
-    phase: str
-    sequence: int
-    seconds: float
-    """Since the phase began."""
-    limit: float
-    """Seconds that the phase may take."""
-    key: str
-    """The key of the config that says so."""
-    pid: int
-    host: str
-    completed: int = 0
-    """The last complete step."""
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> "Beat":
-        return cls(**json.loads(text))
-
-    def render(self) -> str:
-        return json.dumps(asdict(self))
-
-
-class Inspection(NamedTuple):
-    """What is seen of a process from outside; empty where nobody could look."""
-
-    state: str = ""
-    stack: str = ""
-    """Of its threads, as faulthandler or py-spy writes it."""
-    place: tuple[int, str, int, float] | None = None
-    """Step, phase, sequence and seconds in the phase, newer than those of its last beat."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +65,13 @@ class Hang:
     """Seconds between two beats of a rank."""
     ranks: tuple[Standing, ...]
 
-    def inspected(self, found: Mapping[int, "Inspection"]) -> "Hang":
+    def inspected(self, found: Mapping[int, Inspection]) -> "Hang":
         """Return the hang with what was found of each rank that someone could look at."""
         return replace(self, ranks=tuple(each.inspected(found.get(each.rank, Inspection())) for each in self.ranks))
 
 
 class Stalled(RunFailed):
-    """A run that hung and was ended; the message is the report, of `time`: what ranks say later is a consequence."""
-
-    def __init__(self, report: str, time: float) -> None:
-        super().__init__(report)
-        self.time = time
+    """A run that hung and was ended; the message is the report."""
 
 
 class Judge:
@@ -120,33 +80,66 @@ class Judge:
     def __init__(self, world: int, interval: float, start_limit: tuple[float, str], now: float) -> None:
         self._interval, self._start_limit = interval, start_limit
         self._clock, self._last_look = 0.0, now
-        self._texts: list[bytes] = [b""] * world
         self._beats: list[Beat | None] = [None] * world
         self._heard, self._moved = [0.0] * world, [0.0] * world
 
-    def look(self, texts: Mapping[int, bytes], now: float) -> Hang | None:
+    def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
         """Take the newest beats; return the hang if there is one."""
         # A watcher that was stopped itself, by Ctrl-Z or with the whole machine, saw nothing in the meantime.
         self._clock += min(now - self._last_look, 5 * self._interval)
         self._last_look = now
-        for rank, text in texts.items():
-            if text != self._texts[rank]:
-                before, beat = self._beats[rank], Beat.parse(text)
-                if not before or (before.step, before.sequence) != (beat.step, beat.sequence):
-                    self._moved[rank] = self._clock
-                self._texts[rank], self._beats[rank], self._heard[rank] = text, beat, self._clock
+        for rank, beat in beats.items():
+            before = self._beats[rank]
+            if beat == before:
+                continue
+            if not before or (before.step, before.sequence) != (beat.step, beat.sequence):
+                self._moved[rank] = self._clock
+            self._beats[rank] = beat
+            self._heard[rank] = self._clock
         left = [rank for rank, beat in enumerate(self._beats) if not beat or beat.phase != ENDED]
         if not left:
             return None
         # A rank that is silent may be in another phase than it told last, where it had more time.
         since = self._clock - SILENT_BEATS * self._interval
         told = [rank for rank in left if not self._beats[rank] or self._heard[rank] >= since]
-        beats = (self._beats[rank] for rank in told or left)
-        limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in beats)
+        last = [self._beats[rank] for rank in told or left]
+        limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in last)
         if self._clock - max(self._moved[rank] for rank in left) < limit:
             return None
         ranks = (Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left)
         return Hang(limit, key, self._interval, tuple(ranks))
+
+
+class Hangs:
+    """Watch the ranks of an attempt, and write the report of a hang once their nodes have inspected them."""
+
+    def __init__(self, judge: Judge, file: Path) -> None:
+        self._judge, self._file = judge, file
+        self._hang: Hang | None = None
+        self._until = 0.0
+        self.report = ""
+        """For the terminal; the file has all stacks."""
+
+    @property
+    def is_hung(self) -> bool:
+        return self._hang is not None
+
+    def look(self, members: Mapping[int, Status], now: float) -> None:
+        """Take the newest statuses of the nodes that take part."""
+        if self._hang is None:
+            beats = {rank: beat for status in members.values() for rank, beat in status.beats.items()}
+            self._hang = self._judge.look(beats, now)
+            self._until = now + GATHER_SECONDS
+            return
+        found = [status.found for status in members.values()]
+        if self.report or (None in found and now < self._until):
+            return
+        inspected = {rank: each for of_node in found if of_node for rank, each in of_node.items()}
+        hang = self._hang.inspected(inspected)
+        with suppress(OSError):  # a full disk: the terminal still has it
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(report(hang, whole=True) + "\n", encoding="utf-8")
+        self.report = f"{report(hang)}\nall stacks: {self._file}"
 
 
 def culprits(hang: Hang) -> tuple[list[Standing], str]:

@@ -1,4 +1,4 @@
-"""A run as a series of attempts: whether one that failed is followed by another, and from which checkpoint."""
+"""A run as a series of attempts: its workers on this node, started again where a failure allows it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.resume import checkpoint_root, last_saved_message
 from titanlite.config.schema import JobConfig
-from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, STOPPED, RunFailed, first_line
-from titanlite.fault.stall import Stalled
-from titanlite.launch.failure import Exit, Failure, first_failure
-from titanlite.launch.rendezvous import NodeRendezvous, PeerFailed, Verdict
-from titanlite.launch.stopping import last_completed
+from titanlite.errors import FAILED, RunFailed, first_line
+from titanlite.fault.decide import Saved
+from titanlite.fault.status import Ended, Failure, Verdict
+from titanlite.launch.node import Node
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
-from titanlite.runtime.page import EarlyExit
-from titanlite.train.ending import describe_stop
+from titanlite.runtime.page import read_page
+from titanlite.runtime.rank_files import PAGE, rank_file
 
 
 @dataclass(frozen=True)
@@ -38,50 +36,23 @@ class Attempt:
     """As given; a later attempt starts from the newest checkpoint of the run."""
 
 
-LOOK_SECONDS = 0.5
-Work = Callable[[Attempt], tuple[dict[int, Exit], RunFailed | None]]
-
-
-def judge(failure: Failure, earlier: Sequence[Failure], max_restarts: int) -> Verdict:
-    """Decide what follows a failure: not what failed the same way before, or would."""
-    if failure.is_user_error or not max_restarts:
-        return Verdict(failure.code)
-    if any(failure.repeats(other) for other in earlier):
-        return Verdict(FAILED, f"not restarted: step {failure.step} failed before, with the same words")
-    if len(earlier) >= max_restarts:
-        return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}")
-    return Verdict(None)
-
-
 class Attempts:
-    """The attempts of a run, as this node's launcher sees them; on node 0 it decides about them."""
+    """The attempts of a run on this node."""
 
     def __init__(
-        self,
-        work: Work,
-        given: JobConfig,
-        rendezvous: NodeRendezvous,
-        private: Path,
-        processes: int,
-        max_restarts: int,
+        self, node: Node, given: JobConfig, private: Path, work: Callable[[Attempt, Callable[[], None]], Ended]
     ) -> None:
-        """`work` runs an attempt's workers of this node, which leave what their launcher should know in `private`."""
-        self._work, self._given, self._rendezvous, self._private = work, given, rendezvous, private
-        self._processes, self._folder, self._max_restarts = processes, Path(given.job.dump_folder), max_restarts
-        self._saved_before = _saved(given)
-        self._failures: list[Failure] = []
-        """Of all attempts so far; on node 0."""
-        self._first_step, self._looked_at = 0, 0.0
+        """`work` runs an attempt's workers, whose files are in `private`, and calls a function while they run."""
+        self._node, self._given, self._private, self._work = node, given, private, work
+        self._folder = Path(given.job.dump_folder)
+        self._last: Verdict | None = None
+        """The failure that the current attempt follows, until its first step is done."""
 
-    def run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
-        """Run attempts until one succeeds, or another is not worth a try; return the exit code.
-
-        `members` are the nodes of the first, `fits` says what a number of ranks lacks, `asked` why the run should
-        stop, if it should, and `shown` are the ranks on the terminal.
-        """
+    def run(self, members: tuple[int, ...]) -> Verdict:
+        """Run attempts, the first on these nodes, until one succeeds or none is worth a try; return the verdict."""
         try:
-            return self._run(members, fits, asked, shown)
-        except RunFailed:  # of which the other launchers know, or which they cannot be told
+            return self._run(members)
+        except RunFailed:  # which the other launchers know, or cannot learn
             raise
         except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
             host = socket.gethostname()
@@ -89,106 +60,73 @@ class Attempts:
             cause = signal.Signals(number).name if number else first_line(error)
             words = f"the launcher on {host} has ended: {cause}"
             code = 128 + number if number else getattr(error, "code", FAILED)
-            self._rendezvous.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
+            self._node.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
             raise
 
-    def _run(self, members: list[int], fits: Callable[[int], str], asked: Callable[[], str], shown: set[int]) -> int:
+    def _run(self, members: tuple[int, ...]) -> Verdict:
         resumes = False
         while True:
             attempt = self._begin(members, resumes)
-            own, over = self._failure_here(attempt)
-            decide = partial(self._decide, attempt, asked)
-            verdict = self._rendezvous.settle(own, over, decide)
-            failure = Failure.parse(verdict.failure) if verdict.failure else None
+            verdict = self._node.settle(self._work(attempt, self._poll))
+            self._say_first_step(reached=verdict.code == 0)
             logs = self._folder / "logs" if verdict.code is not None else _keep_logs(self._folder, attempt)
-            if failure and not (failure.is_user_error and shown & set(failure.told_by)):
-                print(failure.describe(logs / f"rank-{failure.rank}.log"), file=sys.stderr)
-            if verdict.why:
-                print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
-            if self._look_for_step in self._rendezvous.on_poll:
-                if verdict.code == OK and self._first_step <= self._given.training.steps:
-                    self._tell_first_step()
-                else:
-                    self._rendezvous.on_poll.remove(self._look_for_step)
+            self._report(verdict, logs)
             if verdict.code is not None:
-                return verdict.code
+                return verdict
             for path in self._private.iterdir():
                 path.unlink()
-            members, resumes = self._rendezvous.call_roll(fits), verdict.resumes
-            if self._failures:
-                self._rendezvous.on_poll.append(self._look_for_step)
+            members, resumes = self._node.meet().members, verdict.resumes
+            self._last = verdict if self._node.rank == 0 else None
 
-    def _begin(self, members: list[int], resumes: bool) -> Attempt:
-        first = members.index(self._rendezvous.rank) * self._processes
-        ranks, config = range(first, first + self._processes), self._given
+    def _begin(self, members: tuple[int, ...], resumes: bool) -> Attempt:
+        processes = self._node.processes
+        first = members.index(self._node.rank) * processes
+        config = self._given
         if resumes:
             saving = config.checkpoint.model_copy(update={"load_step": -1, "exclude_from_loading": []})
             config = config.model_copy(update={"checkpoint": saving})
-        return Attempt(self._rendezvous.attempt, ranks, len(members) * self._processes, config)
+        return Attempt(self._node.attempt, range(first, first + processes), len(members) * processes, config)
 
-    def _failure_here(self, attempt: Attempt) -> tuple[Failure | None, bool]:
-        """Run an attempt; return the failure of this node and whether the attempt is over on all others too."""
-        host = socket.gethostname()
-        exits, reason = self._work(attempt)
-        if isinstance(reason, Stalled):
-            return Failure(-1, host, reason.time, None, first_line(reason), str(reason), known=False), True
-        if reason and not isinstance(reason, PeerFailed):
-            return Failure(-1, host, time.time(), None, first_line(reason), str(reason)), True
-        return first_failure(exits, self._folder, self._private, host), bool(reason)
+    def _report(self, verdict: Verdict, logs: Path) -> None:
+        """Print what failed first, what is saved, and what follows."""
+        failure = verdict.failure
+        if failure:
+            saved = "" if verdict.code is None else last_saved_message(self._given)
+            print(failure.describe(logs / f"rank-{failure.rank}.log", saved), file=sys.stderr)
+        if verdict.why:
+            print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
 
-    # ---------------------------------------------------------------- on node 0
+    def _poll(self) -> None:
+        self._node.poll()
+        self._say_first_step()
 
-    def _decide(self, attempt: Attempt, asked: Callable[[], str], failures: list[Failure]) -> Verdict:
-        """Return what follows an attempt with these failures on its nodes."""
-        if not failures:
-            return Verdict(OK)
-        failure = min(failures, key=lambda failure: failure.order)
-        beats = self._rendezvous.beats(attempt.number, range(attempt.world))
-        if failure.step is None and failure.rank in beats:
-            failure = replace(failure, step=beats[failure.rank].step)
-        verdict = replace(judge(failure, self._failures, self._max_restarts), failure=failure.render())
-        self._failures.append(failure)
-        if verdict.code is not None:
-            return verdict
-        told = [beat.completed for beat in beats.values()]
-        completed = max([last_completed(self._private), (failure.step or 1) - 1, *told])
-        saved, source = _newest(attempt.config)
-        self._first_step, lost = saved + 1, max(0, completed - saved)
-        if reason := asked():
-            left = EarlyExit(CUT_SHORT if lost else STOPPED, saved + lost, reason, lost)
-            return replace(verdict, code=left.code, why=describe_stop(self._given, left))
-        number = f"restart {len(self._failures)} of {self._max_restarts}"
-        why = f"{number}, {source}; {lost} step{'s' * (lost != 1)} lost"
-        return replace(verdict, why=why, resumes=bool(_saved(attempt.config).items() - self._saved_before.items()))
-
-    def _look_for_step(self) -> None:
-        """Say on node 0 when the attempt has taken its first step."""
-        if time.monotonic() < self._looked_at + LOOK_SECONDS:
+    def _say_first_step(self, reached: bool = False) -> None:
+        """Say on node 0 when an attempt after a failure has taken its first step."""
+        if self._last is None or self._last.failure is None:
             return
-        self._looked_at, rendezvous = time.monotonic(), self._rendezvous
-        beat = rendezvous.beats(rendezvous.attempt, [0]).get(0)
-        if beat and beat.step > self._first_step:
-            self._tell_first_step()
-
-    def _tell_first_step(self) -> None:
-        self._rendezvous.on_poll.remove(self._look_for_step)
-        seconds = time.time() - self._failures[-1].time
-        say(f"titanlite: step {self._first_step} is done, {seconds:.0f} s after the failure")
+        step, failed_at = self._last.first_step, self._last.failure.time
+        page = read_page(rank_file(self._private, 0, PAGE))
+        if reached or (page and page.completed >= step):
+            self._last = None
+            say(f"titanlite: step {step} is done, {time.time() - failed_at:.0f} s after the failure")
 
 
-def _newest(config: JobConfig) -> tuple[int, str]:
-    """Return the step from which a run goes on, and how to say it."""
+def saved_since(config: JobConfig) -> Callable[[], Saved]:
+    """Return a function for the newest checkpoint, which tells those of this run from those that are there now."""
     root = checkpoint_root(config)
-    newest = latest_complete(root)
-    if newest is None:
-        return 0, "from the start: nothing was saved yet"
-    return newest, f"from {step_folder(root, newest)}"
 
+    def times() -> dict[int, int]:
+        return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
 
-def _saved(config: JobConfig) -> dict[int, int]:
-    """Return the steps of the checkpoints there are, and when each was committed."""
-    root = checkpoint_root(config)
-    return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
+    before = times()
+
+    def saved() -> Saved:
+        newest = latest_complete(root)
+        if newest is None:
+            return Saved()
+        return Saved(newest, f"from {step_folder(root, newest)}", bool(times().items() - before.items()))
+
+    return saved
 
 
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:

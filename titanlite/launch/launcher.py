@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.schema import Fault
 from titanlite.config.toml import to_toml, toml_differences
-from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
+from titanlite.errors import CUT_SHORT, INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
@@ -36,8 +38,11 @@ from titanlite.runtime.rank_files import ATTEMPT, DEVICE, LAUNCHED, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
+    from titanlite.fault.status import Ended, Verdict
     from titanlite.launch.attempts import Attempt
-    from titanlite.launch.failure import Exit
+    from titanlite.launch.node import Node
+    from titanlite.launch.terminal import Terminal
+    from titanlite.runtime.page import EarlyExit
 
 AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
 EPILOG = """examples:
@@ -98,7 +103,7 @@ def _check_and_run(argv: list[str]) -> int:
     if job.config.fault.min_nodes > nodes.count:
         raise UserError(f"fault.min_nodes = {job.config.fault.min_nodes}, but the run has {nodes.count} (NNODES)")
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and are told later
+    if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes, first_node=nodes.rank == 0)
     root = checkpoint_root(job.config)
@@ -110,10 +115,9 @@ def _check_and_run(argv: list[str]) -> int:
     try:
         stopping = Stopping(job.config)
         with _plan(job, nodes, device, processes) as notices:
-            return _run(loaded, job, argv, nodes, device, processes, shown, notices, stopping)
-    except Stopped as stopped:
-        say(f"\ntitanlite: {describe_stop(job.config, stopped.left)}")
-        return INTERRUPTED if stopped.left.reason.startswith(CTRL_C) else stopped.left.code
+            return Launch(argv, loaded, job, nodes, device, processes, shown, notices, stopping).run()
+    except Stopped as stopped:  # before the workers were there
+        return _end_early(job, stopped.early)
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
@@ -168,94 +172,148 @@ def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
 
 
-def _run(
-    loaded: Loaded,
-    job: Job,
-    argv: list[str],
-    nodes: Nodes,
-    device: str,
-    processes: int,
-    shown: set[int],
-    notices: Callable[[], list[str]],
-    stopping: Stopping,
-) -> int:
-    """Start the workers, again where a failure allows it, and wait for them; Stopped if they were asked to end."""
-    from titanlite.launch.attempts import Attempts
-    from titanlite.launch.rendezvous import NodeRendezvous
-    from titanlite.launch.terminal import Terminal, known_facts
-    from titanlite.launch.watch import Watch
-    from titanlite.launch.workers import Signaled, Workers
+@dataclass
+class Launch:
+    """A checked job on this node, from the meeting of the nodes to the exit code."""
 
-    folder, steps = Path(job.config.job.dump_folder), job.config.training.steps
-    color = not job.config.metrics.disable_color_printing
-    worker_environ = {DEVICE: device, **worker_environment(nodes, processes, os.environ)}
-    terminal: Terminal | None = None
+    argv: list[str]
+    loaded: Loaded
+    job: Job
+    nodes: Nodes
+    device: str
+    processes: int
+    shown: set[int]
+    """The ranks on the terminal."""
+    notices: Callable[[], list[str]]
+    """Returns lines about the plan when they are known."""
+    stopping: Stopping
     moved: set[Path] | None = None
+    """Folders below previous/ that this start has made; None before it looked."""
+    terminal: Terminal | None = None
 
-    def last_step() -> int:
-        return terminal.last_record.get("step", 0) if terminal else 0
+    @property
+    def folder(self) -> Path:
+        return Path(self.job.config.job.dump_folder)
 
-    def work(attempt: Attempt) -> tuple[dict[int, Exit], RunFailed | None]:
-        """Run the workers of this node, with what they print on the terminal."""
-        nonlocal terminal
-        ranks = sorted(shown & {*attempt.ranks}) or attempt.ranks[:1]
-        logs = {rank: rank_log(folder, rank) for rank in ranks}
-        before = [folder / "logs" / f"attempt-{attempt.number - 1}", *(archive / "logs" for archive in moved or ())]
-        known = known_facts(next(filter(Path.exists, before), None), ranks)
-        terminal = Terminal(logs, folder / "metrics.jsonl", steps, color, notices, known)
-        config, environ = to_toml(attempt.config), {**worker_environ, ATTEMPT: str(attempt.number)}
-        part = config, attempt.ranks, attempt.world, rendezvous.address
-        workers = Workers(argv, *part, folder, Path(private), environ)
-        asked = stopping.during(rendezvous, Path(private))
-        with terminal, Watch(attempt, rendezvous, Path(private)) as watch, asked as judge:
-            exits, reason = workers.run(rendezvous.poll)
-            reason = reason or watch.found()
-            judge(exits)
-        return exits, reason
+    def run(self) -> int:
+        """Start the workers, again where a failure allows it, and wait for them."""
+        from titanlite.launch.workers import Signaled
 
-    def fits(world: int) -> str:
-        """Return why the job cannot go on with fewer ranks, or nothing."""
         try:
-            smaller = job_from(loaded, world=world, training=True, device=device)
-            check_machine(smaller, device, processes, first_node=False)
+            with tempfile.TemporaryDirectory(prefix="titanlite-") as private:
+                return self._finish(self._run(Path(private)))
+        except OSError as error:  # the disk or the network, rather than a bug
+            raise RunFailed(str(error)) from None
+        except (KeyboardInterrupt, Signaled) as error:
+            return self._end_at_once(getattr(error, "number", signal.SIGINT))
+
+    def _run(self, private: Path) -> Verdict:
+        from titanlite.launch.attempts import Attempts, saved_since
+        from titanlite.launch.node import Node
+
+        config = self.job.config
+        say(f"titanlite: {_describe_start(self.nodes, self.device, self.processes, os.environ)}")
+        if self.nodes.count == 1 and config.fault.rejoin_seconds != Fault().rejoin_seconds:
+            say("titanlite: no effect on 1 node: fault.rejoin_seconds")
+        if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
+            say(f"titanlite: {line}")
+        max_restarts = _max_restarts(self.loaded, self.job, os.environ)
+        saved = saved_since(config)
+        node = Node(self.nodes, self.processes, config, private, max_restarts, self._fits, saved)
+        members = node.meet().members
+        archives = {*self.folder.glob("previous/*")}
+        if self.nodes.rank == 0 and (message := take_folder(self.job.given)):
+            say(f"titanlite: {message}")
+        self.moved = {*self.folder.glob("previous/*")} - archives
+        node.prepare()
+        work = partial(self._work, node, private)
+        return Attempts(node, self.job.given, private, work).run(members)
+
+    def _fits(self, world: int) -> str:
+        """Return why the job cannot go on with so many ranks, or nothing."""
+        try:
+            smaller = job_from(self.loaded, world=world, training=True, device=self.device)
+            check_machine(smaller, self.device, self.processes, first_node=False)
             return ""
         except UserError as error:
             return str(error)
 
-    try:
-        say(f"titanlite: {_describe_start(nodes, device, processes, os.environ)}")
-        if nodes.count == 1 and job.config.fault.rejoin_seconds != Fault().rejoin_seconds:
-            say("titanlite: no effect on 1 node: fault.rejoin_seconds")
-        if nodes.rank == 0 and (line := job.no_effect_of(loaded.given)):
-            say(f"titanlite: {line}")
-        rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
-        members = rendezvous.call_roll(fits)
-        archives = {*folder.glob("previous/*")}
-        if nodes.rank == 0 and (message := take_folder(job.given)):
-            say(f"titanlite: {message}")
-        moved = {*folder.glob("previous/*")} - archives
-        rendezvous.wait_for_node_0("the dump folder")
-        with tempfile.TemporaryDirectory(prefix="titanlite-") as private:
-            max_restarts = _max_restarts(loaded, job, os.environ)
-            attempts = Attempts(work, job.given, rendezvous, Path(private), processes, max_restarts)
-            code = attempts.run(members, fits, lambda: stopping.reason, shown)
-    except OSError as error:  # the disk or the network, rather than a bug
-        raise RunFailed(str(error)) from None
-    except (KeyboardInterrupt, Signaled) as error:
-        number = getattr(error, "number", signal.SIGINT)
-        step = last_step()
-        files = f"{'metrics and ' * bool(step)}logs are in {folder}, {last_saved_message(job.config)}"
+    def _work(self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]) -> Ended:
+        """Run the workers of this node, with their output on the terminal; return how the attempt ended here."""
+        from titanlite.fault.status import Ended
+        from titanlite.launch.failure import first_failure
+        from titanlite.launch.workers import Workers
+
+        environ = {
+            DEVICE: self.device,
+            ATTEMPT: str(attempt.number),
+            **worker_environment(self.nodes, self.processes, os.environ),
+        }
+        part = to_toml(attempt.config), attempt.ranks, attempt.world, node.address
+        workers = Workers(self.argv, *part, self.folder, private, environ)
+
+        def poll() -> None:
+            watch()
+            self.stopping.poll(node)
+
+        self.terminal = self._open_terminal(attempt)
+        self.stopping.begin(private)
+        try:
+            with self.terminal:
+                exits, reason = workers.run(poll)
+            early = self.stopping.early_exit(exits)
+        except Stopped as stopped:
+            early = self.stopping.early_exit({}) or stopped.early
+            return Ended(early=early, over=True)
+        finally:
+            self.stopping.finish()
+        if early:
+            return Ended(early=early, over=early.code == CUT_SHORT)
+        failure = first_failure(exits, self.folder, private, socket.gethostname())
+        return Ended(failure, over=bool(failure or reason))
+
+    def _open_terminal(self, attempt: Attempt) -> Terminal:
+        from titanlite.launch.terminal import Terminal, known_facts
+
+        ranks = sorted(self.shown & {*attempt.ranks}) or attempt.ranks[:1]
+        logs = {rank: rank_log(self.folder, rank) for rank in ranks}
+        archives = [archive / "logs" for archive in self.moved or ()]
+        before = [self.folder / "logs" / f"attempt-{attempt.number - 1}", *archives]
+        known = known_facts(next(filter(Path.exists, before), None), ranks)
+        color = not self.job.config.metrics.disable_color_printing
+        steps = self.job.config.training.steps
+        return Terminal(logs, self.folder / "metrics.jsonl", steps, color, self.notices, known)
+
+    def _finish(self, verdict: Verdict) -> int:
+        if verdict.early:
+            return _end_early(self.job, verdict.early)
+        if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back() and self.moved:
+            print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
+        if verdict.code == OK:
+            say(describe_end(self.job.config))
+        assert verdict.code is not None
+        return verdict.code
+
+    def _end_at_once(self, number: int) -> int:
+        """Say where a run ended that a signal did not let save; return the exit code."""
+        step = self.terminal.last_record.get("step", 0) if self.terminal else 0
+        kinds = "metrics and logs" if step else "logs"
+        files = f"{kinds} are in {self.folder}, {last_saved_message(self.job.config)}"
         # What ranks have logged may show a hang.
-        silent = not any(path.stat().st_size for path in (folder / "logs").glob("**/rank-*"))
-        if silent and nodes.count == 1 and moved is not None and _put_back(folder, moved):
+        silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
+        if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
             files = AS_IT_WAS
-        say(f"\ntitanlite: stopped at step {step} of {steps}; {files}")
+        say(f"\ntitanlite: stopped at step {step} of {self.job.config.training.steps}; {files}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
-    if code == REFUSED and nodes.count == 1 and _put_back(folder, moved) and moved:
-        print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
-    if code == OK:
-        say(describe_end(job.config))
-    return code
+
+    def _put_back(self) -> bool:
+        return _put_back(self.folder, self.moved or set())
+
+
+def _end_early(job: Job, early: EarlyExit) -> int:
+    """Say where a run ended on request; return the exit code."""
+    say(f"\ntitanlite: {describe_stop(job.config, early)}")
+    return INTERRUPTED if early.reason.startswith(CTRL_C) else early.code
 
 
 def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from titanlite.observe.console import colored
 from titanlite.observe.metrics import format_duration
+from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
 """Of the launcher, beside the logs of ranks: what it planned."""
@@ -62,6 +63,7 @@ class Terminal:
             {*known},
             dict[str, None](),
         )
+        self._failed: set[int] = set()
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()
         self._color = color and self._live
@@ -118,6 +120,10 @@ class Terminal:
                 show(line)
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
+                if line == FAILED_MARK:  # the launcher prints the error of the rank that failed first
+                    self._failed.add(rank)
+                if rank in self._failed:
+                    continue
                 if self._is_known(line) or line.startswith("no effect "):  # the launcher has said what was asked for
                     continue
                 if line.startswith("step:"):

@@ -15,7 +15,7 @@ from titanlite.config.schema import Comm
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo, store_address
-from titanlite.runtime.rank_files import LAUNCHED, attempt_number
+from titanlite.runtime.rank_files import attempt_prefix
 
 T = TypeVar("T")
 WATCH_SECONDS = 15
@@ -74,24 +74,8 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent's store outlives an attempt: without a prefix of its own, the next would find stale addresses.
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
-        return attempt_store(store, attempt_number(environ))
+        return dist.PrefixStore(attempt_prefix(environ), store)
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
-
-
-def attempt_store(store: dist.Store, attempt: str) -> dist.PrefixStore:
-    """Return the part of the store that belongs to an attempt."""
-    return dist.PrefixStore(f"attempt-{attempt}", store)
-
-
-def connect_again(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.TCPStore | None:
-    """Return another connection to the ranks' store, which under a launcher is the launchers'; None if there is none.
-
-    A thread needs its own: a wait in one connection blocks all who use it.
-    """
-    address = store_address(environ, rank.world)
-    if LAUNCHED in environ:  # one rank has the launcher's too
-        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=False, timeout=timeout) if address else None
 
 
 def collective_timeout(seconds: float) -> timedelta:

@@ -1,4 +1,4 @@
-"""A rank's page: its process, where its main thread is, and how it ended early; others read it from a mapped file.
+"""A rank's page: its process, the place of its main thread, its request to stop and its early exit, in a mapped file.
 
 One value for the process, like the profiler's regions, whose names are the same. The file is readable while the
 process is stopped, keeps the GIL, or is dead. No torch before the first phase.
@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from titanlite.runtime.rank_files import PAGE
 
-PAGE_BYTES = 1024
+HALF_BYTES = 2048
+"""A page is two halves, written in turn: a process that is stopped or killed while it writes leaves one whole."""
 MOST_CHARACTERS = 150
-_MOST_READS = 20
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,18 @@ class Page:
     """The first step of this process, which compiles and connects; 0 before it."""
     pid: int = 0
     """The process, once it answers SIGUSR2 with its stack."""
+    heartbeat: float = 0.0
+    """The last sign of life of a thread, by the same clock as `since`; 0 before the first."""
+    asked: str = ""
+    """Why this rank was asked to stop."""
     ending: EarlyExit | None = None
 
 
+_FIELDS = [each.name for each in fields(Page) if each.name != "ending"]
+
+
 class OwnPage(Page):
-    """This process's page. The main thread changes it, but for `saved` (a save's thread) and `ending` (a stop's)."""
+    """This process's page. The main thread changes it; other threads only `saved`, `heartbeat`, `asked`, `ending`."""
 
     _file: mmap.mmap | None = None
     _lock = threading.Lock()
@@ -64,9 +71,9 @@ class OwnPage(Page):
 
     def share(self, file: Path) -> None:
         """Keep the page in a file too."""
-        file.write_bytes(b" " * PAGE_BYTES)
+        file.write_bytes(b" " * (2 * HALF_BYTES))
         with file.open("r+b") as opened:
-            self._file = mmap.mmap(opened.fileno(), PAGE_BYTES)
+            self._file = mmap.mmap(opened.fileno(), 2 * HALF_BYTES)
         self.pid = os.getpid()
         self._write()
 
@@ -81,36 +88,49 @@ class OwnPage(Page):
         self.since = time.monotonic()
         self._write()
 
+    def beat(self, asked: str) -> None:
+        """Give a sign of life, and pass on a request to stop."""
+        self.heartbeat = time.monotonic()
+        self.asked = asked[:MOST_CHARACTERS]
+        self._write()
+
     def end(self, ending: EarlyExit) -> None:
         """Record an early exit."""
         self.ending = replace(ending, reason=ending.reason[:MOST_CHARACTERS])
         self._write()
 
     def _write(self) -> None:
-        """Write the page with a number at both ends, by which a reader notices half of it."""
         if self._file is None:
             return
         with self._lock:
             self._writes += 1
-            text = json.dumps([self._writes, asdict(self), self._writes], ensure_ascii=False).encode()
-            assert len(text) <= PAGE_BYTES, text
-            self._file[:] = text.ljust(PAGE_BYTES)
+            values = [getattr(self, name) for name in _FIELDS]
+            ending = vars(self.ending) if self.ending else None
+            text = json.dumps([self._writes, values, ending, self._writes], ensure_ascii=False).encode()
+            assert len(text) <= HALF_BYTES, text
+            start = HALF_BYTES * (self._writes % 2)
+            self._file[start : start + HALF_BYTES] = text.ljust(HALF_BYTES)
 
 
 OWN_PAGE = OwnPage()
 
 
 def read_page(file: Path) -> Page | None:
-    """Return what a rank's file says; None before it says anything."""
-    for _ in range(_MOST_READS):
+    """Return a rank's page; None before it is written."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    newest, page = 0, None
+    for start in (0, HALF_BYTES):
         try:
-            first, values, last = json.loads(file.read_bytes())
-        except (OSError, ValueError):  # none yet, or half of one
+            first, values, ending, last = json.loads(content[start : start + HALF_BYTES])
+        except ValueError:  # none yet, or in the middle of a write
             continue
-        if first == last:
-            ending = values.pop("ending")
-            return Page(**values, ending=EarlyExit(**ending) if ending else None)
-    return None
+        if first == last and first > newest:
+            newest = first
+            page = Page(**dict(zip(_FIELDS, values, strict=True)), ending=EarlyExit(**ending) if ending else None)
+    return page
 
 
 def read_pages(private: Path) -> dict[int, Page]:

@@ -1,4 +1,4 @@
-"""How a launcher and its workers talk: by variables, signals, and files in a folder of the launcher's. No torch."""
+"""Between a launcher and its workers: variables, signals, and files in a folder of the launcher's. No torch."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
-"""Environment variable with the process id of the launcher, which writes each rank's output to its log file."""
+"""Environment variable with the process id of the launcher that writes each rank's output to its log file."""
 RESOLVED_CONFIG, DEVICE = "TITANLITE_CONFIG", "TITANLITE_DEVICE"
 """Environment variables with the path of the config that the launcher checked for its workers, and the device."""
 ATTEMPT = "TITANLITE_ATTEMPT"
@@ -15,12 +15,14 @@ STARTED = "TITANLITE_STARTED"
 """Environment variable with the time at which the launcher started, in seconds since 1970."""
 
 STOP = "stop"
-"""Key of the launchers' store with the reason why the run should stop."""
+"""Name of the launcher's file with the reason why its ranks should stop."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for it, to a launcher or to a rank."""
 SAME_REQUEST_SECONDS = 1
 """Signals within this time are one request: schedulers signal a launcher and its ranks, and some do so twice."""
 
+FAILED_MARK = "titanlite: this rank failed"
+"""Line of a rank's log before its error; a launcher shows the one of the rank that failed first."""
 ERROR, STACK, PAGE = "json", "stack", "page"
 """Kinds of files: the error that ended a rank, its stack, which SIGUSR2 asks for, and its page (runtime/page.py)."""
 
@@ -28,6 +30,11 @@ ERROR, STACK, PAGE = "json", "stack", "page"
 def attempt_number(environ: Mapping[str, str]) -> str:
     """Return the number of this worker's attempt; torchrun counts its restarts from 0."""
     return environ.get(ATTEMPT) or environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def attempt_prefix(environ: Mapping[str, str]) -> str:
+    """Return the beginning of the store's keys that belong to this worker's attempt."""
+    return f"attempt-{attempt_number(environ)}"
 
 
 def rank_file(private: Path, rank: int, kind: str) -> Path:
@@ -41,8 +48,14 @@ def write_whole(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def own_file(environ: Mapping[str, str], kind: str) -> Path | None:
-    """Return a file of this worker; None if titanlite's launcher did not start it."""
+def launcher_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of this worker's launcher; None if titanlite's launcher did not start it."""
     if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run
         return None
-    return rank_file(Path(environ[RESOLVED_CONFIG]).parent, int(environ["RANK"]), kind)
+    return Path(environ[RESOLVED_CONFIG]).parent
+
+
+def own_file(environ: Mapping[str, str], kind: str) -> Path | None:
+    """Return a file of this worker; None without titanlite's launcher."""
+    folder = launcher_folder(environ)
+    return rank_file(folder, int(environ["RANK"]), kind) if folder else None

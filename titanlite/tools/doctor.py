@@ -25,7 +25,7 @@ from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, forma
 from titanlite.launch import launcher
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
-from titanlite.runtime.rank_files import ATTEMPT, DEVICE, RESOLVED_CONFIG
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     from titanlite.config.job import Job
@@ -56,29 +56,32 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         return _read_traces(arguments.traces)
     environ = dict(os.environ)
     job, nodes, device, processes = launcher.find_job(load(parse_command_line(overrides, environ)), environ)
+    from titanlite.fault.status import Ended
     from titanlite.launch.failure import first_failure
-    from titanlite.launch.rendezvous import NodeRendezvous, Verdict
+    from titanlite.launch.node import Node
     from titanlite.launch.workers import Signaled, Workers
 
     ranks = range(nodes.rank * processes, (nodes.rank + 1) * processes)
     environ = {DEVICE: device, ATTEMPT: "1", **launcher.worker_environment(nodes, processes, environ)}
-    rendezvous = NodeRendezvous(nodes, processes, job.config.fault, job.config.comm.init_timeout_seconds)
-    rendezvous.call_roll(lambda _: "")
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
-        folder, part = Path(name), (to_toml(job.given), ranks, job.layout.world, rendezvous.address)
+        folder = Path(name)
+        node = Node(nodes, processes, job.config, folder)
+        node.meet()
+        part = to_toml(job.given), ranks, job.layout.world, node.address
         workers = Workers(overrides, *part, folder, folder, environ, __name__)
         try:
-            exits, _ = workers.run(rendezvous.poll)
+            exits, _ = workers.run(node.poll)
         except Signaled as signaled:
             return 128 + signaled.number
         failure = first_failure(exits, folder, folder, socket.gethostname())
         if 0 in ranks:
-            print(rank_log(folder, 0).read_text(encoding="utf-8", errors="replace"), end="")
-        if failure and not (failure.is_user_error and 0 in ranks and 0 in failure.told_by):
+            log = rank_log(folder, 0).read_text(encoding="utf-8", errors="replace")
+            print(log.partition(FAILED_MARK)[0], end="")
+        if failure:
             print(failure.describe(rank_log(folder, failure.rank)), file=sys.stderr)
         elif 0 not in ranks:
             print("titanlite: node 0 prints the result")
-    verdict = rendezvous.settle(failure, over=False, decide=lambda all: Verdict(all[0].code if all else OK))
+        verdict = node.settle(Ended(failure, over=bool(failure)))
     return FAILED if verdict.code is None else verdict.code
 
 

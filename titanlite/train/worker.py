@@ -27,7 +27,7 @@ from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ra
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.parent import exit_with_parent
-from titanlite.runtime.rank_files import DEVICE, LAUNCHED, RESOLVED_CONFIG, write_whole
+from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG, write_whole
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
@@ -60,13 +60,16 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = RunFailed(str(error))
-        if isinstance(error, UserError):  # printed first: the launcher does not print again what is in this file
-            print(f"titanlite: {error}", file=sys.stderr)
+        if isinstance(error, UserError):
+            if LAUNCHED in environ:
+                print(FAILED_MARK, file=sys.stderr)
+            print(f"titanlite: {error}", file=sys.stderr, flush=True)
             write_error_file(error, environ)
             return error.code
         if stop and stop.others_may_have_left():
             print(f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr)
             return stop.leave("another rank had left")
+        print(FAILED_MARK, file=sys.stderr, flush=True)
         write_error_file(error, environ)
         traceback.print_exc()
         return 1

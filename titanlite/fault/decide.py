@@ -1,0 +1,223 @@
+"""Decide for all nodes: who takes part, whether the run hangs, what failed first, and what follows.
+
+A pure function of the nodes' statuses, their history and a clock; what it must know of the disk and of the config is
+asked of two functions.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from titanlite.config.schema import Fault
+from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
+from titanlite.fault.stall import Hangs
+from titanlite.fault.status import Decision, Ended, Failure, Status, Verdict
+from titanlite.runtime.page import EarlyExit
+
+SILENCE_SECONDS = 15.0
+"""Without a sign of life of a launcher, after which its node counts as lost."""
+TAKEOVER_SECONDS = 3.0
+"""Without a sign of life, after which another launcher may take its place."""
+GATHER_SECONDS = 5.0
+"""From the first failure to the verdict: other nodes' may be earlier."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The constants of a run."""
+
+    nodes: int
+    init_seconds: float
+    """comm.init_timeout_seconds"""
+    fault: Fault
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the disk has to go on from."""
+
+    step: int = 0
+    source: str = "from the start: nothing was saved yet"
+    by_this_run: bool = False
+
+
+class Decider:
+    """Node 0's judgment. `fits` returns why a number of ranks does not fit the job, or nothing."""
+
+    def __init__(
+        self,
+        run: Run,
+        now: float,
+        fits: Callable[[int], str],
+        saved: Callable[[], Saved],
+        hangs: Callable[[int, int, float], Hangs],
+    ) -> None:
+        """`hangs` makes the judge of an attempt with this number and world, which begins now."""
+        self._run, self._fits, self._saved, self._hangs = run, fits, saved, hangs
+        self.decision = Decision()
+        self._deadline = now + run.init_seconds
+        self._moved: dict[int, tuple[tuple[int, int], float]] = {}
+        self.silent: dict[int, float] = {}
+        """Seconds since each node's last sign of life."""
+        self._begun: dict[int, int] = {}
+        """The members' incarnations when the attempt began."""
+        self._judge: Hangs | None = None
+        self._failed_at: float | None = None
+        self._failures: list[Failure] = []
+        """One of each attempt so far."""
+
+    def look(self, statuses: Mapping[int, Status], now: float) -> Decision:
+        """Return the decision for these statuses; those of nodes that never came are missing."""
+        self._follow(statuses, now)
+        if self.decision.is_final:
+            return self.decision
+        stop = next((status.stop for status in statuses.values() if status.stop), "")
+        own = statuses[0]
+        self.decision = replace(self.decision, stop=self.decision.stop or stop, prepared=own.prepared)
+        if own.left:
+            failure = own.ended.failure if own.ended else None
+            words, code = (failure.words, failure.code) if failure else ("its launcher has left", FAILED)
+            self._end(code, f"node 0: {words}")
+        elif self.decision.members:
+            self._follow_attempt(statuses, now)
+        else:
+            self._call_roll(statuses, now)
+        return self.decision
+
+    def _end(self, code: int, why: str) -> None:
+        self.decision = replace(self.decision, failed=True, verdict=Verdict(code, why))
+
+    def _follow(self, statuses: Mapping[int, Status], now: float) -> None:
+        for node, status in statuses.items():
+            life = status.incarnation, status.count
+            last, since = self._moved.get(node, (None, now))
+            self._moved[node] = life, since if life == last else now
+            self.silent[node] = now - self._moved[node][1]
+
+    # ---------------------------------------------------------------- before an attempt
+
+    def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
+        """Begin the attempt once its nodes are there: all for the first; for later ones those that come in time."""
+        number, run = self.decision.attempt, self._run
+        here = {
+            node: status.processes
+            for node, status in sorted(statuses.items())
+            if status.attempt == number and not status.left and self.silent[node] <= SILENCE_SECONDS
+        }
+        if len(here) < run.nodes and now <= self._deadline:
+            return None
+        missing = ", ".join(str(node) for node in range(run.nodes) if node not in here)
+        if len({*here.values()}) > 1:
+            listed = ", ".join(f"node {node}: {processes}" for node, processes in here.items())
+            why = f"the nodes have different numbers of processes ({listed}): set NGPU to the same on all"
+            return self._end(REFUSED, why)
+        least = run.nodes if number == 1 else run.fault.min_nodes or run.nodes
+        if len(here) < least:
+            within = f"within {run.fault.rejoin_seconds} s (fault.rejoin_seconds)"
+            if number == 1:
+                within = f"within {run.init_seconds} s (comm.init_timeout_seconds)"
+            why = f"only {len(here)} of {run.nodes} nodes connected {within}; missing: NODE_RANK {missing}"
+            return self._end(FAILED, why)
+        world = sum(here.values())
+        if missing and (why := self._fits(world)):
+            return self._end(FAILED, f"without NODE_RANK {missing}: {why}")
+        self._begun = {node: statuses[node].incarnation for node in here}
+        self._judge = self._hangs(number, world, now)
+        self.decision = replace(self.decision, members=tuple(here))
+        return None
+
+    # ---------------------------------------------------------------- while it runs
+
+    def _follow_attempt(self, statuses: Mapping[int, Status], now: float) -> None:
+        assert self._judge
+        members = {node: statuses[node] for node in self.decision.members}
+        if self._failed_at is None:
+            self._judge.look(members, now)
+            self.decision = replace(self.decision, hangs=self._judge.is_hung, report=self._judge.report)
+        if self._judge.is_hung and not self._judge.report:
+            return  # ranks may die while their stacks are taken
+        replaced = [node for node, status in members.items() if status.incarnation != self._begun[node]]
+        ended = {
+            node: status.ended
+            for node, status in members.items()
+            if status.ended and status.attempt == self.decision.attempt and node not in replaced
+        }
+        rest = [node for node in members if node not in ended and node not in replaced]
+        lost = [node for node in rest if self.silent[node] > SILENCE_SECONDS]
+        accounted = {*replaced, *lost, *ended}
+        fails = replaced or lost or self._judge.report or any(each.over or each.failure for each in ended.values())
+        if fails and self._failed_at is None:
+            self._failed_at = now
+            self.decision = replace(self.decision, failed=True)
+        late = self._failed_at is not None and now > self._failed_at + GATHER_SECONDS
+        if accounted != {*members} and not late:
+            return
+        failures = [each.failure for each in ended.values() if each.failure]
+        for node in replaced:
+            words = f"the launcher of NODE_RANK={node} ended, and another has taken its place"
+            failures.append(_of_launcher(words, 0))
+        for node in rest:
+            if self.silent[node] > TAKEOVER_SECONDS:
+                words = f"the launcher of NODE_RANK={node} does not answer"
+                failures.append(_of_launcher(words, self.silent[node]))
+        if self._judge.report:
+            failures = [replace(_of_launcher(self._judge.report, 0), words=self._judge.report.partition("\n")[0])]
+        self._settle(self._verdict([*ended.values()], failures, statuses), now)
+
+    def _verdict(self, ended: Sequence[Ended], failures: list[Failure], statuses: Mapping[int, Status]) -> Verdict:
+        early = min((each.early for each in ended if each.early), key=_merit, default=None)
+        if early:  # one rank that saved its last step is enough: no other has taken a later one
+            return Verdict(early.code, early=early)
+        if not failures and self._failed_at is None:
+            return Verdict(OK)
+        failure = min(failures, key=lambda each: each.order, default=None)
+        failure = failure or _of_launcher("the launchers lost contact with each other", 0)
+        beats = {rank: beat for node in self._begun for rank, beat in statuses[node].beats.items()}
+        if failure.step is None and failure.rank in beats:
+            failure = replace(failure, step=beats[failure.rank].step)
+        completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
+        earlier = self._failures[:]
+        self._failures.append(failure)
+        return after(failure, earlier, self._run.max_restarts, self._saved(), completed, self.decision.stop)
+
+    def _settle(self, verdict: Verdict, now: float) -> None:
+        if verdict.code is not None:
+            self.decision = replace(self.decision, verdict=verdict)
+            return
+        before = self.decision
+        self.decision = Decision(before.attempt + 1, prepared=True, stop=before.stop, verdict=verdict)
+        self._deadline = now + self._run.fault.rejoin_seconds
+        self._failed_at = None
+
+
+def after(
+    failure: Failure, earlier: Sequence[Failure], max_restarts: int, saved: Saved, completed: int, stop: str = ""
+) -> Verdict:
+    """Return what follows a failure: another attempt, unless it failed the same way before, or would again."""
+    if failure.is_user_error or not max_restarts:
+        return Verdict(failure.code, failure=failure)
+    if any(failure.repeats(other) for other in earlier):
+        why = f"not restarted: step {failure.step} failed before, with the same words"
+        return Verdict(FAILED, why, failure)
+    if len(earlier) >= max_restarts:
+        return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}", failure)
+    lost = max(0, completed - saved.step)
+    if stop:
+        early = EarlyExit(CUT_SHORT if lost else STOPPED, saved.step + lost, stop, lost)
+        return Verdict(early.code, failure=failure, early=early)
+    steps = "step" if lost == 1 else "steps"
+    why = f"restart {len(earlier) + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"
+    return Verdict(None, why, failure, resumes=saved.by_this_run, first_step=saved.step + 1)
+
+
+def _merit(early: EarlyExit) -> tuple[int, bool]:
+    """Return a sort key: a saved step first, then the rank that knows the reason best."""
+    return early.code, "another rank" in early.reason
+
+
+def _of_launcher(words: str, seconds: float) -> Failure:
+    return Failure(-1, socket.gethostname(), time.time() - seconds, None, words, words, known=False)

@@ -1,0 +1,299 @@
+"""This launcher among those of the other nodes: it meets them, runs, settles the end of an attempt, and leaves.
+
+Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is always on node 0,
+whose launcher has the store where all meet, and decides. A node may be lost and come back, but not node 0.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import FAILED, RunFailed, UserError, first_line
+from titanlite.fault.beat import beat_of, hangs_of
+from titanlite.fault.board import Board, Link, open_board
+from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Run, Saved
+from titanlite.fault.inspection import RankProcess, inspect
+from titanlite.fault.stall import Hangs, Stalled
+from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status, Verdict
+from titanlite.launch.nodes import Nodes
+from titanlite.launch.terminal import say
+from titanlite.launch.workers import kill_group
+from titanlite.runtime.page import read_pages
+from titanlite.runtime.rank_files import PAGE, STACK, rank_file
+
+LEAVE_SECONDS = 30.0
+"""In which all launchers read the end of the run, unless they do not answer."""
+OVER_SECONDS = 5.0
+"""For the verdict on an attempt that a second signal has ended."""
+
+
+class PeerFailed(RunFailed):
+    """Another node's part of the attempt has failed, so that this node's cannot go on."""
+
+
+class Replaced(RunFailed):
+    """Another launcher is this node now."""
+
+
+class RunEnded(RunFailed):
+    """There is no next attempt; the code is the exit code."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Node:
+    """One launcher's part in a run."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        processes: int,
+        config: JobConfig,
+        private: Path,
+        max_restarts: int = 0,
+        fits: Callable[[int], str] = lambda world: "",
+        saved: Callable[[], Saved] = Saved,
+    ) -> None:
+        """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be this node.
+
+        `fits` and `saved` are what node 0 must know to decide; the workers' files are in `private`.
+        """
+        self.rank, self.processes = nodes.rank, processes
+        self._nodes, self._config, self._private = nodes, config, private
+        self._host = socket.gethostname()
+        self._store = _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
+        self._decider: Decider | None = None
+        if self.rank == 0:
+            run = Run(nodes.count, config.comm.init_timeout_seconds, config.fault, max_restarts)
+            self._decider = Decider(run, time.monotonic(), fits, saved, self._hangs)
+            open_board(self._store, nodes.count)
+            self._store.set("run", uuid.uuid4().hex)
+        self.address = nodes.master_addr, self._store.port
+        """Host and port of the store, which the workers use too."""
+        run_id = self._store.get("run").decode()  # set when the board is open
+        own = Status(self._claim(), processes=processes)
+        link = Link(*self.address, run_id, store=self._store)
+        decide = self._decider.look if self._decider else None
+        self._board = Board(link, self.rank, nodes.count, own, self._look, self._inspect, decide)
+        self._board.start()
+
+    @property
+    def decision(self) -> Decision:
+        return self._board.decision
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the attempt that runs, or comes next."""
+        return self._board.own.attempt
+
+    def _claim(self) -> int:
+        """Return how many launchers have been this node; refuse to be the second one that lives."""
+        store, key = self._store, f"status/{self.rank}"
+        claims = store.add(f"claims/{self.rank}", 1)
+        before, deadline = store.get(key), time.monotonic() + TAKEOVER_SECONDS * (claims > 1)
+        while time.monotonic() < deadline:
+            if store.get(key) != before:
+                raise UserError(f"two launchers use NODE_RANK={self.rank}; every node needs its own")
+            time.sleep(0.2)
+        store.set(f"incarnation/{self.rank}", str(claims))
+        return claims
+
+    # ---------------------------------------------------------------- meet
+
+    def meet(self) -> Decision:
+        """Return the decision that makes this node a member of the next attempt; RunEnded if there is none."""
+        board = self._board
+        board.put(ended=None, found=None)
+        exchanges = board.exchanges
+
+        def is_member() -> bool:
+            decision = board.decision
+            if board.exchanges == exchanges or decision.is_final:
+                return decision.is_final
+            if decision.attempt == self.attempt and self.rank in decision.members:
+                return True
+            wanted = decision.attempt + bool(decision.members)  # one that runs cannot be joined
+            if wanted != self.attempt:
+                board.put(attempt=wanted)
+            return False
+
+        self._wait(is_member)
+        verdict = board.decision.verdict
+        if not board.decision.is_final or not verdict or verdict.code is None:
+            return board.decision
+        self._leave()
+        raise RunEnded(verdict.why or "the run has ended; see node 0", verdict.code)
+
+    def prepare(self) -> None:
+        """Show on node 0 that the dump folder is ready; wait for that elsewhere."""
+        self._board.put(prepared=True)
+        self._wait(lambda: self.decision.prepared or self.decision.is_final)
+        if not self.decision.prepared:
+            raise RunFailed("node 0 did not prepare the dump folder; see that node's log")
+
+    # ---------------------------------------------------------------- run
+
+    def poll(self) -> None:
+        """Raise an error that ends this node's workers if the attempt is over elsewhere, or hangs."""
+        self._check()
+        decision, board = self.decision, self._board
+        if decision.attempt != self.attempt or decision.is_final or decision.failed:
+            if decision.report:
+                self._kill_ranks()
+                raise Stalled(decision.report)
+            raise PeerFailed("another node has failed")
+        if board.lost_seconds > SILENCE_SECONDS:
+            raise PeerFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
+
+    def request_stop(self, reason: str) -> None:
+        """Request that all nodes stop; the first reason stays."""
+        if not self._board.own.stop:
+            self._board.put(stop=reason)
+
+    def _hangs(self, attempt: int, world: int, now: float) -> Hangs:
+        return hangs_of(self._config, world, str(attempt), now)
+
+    def _look(self, status: Status) -> Status:
+        """Add the news of this node's ranks."""
+        pages = read_pages(self._private)
+        beats = {rank: beat_of(self._config, page, self._host) for rank, page in pages.items() if page.heartbeat}
+        asked = next((page.asked for page in pages.values() if page.asked), "")
+        return replace(status, beats=beats, stop=status.stop or asked)
+
+    def _processes(self) -> dict[int, RankProcess]:
+        """Return the processes of this node that can write their stacks."""
+        return {
+            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PAGE))
+            for rank, page in read_pages(self._private).items()
+            if _leads_session(page.pid)
+        }
+
+    def _inspect(self) -> dict[int, Inspection]:
+        return inspect(self._processes())
+
+    def _kill_ranks(self) -> None:
+        """Kill the ranks of a hang: one that is stopped takes no other signal, and to others SIGTERM is a request."""
+        for pid, *_ in self._processes().values():
+            kill_group(pid)
+
+    # ---------------------------------------------------------------- settle
+
+    def settle(self, ended: Ended) -> Verdict:
+        """Show how the attempt ended here, and return the verdict on it."""
+        number = self.attempt
+        self._board.put(ended=ended)
+        is_killed = bool(ended.early and ended.over)
+
+        def is_settled() -> bool:
+            return self.decision.attempt > number or self.decision.is_final
+
+        try:
+            self._wait(is_settled, OVER_SECONDS if is_killed else None)
+        except RunFailed:
+            if not ended.early:
+                raise
+        verdict = self.decision.verdict if is_settled() else None
+        if verdict is None:
+            verdict = Verdict(ended.early.code if ended.early else FAILED, early=ended.early)
+        if verdict.code is not None:
+            self._leave()
+        return verdict
+
+    def leave(self, failure: Failure) -> None:
+        """Show, as far as a few seconds allow, that this launcher ends, and why."""
+        self._board.put(ended=Ended(failure, over=True))
+        with suppress(RunFailed):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Leave when the others, whose store ends with node 0, have read the decision."""
+        board, exchanges = self._board, self._board.exchanges
+        board.put(left=True)
+        with suppress(RunFailed):
+            self._wait(lambda: board.exchanges > exchanges + 1, OVER_SECONDS)
+            self._wait(self._are_others_gone, LEAVE_SECONDS)
+        board.end()
+
+    def _are_others_gone(self) -> bool:
+        if self._decider is None:
+            return True
+        return all(
+            node == 0 or status.left or self._decider.silent[node] > TAKEOVER_SECONDS
+            for node, status in self._board.statuses.items()
+        )
+
+    # ---------------------------------------------------------------- the board
+
+    def _check(self) -> None:
+        board = self._board
+        if board.crash:
+            raise board.crash
+        if board.is_replaced:
+            raise Replaced(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait for a condition; raise RunFailed if node 0 does not answer, or the time is over."""
+        board, began = self._board, time.monotonic()
+        board.is_waiting = True
+        try:
+            while not condition():
+                self._check()
+                if board.problem and board.lost_seconds > self._config.fault.rejoin_seconds:
+                    raise board.problem
+                if seconds is not None and time.monotonic() > began + seconds:
+                    raise RunFailed(f"no decision of node 0 in {seconds:.0f} s")
+                time.sleep(0.02)
+        finally:
+            board.is_waiting = False
+
+
+def _listen(nodes: Nodes) -> dist.TCPStore:
+    """Return the store of node 0."""
+    host, port = nodes.master_addr, nodes.master_port
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        listening = f"listen at {host}:{port}, its MASTER_ADDR and MASTER_PORT"
+        raise RunFailed(f"node 0 cannot {listening}: {first_line(error)}") from None
+
+
+def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
+    """Return node 0's store, for which it may be too early; a name that does not resolve is said at once."""
+    host, port = nodes.master_addr, nodes.master_port
+    deadline, is_told = time.monotonic() + seconds, False
+    within = f"within {seconds:g} s (comm.init_timeout_seconds)"
+    while True:
+        try:
+            socket.create_connection((host, port), 2).close()  # torch would print its frames
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            store.set_timeout(timedelta(seconds=seconds))
+            return store
+        except (dist.DistError, RuntimeError, OSError) as error:
+            if isinstance(error, socket.gaierror) and not is_told:
+                is_told = True
+                say(f"titanlite: MASTER_ADDR={host} does not resolve: {error.strerror}; trying for {seconds:g} s")
+            if time.monotonic() > deadline:
+                remedy = "that it is started, that MASTER_ADDR is its address, and that the port is open"
+                message = f"node 0 did not answer at {host}:{port} {within}: check {remedy}"
+                raise RunFailed(message) from None
+            time.sleep(0.5)
+
+
+def _leads_session(pid: int) -> bool:
+    """Return whether this is still a worker, which leads a session of its own."""
+    with suppress(ProcessLookupError, PermissionError):
+        return os.getsid(pid) == pid
+    return False
