@@ -1,6 +1,6 @@
 """A request to stop: who asked, and the thread that ends this rank when the time to save is over.
 
-A rank is asked by SIGTERM or SIGUSR1, by a launcher through its beat, by another rank through the step, or by the
+A rank is asked by SIGTERM or SIGUSR1, by its launcher through a file, by another rank through the step, or by the
 clock. The trainer sends the request along with the next step, saves after the one that carried it, and leaves.
 """
 
@@ -66,11 +66,8 @@ class Stop(threading.Thread):
             now = time.monotonic()
             if not self.reason and time.time() > self._limit:
                 self.ask(self._limit_name)
-            if now > self._asked_at + self._grace:
-                os._exit(self.leave(f"fault.grace_seconds = {self._grace} ran out"))
-            # Without data no rank can take a step: what is left of the time would save nothing.
-            if OWN_PAGE.phase == "data" and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2:
-                os._exit(self.leave(f"no data for half of fault.grace_seconds = {self._grace}"))
+            if cause := self.overdue(now):
+                os._exit(self.leave(cause))
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -78,6 +75,15 @@ class Stop(threading.Thread):
             os._exit(self.leave(f"second signal: {number.name}"))
         self._signaled_at = min(now, self._signaled_at)
         self.ask(f"{number.name} to rank {self._rank}")
+
+    def overdue(self, now: float) -> str:
+        """Return why this rank must leave although it has not saved, or nothing."""
+        if now > self._asked_at + self._grace:
+            return f"fault.grace_seconds = {self._grace} ran out"
+        # Without data no rank can take a step: what is left of the time would save nothing.
+        if OWN_PAGE.phase == "data" and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2:
+            return f"no data for half of fault.grace_seconds = {self._grace}"
+        return ""
 
     def others_may_have_left(self) -> bool:
         """Whether others, which were asked to stop, have left this one alone, so that an error is the consequence."""

@@ -1,0 +1,208 @@
+"""A launcher's part: the start of the next attempt, requests to stop, its workers' processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.jobs import TINY, job, run_to_end
+from tests.launch.run import left_over
+from titanlite.config.schema import JobConfig, config_of
+from titanlite.errors import CUT_SHORT, STOPPED
+from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
+from titanlite.fault.status import Decision
+from titanlite.fault.stop import Stop, time_limit
+from titanlite.launch.attempts import Attempts, saved_since
+from titanlite.launch.failure import Exit
+from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
+from titanlite.launch.workers import Workers
+from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.page import OWN_PAGE, EarlyExit, OwnPage
+from titanlite.runtime.rank_files import STOP
+
+SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.async_mode=disabled", "--training.steps=2"]
+QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
+"""Without checkpoints signals are not caught, here those of the tests' own process."""
+
+
+def launcher(**changes: Any) -> Any:
+    """Return the part of a node that is asked for: a member of an attempt, with requests and decisions."""
+    return SimpleNamespace(**{"rank": 1, "processes": 2, "attempt": 3, "decision": Decision(), **changes})
+
+
+def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start_was_told(tmp_path):
+    options = ["--checkpoint.enable", "--checkpoint.load_step=7", '--checkpoint.exclude_from_loading=["optimizer"]']
+    given = job([*TINY, *options], world=2).given
+    attempts = Attempts(launcher(), given, tmp_path, lambda attempt, poll: None)  # type: ignore[arg-type]
+    first, later = (attempts._begin((0, 1, 2), resumes) for resumes in (False, True))
+    assert (first.number, first.ranks, first.world) == (3, range(2, 4), 6)
+    assert first.config == given
+    assert later.config.checkpoint.load_step == -1 and later.config.checkpoint.exclude_from_loading == []
+    assert attempts._begin((1, 2), False).ranks == range(2), "without node 0 the ranks move up"
+
+
+def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
+    config = job([*SAVING, f"--job.dump_folder={tmp_path}"], world=1).config
+    assert saved_since(config)().source == "from the start: nothing was saved yet"
+    fresh = saved_since(config)
+    pool.run(run_to_end, SAVING, str(tmp_path), world=1)
+    saved = fresh()
+    assert (saved.step, saved.by_this_run) == (2, True) and saved.source == f"from {tmp_path}/checkpoint/step-2"
+    found = saved_since(config)()
+    assert (found.step, found.by_this_run) == (2, False)
+
+
+# ---------------------------------------------------------------- a request to stop
+
+
+def stopping(private: Path, reason: str = "", seconds_ago: float = 0.0) -> Stopping:
+    request = Stopping(QUIET)
+    request.begin(private)
+    request.reason, request._asked_at = reason, time.monotonic() - seconds_ago
+    return request
+
+
+def page(private: Path, rank: int, **values: Any) -> OwnPage:
+    """Return the page of a rank that has written it."""
+    written = OwnPage()
+    written.share(private / f"{rank}.page")
+    written.pid = 0
+    for name, value in values.items():
+        setattr(written, name, value)
+    written.enter("forward")
+    return written
+
+
+def test_a_request_of_any_node_reaches_the_ranks_by_a_file_and_the_nodes_by_node_0(tmp_path):
+    requested: list[str] = []
+    other = launcher(decision=Decision(stop="SIGTERM to rank 3"), request_stop=requested.append)
+    stopping(tmp_path).poll(other)
+    assert (tmp_path / STOP).read_text() == "SIGTERM to rank 3" and requested == []
+    stopping(tmp_path, "Ctrl-C").poll(other)
+    assert requested == ["Ctrl-C"]
+
+
+def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
+    node = launcher(request_stop=lambda reason: None)
+    stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS - 1).poll(node)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    page(tmp_path, 0, completed=5)
+    written = page(tmp_path, 1, completed=6)
+    written.pid = child.pid
+    written.enter("backward")
+    (tmp_path / "0.page").unlink()  # its process id is none of ours
+    with pytest.raises(Stopped) as caught:
+        stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS + 1).poll(node)
+    assert caught.value.early == EarlyExit(CUT_SHORT, 6, "Ctrl-C; fault.grace_seconds = 60 ran out", 6)
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):
+    page(tmp_path, 0, ending=EarlyExit(STOPPED, 6, "SIGTERM to rank 0", 0))
+    stopping(tmp_path, "Ctrl-C").poll(launcher(request_stop=lambda reason: None))
+    page(tmp_path, 1, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2))
+    with pytest.raises(Stopped):
+        stopping(tmp_path, "Ctrl-C").poll(launcher(request_stop=lambda reason: None))
+
+
+def test_the_rank_that_knows_best_says_how_a_run_ended(tmp_path):
+    assert stopping(tmp_path).early_exit({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
+    page(tmp_path, 0, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; another rank had left", 2))
+    page(tmp_path, 1, ending=(cut := EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; second signal: SIGTERM", 2)))
+    assert stopping(tmp_path).early_exit({}) == cut
+    page(tmp_path, 2, ending=(saved := EarlyExit(STOPPED, 7, "SIGTERM to rank 1", 0)))
+    assert stopping(tmp_path).early_exit({0: Exit(1, 5.0)}) == saved
+
+
+def rank_asked(seconds_ago: float, **fault: int) -> Stop:
+    config = config_of({f"fault.{key}": value for key, value in fault.items()})
+    request = Stop(config, RankInfo(0, 1, 0, "here"), {})
+    request.ask("SIGTERM to rank 0")
+    request._asked_at = time.monotonic() - seconds_ago
+    return request
+
+
+@pytest.mark.parametrize(
+    ("phase", "asked", "since", "says"),
+    [
+        ("forward", 59, 59, ""),
+        ("forward", 61, 61, "fault.grace_seconds = 60 ran out"),
+        ("data", 29, 59, ""),
+        ("data", 59, 29, ""),
+        ("data", 31, 31, "no data for half of fault.grace_seconds = 60"),
+        ("backward", 31, 31, ""),
+    ],
+)
+def test_a_rank_leaves_when_its_grace_is_over_and_without_data_at_half_of_it(monkeypatch, phase, asked, since, says):
+    now = time.monotonic()
+    monkeypatch.setattr(OWN_PAGE, "phase", phase)
+    monkeypatch.setattr(OWN_PAGE, "since", now - since)
+    assert rank_asked(asked, grace_seconds=60).overdue(now) == says
+
+
+def test_the_time_limit_leaves_the_grace_for_the_save():
+    config = config_of({"fault.stop_after_minutes": 10, "fault.grace_seconds": 90})
+    limit, name = time_limit(config, {})
+    assert limit == pytest.approx(time.time() + 600 - 90, abs=5) and name == "fault.stop_after_minutes = 10"
+    end = int(time.time()) + 300
+    assert time_limit(config, {"SLURM_JOB_END_TIME": str(end)}) == (end - 90, "the end of the SLURM job")
+    assert time_limit(JobConfig(), {})[1] == ""
+
+
+def test_the_step_that_runs_is_not_lost(monkeypatch):
+    for name, value in (("step", 8), ("completed", 7), ("saved", 7)):
+        monkeypatch.setattr(OWN_PAGE, name, value)
+    assert rank_asked(1).left() == EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
+    monkeypatch.setattr(OWN_PAGE, "saved", 4)
+    assert rank_asked(1).left("x") == EarlyExit(CUT_SHORT, 7, "SIGTERM to rank 0; x", 3)
+
+
+# ---------------------------------------------------------------- processes
+
+DUMPS = "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR2, open(sys.argv[1], 'w'))"
+
+
+def test_a_stopped_process_gives_its_stack_and_stays_stopped(tmp_path):
+    stack = tmp_path / "stack"
+    child = subprocess.Popen([sys.executable, "-c", f"{DUMPS}; print(flush=True); time.sleep(60)", stack], stdout=-1)
+    assert child.stdout
+    child.stdout.readline()
+    child.send_signal(signal.SIGSTOP)
+    wait_until(lambda: process_state(child.pid) == "stopped", 10)
+    found = inspect({0: RankProcess(child.pid, stack, tmp_path / "0.page")})
+    assert found[0].state == "stopped" and "line 1 in <module>" in found[0].stack
+    wait_until(lambda: process_state(child.pid) == "stopped", 2)
+    assert process_state(child.pid) == "stopped"
+    child.kill()
+    child.wait()
+
+
+FORKS = """
+import os, pathlib, sys, time
+pid = os.fork()
+if pid == 0:
+    time.sleep(60)
+pathlib.Path(sys.argv[1]).write_text(str(pid))
+sys.exit(3)
+"""
+
+
+def test_what_workers_have_forked_ends_with_them(tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    address, environ = ("localhost", 1), {"PYTHONPATH": str(tmp_path)}
+    private = tmp_path / "private"
+    private.mkdir()
+    argv = [str(tmp_path / "child")]
+    workers = Workers(argv, "", range(1), 1, address, tmp_path, private, environ, module="forks")
+    exits, reason = workers.run(lambda: None)
+    assert exits[0].code == 3 and reason is None
+    child = int((tmp_path / "child").read_text())
+    assert left_over([child]) == [] and os.getpid() != child
