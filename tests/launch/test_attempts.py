@@ -18,7 +18,7 @@ from tests.launch.run import left_over
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
-from titanlite.fault.status import Decision
+from titanlite.fault.status import Decision, Ended
 from titanlite.fault.stop import Stop, time_limit
 from titanlite.launch.attempts import Attempts, saved_since
 from titanlite.launch.failure import Exit
@@ -114,12 +114,21 @@ def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):
 
 
 def test_the_rank_that_knows_best_says_how_a_run_ended(tmp_path):
-    assert stopping(tmp_path).early_exit({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
+    assert stopping(tmp_path).ended({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
     page(tmp_path, 0, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; another rank had left", 2))
     page(tmp_path, 1, ending=(cut := EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; second signal: SIGTERM", 2)))
-    assert stopping(tmp_path).early_exit({}) == cut
+    assert stopping(tmp_path).ended({}) == Ended(early=cut, over=True)
     page(tmp_path, 2, ending=(saved := EarlyExit(STOPPED, 7, "SIGTERM to rank 1", 0)))
-    assert stopping(tmp_path).early_exit({0: Exit(1, 5.0)}) == saved
+    assert stopping(tmp_path).ended({0: Exit(1, 5.0)}) == Ended(early=saved)
+
+
+def test_ranks_that_a_signal_ended_before_they_could_catch_it_end_those_of_other_nodes(tmp_path):
+    request = stopping(tmp_path)
+    request._config = config_of({"checkpoint.enable": True, "job.dump_folder": str(tmp_path)})
+    ended = request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: Exit(-9, 5.0, ended=True)})
+    early = EarlyExit(STOPPED, 0, "SIGTERM to a rank that was starting", 0)
+    assert ended == Ended(early=early, over=True)
+    assert request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: Exit(1, 5.0)}) is None
 
 
 def rank_asked(seconds_ago: float, **fault: int) -> Stop:

@@ -141,11 +141,7 @@ class Decider:
         if self._judge.is_hung and not self._judge.report:
             return  # ranks may die while their stacks are taken
         replaced = [node for node, status in members.items() if status.incarnation != self._begun[node]]
-        ended = {
-            node: status.ended
-            for node, status in members.items()
-            if status.ended and status.attempt == self.decision.attempt and node not in replaced
-        }
+        ended = {node: status.ended for node, status in members.items() if status.ended and node not in replaced}
         rest = [node for node in members if node not in ended and node not in replaced]
         lost = [node for node in rest if self.silent[node] > SILENCE_SECONDS]
         accounted = {*replaced, *lost, *ended}

@@ -15,7 +15,7 @@ import tempfile
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.schema import Fault
 from titanlite.config.toml import to_toml, toml_differences
-from titanlite.errors import CUT_SHORT, INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
+from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
@@ -261,14 +261,13 @@ class Launch:
         try:
             with self.terminal:
                 exits, reason = workers.run(poll)
-            early = self.stopping.early_exit(exits)
+            if ended := self.stopping.ended(exits):
+                return ended
         except Stopped as stopped:
-            early = self.stopping.early_exit({}) or stopped.early
-            return Ended(early=early, over=True)
+            ended = self.stopping.ended({}) or Ended(early=stopped.early)
+            return replace(ended, over=True)
         finally:
             self.stopping.finish()
-        if early:
-            return Ended(early=early, over=early.code == CUT_SHORT)
         failure = first_failure(exits, self.folder, private, socket.gethostname())
         return Ended(failure, over=bool(failure or reason))
 

@@ -19,6 +19,7 @@ from titanlite.checkpoint.manifest import latest_complete
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
+from titanlite.fault.status import Ended
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
 from titanlite.runtime.page import EarlyExit, read_pages
@@ -96,7 +97,7 @@ class Stopping:
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
             self._kill(f"fault.grace_seconds = {grace} ran out")
 
-    def early_exit(self, exits: Mapping[int, Exit]) -> EarlyExit | None:
+    def ended(self, exits: Mapping[int, Exit]) -> Ended | None:
         """Return how these workers left on request; None if they failed or reached the target step.
 
         The rank that knows best counts. One that has saved its last step is enough: no other has taken a later one.
@@ -104,13 +105,14 @@ class Stopping:
         assert self._private
         endings = [page.ending for page in read_pages(self._private).values() if page.ending]
         if endings:
-            return min(endings, key=lambda ending: (ending.code, "another rank" in ending.reason))
+            best = min(endings, key=lambda ending: (ending.code, "another rank" in ending.reason))
+            return Ended(early=best, over=best.code == CUT_SHORT)
         codes = {exit.code or 0 for exit in exits.values() if not exit.ended} - {0}
         signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS
         if self._config.checkpoint.enable and codes and codes <= {-number for number in signals}:
             # Before it could catch signals. One that can is never ended by them.
             self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
-            return self._early()
+            return Ended(early=self._early(), over=True)
         return None
 
     def _kill(self, cause: str) -> None:
