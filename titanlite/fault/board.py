@@ -35,6 +35,13 @@ class Unreachable(RunFailed):
     """Node 0 did not answer in time, or is gone."""
 
 
+class Gone(Unreachable):
+    """Node 0's launcher has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("node 0's launcher, which hosts the store of the run, has ended")
+
+
 class Link:
     """A connection to the store of one thread, made again when it fails."""
 
@@ -44,18 +51,20 @@ class Link:
         """Use `store` until it fails; the key `run` tells another run's store on the same port from this one's."""
         self._host, self._port, self._run, self._prefix = host, port, run, prefix
         self._store = self._prefixed(store) if store else None
+        self._refused_at = 0.0
 
     def ask(self, operation: Callable[[dist.Store], T], seconds: float) -> T:
         """Return the result of an operation, which may be done twice; raise Unreachable when the time is over."""
-        began, refused_at = time.monotonic(), 0.0
+        began = time.monotonic()
         while True:
             try:
                 return self._try(operation)
             except (dist.DistError, RuntimeError, OSError) as error:
                 self._store, now = None, time.monotonic()
-                refused_at = (refused_at or now) if isinstance(error, ConnectionRefusedError) else 0.0
-                if isinstance(error, Unreachable) or (refused_at and now > refused_at + REFUSED_SECONDS):
-                    raise Unreachable("node 0's launcher, which hosts the store of the run, has ended") from None
+                is_refused = isinstance(error, ConnectionRefusedError)
+                self._refused_at = (self._refused_at or now) if is_refused else 0.0
+                if isinstance(error, Gone) or (is_refused and now > self._refused_at + REFUSED_SECONDS):
+                    raise Gone from None
                 if now > began + seconds:
                     silence = f"did not answer for {now - began:.0f} s"
                     raise Unreachable(f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}") from None
@@ -86,7 +95,7 @@ class Link:
         limit = timedelta(seconds=CONNECT_SECONDS)
         store = dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
         if self._run and store.get("run").decode() != self._run:
-            raise Unreachable("another run")
+            raise Gone  # another run is there now
         return self._prefixed(store)
 
     def _prefixed(self, store: dist.TCPStore) -> dist.Store:

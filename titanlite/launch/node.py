@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, UserError, first_line
 from titanlite.fault.beat import beat_of, hangs_of
-from titanlite.fault.board import Board, Link, open_board
+from titanlite.fault.board import Board, Gone, Link, open_board
 from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Run, Saved
 from titanlite.fault.inspection import RankProcess, inspect
 from titanlite.fault.stall import Hangs, Stalled
@@ -251,7 +251,8 @@ class Node:
         try:
             while not condition():
                 self._check()
-                if board.problem and board.lost_seconds > self._config.fault.rejoin_seconds:
+                is_gone = isinstance(board.problem, Gone)
+                if board.problem and (is_gone or board.lost_seconds > self._config.fault.rejoin_seconds):
                     raise board.problem
                 if seconds is not None and time.monotonic() > began + seconds:
                     raise RunFailed(f"no decision of node 0 in {seconds:.0f} s")
