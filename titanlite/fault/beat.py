@@ -16,9 +16,9 @@ from pathlib import Path
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED
 from titanlite.fault.board import Board, Link, open_board
-from titanlite.fault.inspection import RankProcess, inspect
+from titanlite.fault.inspection import RankProcess, inspect, wait_until
 from titanlite.fault.stall import ENDED, Hangs, Judge
-from titanlite.fault.status import Beat, Decision, Status
+from titanlite.fault.status import Beat, Decision, Inspection, Status
 from titanlite.runtime.cluster import RankInfo, store_address
 from titanlite.runtime.page import OWN_PAGE, Page
 from titanlite.runtime.rank_files import STOP, attempt_number, attempt_prefix, launcher_folder
@@ -82,8 +82,11 @@ class Heart(threading.Thread):
                 break
         OWN_PAGE.stand_in(ENDED)
         OWN_PAGE.beat(self._asked())
-        if board and self._rank.rank > 0:
-            board.put()
+        if board:
+            if self._rank.rank == 0:  # the others show their ends in a store that may be this process's
+                board.is_waiting = True
+                wait_until(lambda: _have_ended(board.statuses), BEAT_SECONDS)
+            board.end()
             board.join(BEAT_SECONDS)
 
     def _open_board(self) -> Board | None:
@@ -100,12 +103,14 @@ class Heart(threading.Thread):
             attempt = attempt_number(self._environ)
             hangs = hangs_of(self._config, world, attempt, time.monotonic(), interval)
             decide = _Decider(hangs)
-        stack = Path(self._config.job.dump_folder, "logs", f"rank-{number}.stack")
-        faulthandler.register(signal.SIGUSR2, stack.open("w"))
-        process = {number: RankProcess(os.getpid(), stack, Path(os.devnull))}
-        board = Board(link, number, world, Status(), self._look, lambda: inspect(process), decide, interval)
+        board = Board(link, number, world, Status(), self._look, self._inspect, decide, interval)
         board.start()
         return board
+
+    def _inspect(self) -> dict[int, Inspection]:
+        stack = Path(self._config.job.dump_folder, "logs", f"rank-{self._rank.rank}.stack")
+        faulthandler.register(signal.SIGUSR2, stack.open("w"))
+        return inspect({self._rank.rank: RankProcess(os.getpid(), stack, Path(os.devnull))})
 
     def _look(self, status: Status) -> Status:
         beat = replace(beat_of(self._config, OWN_PAGE, self._rank.host), pid=os.getpid())
@@ -123,6 +128,10 @@ class Heart(threading.Thread):
         """Show that this rank has nothing left to do, and beat no more."""
         self._ended.set()
         self.join(5)
+
+
+def _have_ended(statuses: Mapping[int, Status]) -> bool:
+    return all(beat.phase == ENDED for status in statuses.values() for beat in status.beats.values())
 
 
 class _Decider:

@@ -154,11 +154,14 @@ class Board(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
+        """End the thread after one more exchange."""
         self._ended.set()
         self._wake.set()
 
     def run(self) -> None:
-        while not self._ended.is_set():
+        is_last = False
+        while not is_last:
+            is_last = self._ended.is_set()
             self._wake.clear()
             began = time.monotonic()
             try:
