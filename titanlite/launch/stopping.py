@@ -22,8 +22,9 @@ from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.status import Ended
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
+from titanlite.runtime import store
 from titanlite.runtime.page import EarlyExit, read_pages
-from titanlite.runtime.rank_files import SAME_REQUEST_SECONDS, STARTED, STOP, STOP_SIGNALS, write_whole
+from titanlite.runtime.rank_files import SAME_REQUEST_SECONDS, STARTED, STOP, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from titanlite.launch.node import Node
@@ -87,7 +88,8 @@ class Stopping:
         elif node.decision.stop:
             self.reason, self._asked_at = node.decision.stop, now
         if self.reason and not (private / STOP).exists():
-            write_whole(private / STOP, self.reason)
+            with store.whole_file(private / STOP) as file:
+                file.write(self.reason.encode())
             if self.reason == CTRL_C:
                 say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
         endings = [page.ending for page in read_pages(private).values() if page.ending]

@@ -41,13 +41,6 @@ def rank_file(private: Path, rank: int, kind: str) -> Path:
     return private / f"{rank}.{kind}"
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file that is whole or not there: a launcher may read it, and kill this rank, at any time."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
-
-
 def launcher_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the folder of this worker's launcher; None if titanlite's launcher did not start it."""
     if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run

@@ -22,12 +22,12 @@ from titanlite.errors import OK, RunFailed, UserError, first_line
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
-from titanlite.runtime import lock
+from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.parent import exit_with_parent
-from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG, write_whole
+from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
@@ -90,7 +90,8 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
-    write_whole(Path(path), json.dumps(content))
+    with store.whole_file(Path(path)) as file:
+        file.write(json.dumps(content).encode())
 
 
 def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
