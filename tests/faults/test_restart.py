@@ -52,12 +52,6 @@ def test_two_quick_failures_in_a_row_are_both_survived(tmp_path):
 
 
 @pytest.mark.long
-def test_the_same_step_with_the_same_words_is_not_tried_a_third_time(tmp_path):
-    code, out = train(INJURED, tmp_path, NGPU="2", INJURY="raise:forward:1:6, raise:forward:1:6:2")
-    assert code == FAILED and out.rstrip().endswith("not restarted: step 6 failed before, with the same words"), out
-
-
-@pytest.mark.long
 def test_what_a_user_can_correct_is_not_restarted(tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 24)
     data = ["--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt", "--training.no_repeat"]
@@ -94,9 +88,8 @@ def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path, rank):
-    nodes, _ = two_nodes(tmp_path, [], INJURY=f"term:start:{rank}:0")
+def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path):
+    nodes, _ = two_nodes(tmp_path, [], INJURY="term:start:1:0")
     results = [finish(node, 200) for node in nodes]
     assert [code for code, _ in results] == [75, 75], results
     for _, out in results:
@@ -120,16 +113,6 @@ def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
     code, out = finish(first)
     assert code == 130 and "the launcher of NODE_RANK=1 does not answer" in out and "restart 1 of 3" in out, out
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
-    finish(second)
-
-
-@pytest.mark.long
-def test_without_enough_nodes_the_run_ends_and_names_the_missing(tmp_path):
-    (first, second), _ = two_nodes(tmp_path, [*SLOW, "--fault.rejoin_seconds=3"])
-    wait_for(tmp_path / "checkpoint/step-4", first)
-    second.kill()
-    code, out = finish(first)
-    assert code == FAILED and "only 1 of 2 nodes connected within 3 s (fault.rejoin_seconds)" in out, out
     finish(second)
 
 
