@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import config_of
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
-from titanlite.fault.decide import GATHER_SECONDS, SILENCE_SECONDS, Decider, Run, Saved, after
-from titanlite.fault.stall import Hangs, Judge
+from titanlite.fault.decide import GATHER_SECONDS, SILENCE_SECONDS, Decider, Saved, after
 from titanlite.fault.status import Beat, Decision, Ended, Failure, Inspection, Status, dump, parse
 from titanlite.runtime.page import EarlyExit
 
-FAULT = JobConfig().fault.model_copy(update={"rejoin_seconds": 30})
 SAVED = Saved(4, "from here/step-4", by_this_run=True)
 BEAT = Beat(7, "forward", 70, 0.0, 10.0, "fault.stall_seconds", 1, "here", completed=6)
 
@@ -23,16 +21,12 @@ class Board:
     """Nodes as a decider sees them; each shows a sign of life at every look unless it is silent."""
 
     def __init__(self, nodes: int = 2, folder: Path = Path("nowhere"), fits: str = "", **fault: int) -> None:
-        run = Run(nodes, 100, FAULT.model_copy(update=fault), max_restarts=3)
-        self.decider = Decider(run, 0.0, lambda world: fits, lambda: SAVED, self._hangs)
-        self.folder = folder
+        values: dict[str, object] = {"comm.init_timeout_seconds": 100, "fault.rejoin_seconds": 30}
+        values |= {f"fault.{key}": value for key, value in fault.items()}
+        config = config_of({**values, "job.dump_folder": str(folder)})
+        self.decider = Decider(config, nodes, 0.0, 3, lambda world: fits, lambda: SAVED)
         self.statuses: dict[int, Status] = {}
         self.silent: set[int] = set()
-
-    def _hangs(self, attempt: int, world: int, now: float) -> Hangs:
-        return Hangs(
-            Judge(world, 1.0, (300.0, "comm.init_timeout_seconds"), now), self.folder / f"hang-{attempt}.txt"
-        )
 
     def put(self, node: int, **changes: object) -> Board:
         self.statuses[node] = replace(self.statuses.get(node, Status(processes=2)), **changes)  # type: ignore[arg-type]
@@ -302,7 +296,7 @@ def test_ranks_that_do_not_move_are_inspected_and_then_the_report_is_the_failure
     assert verdict and verdict.failure and verdict.failure.text == decision.report and verdict.code is None
     assert (
         verdict.failure.words.startswith("the run hangs: no rank moved for 10 s")
-        and (tmp_path / "hang-1.txt").exists()
+        and (tmp_path / "logs/hang-1.txt").exists()
     )
 
 

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED
 from titanlite.fault.board import Board, Link, open_board
 from titanlite.fault.inspection import RankProcess, inspect, wait_until
-from titanlite.fault.stall import ENDED, Hangs, Judge
+from titanlite.fault.stall import ENDED, Hangs
 from titanlite.fault.status import Beat, Decision, Inspection, Status
 from titanlite.runtime.cluster import RankInfo, store_address
 from titanlite.runtime.page import OWN_PAGE, Page
@@ -43,13 +44,6 @@ def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
     seconds = max(0.0, round(page.heartbeat - page.since, 1))
     limit, key = phase_limit(config, page)
     return Beat(page.step, page.phase, page.sequence, seconds, limit, key, page.pid, host, page.completed)
-
-
-def hangs_of(config: JobConfig, world: int, attempt: str, now: float, interval: float = BEAT_SECONDS) -> Hangs:
-    """Return the judge of an attempt that begins now, whose report goes into the dump folder."""
-    limit = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
-    file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")
-    return Hangs(Judge(world, interval, limit, now), file)
 
 
 class Heart(threading.Thread):
@@ -101,8 +95,8 @@ class Heart(threading.Thread):
         if number == 0:
             link.ask(lambda store: open_board(store, world), self._config.comm.init_timeout_seconds)
             attempt = attempt_number(self._environ)
-            hangs = hangs_of(self._config, world, attempt, time.monotonic(), interval)
-            decide = _Decider(hangs)
+            hangs = Hangs(self._config, attempt, world, time.monotonic(), interval)
+            decide = partial(_decide, hangs)
         board = Board(link, number, world, Status(), self._look, self._inspect, decide, interval)
         board.start()
         return board
@@ -134,12 +128,7 @@ def _have_ended(statuses: Mapping[int, Status]) -> bool:
     return all(beat.phase == ENDED for status in statuses.values() for beat in status.beats.values())
 
 
-class _Decider:
-    """Rank 0's judgment below torchrun or srun, whose agents judge everything but a hang."""
-
-    def __init__(self, hangs: Hangs) -> None:
-        self._hangs = hangs
-
-    def __call__(self, statuses: Mapping[int, Status], now: float) -> Decision:
-        self._hangs.look(statuses, now)
-        return Decision(hangs=self._hangs.is_hung, report=self._hangs.report)
+def _decide(hangs: Hangs, statuses: Mapping[int, Status], now: float) -> Decision:
+    """Return rank 0's judgment below torchrun or srun, whose agents judge everything but a hang."""
+    hangs.look(statuses, now)
+    return Decision(hangs=hangs.is_hung, report=hangs.report)

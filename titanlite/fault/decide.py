@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from titanlite.config.schema import Fault
+from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
 from titanlite.fault.stall import Hangs
 from titanlite.fault.status import Decision, Ended, Failure, Status, Verdict
@@ -23,17 +23,6 @@ TAKEOVER_SECONDS = 3.0
 """Without a sign of life, after which another launcher may take its place."""
 GATHER_SECONDS = 5.0
 """From the first failure to the verdict: other nodes' may be earlier."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The constants of a run."""
-
-    nodes: int
-    init_seconds: float
-    """comm.init_timeout_seconds"""
-    fault: Fault
-    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,16 +39,17 @@ class Decider:
 
     def __init__(
         self,
-        run: Run,
+        config: JobConfig,
+        nodes: int,
         now: float,
+        max_restarts: int,
         fits: Callable[[int], str],
         saved: Callable[[], Saved],
-        hangs: Callable[[int, int, float], Hangs],
     ) -> None:
-        """`hangs` makes the judge of an attempt with this number and world, which begins now."""
-        self._run, self._fits, self._saved, self._hangs = run, fits, saved, hangs
+        self._config, self._nodes, self._max_restarts = config, nodes, max_restarts
+        self._fits, self._saved = fits, saved
         self.decision = Decision()
-        self._deadline = now + run.init_seconds
+        self._deadline = now + config.comm.init_timeout_seconds
         self._moved: dict[int, tuple[tuple[int, int], float]] = {}
         self.silent: dict[int, float] = {}
         """Seconds since each node's last sign of life."""
@@ -102,31 +92,31 @@ class Decider:
 
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
         """Begin the attempt once its nodes are there: all for the first; for later ones those that come in time."""
-        number, run = self.decision.attempt, self._run
+        number, fault = self.decision.attempt, self._config.fault
         here = {
             node: status.processes
             for node, status in sorted(statuses.items())
             if status.attempt == number and not status.left and self.silent[node] <= SILENCE_SECONDS
         }
-        if len(here) < run.nodes and now <= self._deadline:
+        if len(here) < self._nodes and now <= self._deadline:
             return None
-        missing = ", ".join(str(node) for node in range(run.nodes) if node not in here)
+        missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
         if len({*here.values()}) > 1:
             listed = ", ".join(f"node {node}: {processes}" for node, processes in here.items())
             why = f"the nodes have different numbers of processes ({listed}): set NGPU to the same on all"
             return self._end(REFUSED, why)
-        least = run.nodes if number == 1 else run.fault.min_nodes or run.nodes
+        least = self._nodes if number == 1 else fault.min_nodes or self._nodes
         if len(here) < least:
-            within = f"within {run.fault.rejoin_seconds} s (fault.rejoin_seconds)"
+            within = f"within {fault.rejoin_seconds} s (fault.rejoin_seconds)"
             if number == 1:
-                within = f"within {run.init_seconds} s (comm.init_timeout_seconds)"
-            why = f"only {len(here)} of {run.nodes} nodes connected {within}; missing: NODE_RANK {missing}"
+                within = f"within {self._config.comm.init_timeout_seconds} s (comm.init_timeout_seconds)"
+            why = f"only {len(here)} of {self._nodes} nodes connected {within}; missing: NODE_RANK {missing}"
             return self._end(FAILED, why)
         world = sum(here.values())
         if missing and (why := self._fits(world)):
             return self._end(FAILED, f"without NODE_RANK {missing}: {why}")
         self._begun = {node: statuses[node].incarnation for node in here}
-        self._judge = self._hangs(number, world, now)
+        self._judge = Hangs(self._config, str(number), world, now)
         self.decision = replace(self.decision, members=tuple(here))
         return None
 
@@ -165,7 +155,7 @@ class Decider:
         self._settle(self._verdict([*ended.values()], failures, statuses), now)
 
     def _verdict(self, ended: Sequence[Ended], failures: list[Failure], statuses: Mapping[int, Status]) -> Verdict:
-        early = min((each.early for each in ended if each.early), key=_merit, default=None)
+        early = min((each.early for each in ended if each.early), key=lambda each: each.order, default=None)
         if early:  # one rank that saved its last step is enough: no other has taken a later one
             return Verdict(early.code, early=early)
         if not failures and self._failed_at is None:
@@ -178,7 +168,7 @@ class Decider:
         completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
         earlier = self._failures[:]
         self._failures.append(failure)
-        return after(failure, earlier, self._run.max_restarts, self._saved(), completed, self.decision.stop)
+        return after(failure, earlier, self._max_restarts, self._saved(), completed, self.decision.stop)
 
     def _settle(self, verdict: Verdict, now: float) -> None:
         if verdict.code is not None:
@@ -186,7 +176,7 @@ class Decider:
             return
         before = self.decision
         self.decision = Decision(before.attempt + 1, prepared=True, stop=before.stop, verdict=verdict)
-        self._deadline = now + self._run.fault.rejoin_seconds
+        self._deadline = now + self._config.fault.rejoin_seconds
         self._failed_at = None
 
 
@@ -208,11 +198,6 @@ def after(
     steps = "step" if lost == 1 else "steps"
     why = f"restart {len(earlier) + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"
     return Verdict(None, why, failure, resumes=saved.by_this_run, first_step=saved.step + 1)
-
-
-def _merit(early: EarlyExit) -> tuple[int, bool]:
-    """Return a sort key: a saved step first, then the rank that knows the reason best."""
-    return early.code, "another rank" in early.reason
 
 
 def _of_launcher(words: str, seconds: float) -> Failure:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titanlite.config.schema import JobConfig
 from titanlite.errors import RunFailed
 from titanlite.fault.status import Beat, Inspection, Status
 
@@ -113,8 +114,11 @@ class Judge:
 class Hangs:
     """Watch the ranks of an attempt, and write the report of a hang once their nodes have inspected them."""
 
-    def __init__(self, judge: Judge, file: Path) -> None:
-        self._judge, self._file = judge, file
+    def __init__(self, config: JobConfig, attempt: str, world: int, now: float, interval: float = 1.0) -> None:
+        """The attempt begins now; its ranks show a sign of life in each interval of seconds."""
+        start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
+        self._judge = Judge(world, interval, start, now)
+        self._file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")
         self._hang: Hang | None = None
         self._until = 0.0
         self.report = ""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, UserError, first_line
-from titanlite.fault.beat import beat_of, hangs_of
+from titanlite.fault.beat import beat_of
 from titanlite.fault.board import Board, Gone, Link, open_board
-from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Run, Saved
+from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Saved
 from titanlite.fault.inspection import RankProcess, inspect
-from titanlite.fault.stall import Hangs, Stalled
+from titanlite.fault.stall import Stalled
 from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status, Verdict
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
@@ -77,8 +77,7 @@ class Node:
         self._store = _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
         self._decider: Decider | None = None
         if self.rank == 0:
-            run = Run(nodes.count, config.comm.init_timeout_seconds, config.fault, max_restarts)
-            self._decider = Decider(run, time.monotonic(), fits, saved, self._hangs)
+            self._decider = Decider(config, nodes.count, time.monotonic(), max_restarts, fits, saved)
             open_board(self._store, nodes.count)
             self._store.set("run", uuid.uuid4().hex)
         self.address = nodes.master_addr, self._store.port
@@ -162,9 +161,6 @@ class Node:
         """Request that all nodes stop; the first reason stays."""
         if not self._board.own.stop:
             self._board.put(stop=reason)
-
-    def _hangs(self, attempt: int, world: int, now: float) -> Hangs:
-        return hangs_of(self._config, world, str(attempt), now)
 
     def _look(self, status: Status) -> Status:
         """Add the news of this node's ranks."""

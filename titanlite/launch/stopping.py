@@ -107,7 +107,7 @@ class Stopping:
         assert self._private
         endings = [page.ending for page in read_pages(self._private).values() if page.ending]
         if endings:
-            best = min(endings, key=lambda ending: (ending.code, "another rank" in ending.reason))
+            best = min(endings, key=lambda ending: ending.order)
             return Ended(early=best, over=best.code == CUT_SHORT)
         codes = {exit.code or 0 for exit in exits.values() if not exit.ended} - {0}
         signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS

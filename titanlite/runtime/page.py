@@ -33,6 +33,11 @@ class EarlyExit:
     lost: int
     """Steps since the newest checkpoint."""
 
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Return a sort key: a saved step first, then the rank that knows the reason best."""
+        return self.code, "another rank" in self.reason
+
 
 @dataclass
 class Page:
