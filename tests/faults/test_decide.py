@@ -321,7 +321,7 @@ def test_the_next_attempt_is_watched_anew(tmp_path):
 
 def test_a_status_and_a_decision_are_read_as_they_were_written():
     early = EarlyExit(STOPPED, 7, "SIGTERM tö rank 0", 0)
-    found = {0: Inspection("stopped", "a\nstack", (7, "forward", 70, 0.5)), 1: Inspection()}
+    found = {0: Inspection("stopped", "a\nstack"), 1: Inspection()}
     status = Status(2, 9, 3, 2, {0: BEAT}, "Ctrl-C", Ended(ERROR, early, over=True), found, True, False)
     assert parse(Status, dump(status).encode()) == status
     decision = Decision(2, (0, 2), True, "Ctrl-C", True, "report", True, after(ERROR, [], 3, SAVED, 5))

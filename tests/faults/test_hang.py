@@ -11,7 +11,7 @@ from tests.lanes import sample
 from tests.launch.run import finish, start
 from tests.launch.test_nodes import free_port, node
 from titanlite.fault.stall import ENDED, STOPPED, Hang, Judge, Standing, culprits, in_collective, report
-from titanlite.fault.status import Beat
+from titanlite.fault.status import Beat, Inspection
 
 LIMIT, START = 10.0, (300.0, "comm.init_timeout_seconds")
 STILL = Beat(5, "backward", 40, 0.0, LIMIT, "comm.train_timeout_seconds", 4711, "node07")
@@ -41,7 +41,7 @@ def watch(run: Judge, seconds: int, beats: dict[int, Beat], first: int = 1) -> l
 
 
 def standing(rank: int, beat: Beat | None = STILL, age: float = 0.5, **found: str) -> Standing:
-    return Standing(rank, beat, age, **found)
+    return Standing(rank, beat, age, Inspection(**found))
 
 
 def hang(*ranks: Standing) -> Hang:

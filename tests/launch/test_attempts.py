@@ -186,7 +186,7 @@ def test_a_stopped_process_gives_its_stack_and_stays_stopped(tmp_path):
     child.stdout.readline()
     child.send_signal(signal.SIGSTOP)
     wait_until(lambda: process_state(child.pid) == "stopped", 10)
-    found = inspect({0: RankProcess(child.pid, stack, tmp_path / "0.page")})
+    found = inspect({0: RankProcess(child.pid, stack)})
     assert found[0].state == "stopped" and "line 1 in <module>" in found[0].stack
     wait_until(lambda: process_state(child.pid) == "stopped", 2)
     assert process_state(child.pid) == "stopped"

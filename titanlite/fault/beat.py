@@ -104,7 +104,7 @@ class Heart(threading.Thread):
     def _inspect(self) -> dict[int, Inspection]:
         stack = Path(self._config.job.dump_folder, "logs", f"rank-{self._rank.rank}.stack")
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
-        return inspect({self._rank.rank: RankProcess(os.getpid(), stack, Path(os.devnull))})
+        return inspect({self._rank.rank: RankProcess(os.getpid(), stack)})
 
     def _look(self, status: Status) -> Status:
         beat = replace(beat_of(self._config, OWN_PAGE, self._rank.host), pid=os.getpid())

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from titanlite.fault.stall import STOPPED
 from titanlite.fault.status import Inspection
-from titanlite.runtime.page import Page, read_page
 
 STACK_SECONDS = 2
 """How long a process has to write its stack."""
@@ -27,23 +26,21 @@ class RankProcess(NamedTuple):
     pid: int
     stack: Path
     """The file it answers into."""
-    page: Path
 
 
 def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
     """Return what is seen of each rank's process."""
-    found = {rank: (process_state(each.pid), read_page(each.page)) for rank, each in processes.items()}
+    states = {rank: process_state(each.pid) for rank, each in processes.items()}
     for each in processes.values():
         _ask(each.pid)
-    stopped = [each for rank, each in processes.items() if found[rank][0] == STOPPED]
+    stopped = [each for rank, each in processes.items() if states[rank] == STOPPED]
     _await(each.stack for each in processes.values() if each not in stopped)
     for each in stopped:  # it answers first of all when it goes on; the others, which then move too, have answered
         _send(each.pid, signal.SIGCONT)
     _await(each.stack for each in stopped)
     for each in stopped:
         _send(each.pid, signal.SIGSTOP)
-    stacks = {rank: _read(each.stack) or _spied(each.pid) for rank, each in processes.items()}
-    return {rank: Inspection(state, stacks[rank], _place(page)) for rank, (state, page) in found.items()}
+    return {rank: Inspection(states[rank], _read(each.stack) or _spied(each.pid)) for rank, each in processes.items()}
 
 
 def process_state(pid: int) -> str:
@@ -53,13 +50,6 @@ def process_state(pid: int) -> str:
     except OSError:
         return "gone" if os.path.exists("/proc/self/stat") else "unknown"
     return STATES.get(letter, letter)
-
-
-def _place(page: Page | None) -> tuple[int, str, int, float] | None:
-    """Return step, phase, sequence, and the seconds in the phase."""
-    if page is None:
-        return None
-    return page.step, page.phase, page.sequence, time.monotonic() - page.since
 
 
 def _ask(pid: int) -> None:

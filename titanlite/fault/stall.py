@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
-from titanlite.errors import RunFailed
 from titanlite.fault.status import Beat, Inspection, Status
 
 ENDED = "ended"
@@ -35,15 +34,15 @@ class Standing:
     beat: Beat | None
     age: float
     """Seconds since its last beat, or since the start."""
-    state: str = ""
-    stack: str = ""
+    inspection: Inspection = Inspection()
 
-    def inspected(self, found: Inspection) -> "Standing":
-        beat = self.beat
-        if beat and found.place:
-            step, phase, sequence, seconds = found.place
-            beat = replace(beat, step=step, phase=phase, sequence=sequence, seconds=seconds - self.age)
-        return replace(self, beat=beat, state=found.state, stack=found.stack)
+    @property
+    def state(self) -> str:
+        return self.inspection.state
+
+    @property
+    def stack(self) -> str:
+        return self.inspection.stack
 
     @property
     def place(self) -> tuple[int, int]:
@@ -65,14 +64,6 @@ class Hang:
     interval: float
     """Seconds between two beats of a rank."""
     ranks: tuple[Standing, ...]
-
-    def inspected(self, found: Mapping[int, Inspection]) -> "Hang":
-        """Return the hang with what was found of each rank that someone could look at."""
-        return replace(self, ranks=tuple(each.inspected(found.get(each.rank, Inspection())) for each in self.ranks))
-
-
-class Stalled(RunFailed):
-    """A run that hung and was ended; the message is the report."""
 
 
 class Judge:
@@ -139,7 +130,9 @@ class Hangs:
         if self.report or (None in found and now < self._until):
             return
         inspected = {rank: each for of_node in found if of_node for rank, each in of_node.items()}
-        hang = self._hang.inspected(inspected)
+        unseen = Inspection()
+        ranks = [replace(each, inspection=inspected.get(each.rank, unseen)) for each in self._hang.ranks]
+        hang = replace(self._hang, ranks=tuple(ranks))
         with suppress(OSError):  # a full disk: the terminal still has it
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(report(hang, whole=True) + "\n", encoding="utf-8")

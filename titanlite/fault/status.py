@@ -44,8 +44,6 @@ class Inspection:
     state: str = ""
     stack: str = ""
     """Of its threads, as faulthandler or py-spy writes it."""
-    place: tuple[int, str, int, float] | None = None
-    """Step, phase, sequence and seconds in the phase, newer than those of its last beat."""
 
 
 @dataclass(frozen=True)

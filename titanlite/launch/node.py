@@ -24,26 +24,17 @@ from titanlite.fault.beat import beat_of
 from titanlite.fault.board import Board, Gone, Link, open_board
 from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Saved
 from titanlite.fault.inspection import RankProcess, inspect
-from titanlite.fault.stall import Stalled
 from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status, Verdict
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
 from titanlite.launch.workers import kill_group
 from titanlite.runtime.page import read_pages
-from titanlite.runtime.rank_files import PAGE, STACK, rank_file
+from titanlite.runtime.rank_files import STACK, rank_file
 
 LEAVE_SECONDS = 30.0
 """In which all launchers read the end of the run, unless they do not answer."""
 OVER_SECONDS = 5.0
 """For the verdict on an attempt that a second signal has ended."""
-
-
-class PeerFailed(RunFailed):
-    """Another node's part of the attempt has failed, so that this node's cannot go on."""
-
-
-class Replaced(RunFailed):
-    """Another launcher is this node now."""
 
 
 class RunEnded(RunFailed):
@@ -152,10 +143,10 @@ class Node:
         if decision.attempt != self.attempt or decision.is_final or decision.failed:
             if decision.report:
                 self._kill_ranks()
-                raise Stalled(decision.report)
-            raise PeerFailed("another node has failed")
+                raise RunFailed(decision.report)
+            raise RunFailed("another node has failed")
         if board.lost_seconds > SILENCE_SECONDS:
-            raise PeerFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
+            raise RunFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
 
     def request_stop(self, reason: str) -> None:
         """Request that all nodes stop; the first reason stays."""
@@ -172,7 +163,7 @@ class Node:
     def _processes(self) -> dict[int, RankProcess]:
         """Return the processes of this node that can write their stacks."""
         return {
-            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK), rank_file(self._private, rank, PAGE))
+            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK))
             for rank, page in read_pages(self._private).items()
             if _leads_session(page.pid)
         }
@@ -238,7 +229,7 @@ class Node:
         if board.crash:
             raise board.crash
         if board.is_replaced:
-            raise Replaced(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
+            raise RunFailed(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
 
     def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait for a condition; raise RunFailed if node 0 does not answer, or the time is over."""
