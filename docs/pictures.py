@@ -44,7 +44,7 @@ ROOMS = {
     "optim": "optimizers, norm, schedule",
     "parallel": "techniques in one fixed order",
     "data": "which sample is whose",
-    "fault": "hangs, requests to stop",
+    "fault": "statuses, one decision",
     "observe": "metrics, profiles",
     "runtime": "process groups, seeds, pages",
     "config": "keys, rules, the job",

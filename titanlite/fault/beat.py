@@ -40,14 +40,14 @@ def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
 
 
 def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
-    """Return what a page of this host says, as of its last sign of life."""
+    """Return the content of a page of this host, as of its last heartbeat."""
     seconds = max(0.0, round(page.heartbeat - page.since, 1))
     limit, key = phase_limit(config, page)
     return Beat(page.step, page.phase, page.sequence, seconds, limit, key, page.pid, host, page.completed)
 
 
 class Heart(threading.Thread):
-    """The thread. A single rank without a launcher has nobody to show its sign of life."""
+    """The thread. A single rank without a launcher needs no heartbeat."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Heart(threading.Thread):
         on_stop: Callable[[str], None],
         asked: Callable[[], str] = str,
     ) -> None:
-        """`asked` returns why this rank was asked to stop, for the launchers and through them for the other ranks."""
+        """`asked` returns this rank's reason to stop, for the launchers and through them for the other ranks."""
         super().__init__(name="beat", daemon=True)
         self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
         self._environ, self._ended = environ, threading.Event()
@@ -129,6 +129,6 @@ def _have_ended(statuses: Mapping[int, Status]) -> bool:
 
 
 def _decide(hangs: Hangs, statuses: Mapping[int, Status], now: float) -> Decision:
-    """Return rank 0's judgment below torchrun or srun, whose agents judge everything but a hang."""
+    """Return rank 0's decision below torchrun or srun; their agents handle everything but a hang."""
     hangs.look(statuses, now)
     return Decision(hangs=hangs.is_hung, report=hangs.report)

@@ -48,7 +48,7 @@ class Link:
     def __init__(
         self, host: str, port: int, run: str = "", prefix: str = "", store: dist.TCPStore | None = None
     ) -> None:
-        """Use `store` until it fails; the key `run` tells another run's store on the same port from this one's."""
+        """Use `store` until it fails; the key `run` separates this run's store from another's on the same port."""
         self._host, self._port, self._run, self._prefix = host, port, run, prefix
         self._store = self._prefixed(store) if store else None
         self._refused_at = 0.0
@@ -144,7 +144,7 @@ class Board(threading.Thread):
 
     @property
     def lost_seconds(self) -> float:
-        """Return the seconds for which node 0 has not answered."""
+        """Return the seconds since node 0 answered."""
         return time.monotonic() - self._lost_at if self._lost_at else 0.0
 
     def put(self, **changes: object) -> None:

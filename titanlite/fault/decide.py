@@ -1,7 +1,7 @@
-"""Decide for all nodes: who takes part, whether the run hangs, what failed first, and what follows.
+"""Decide for all nodes: who takes part, whether the run hangs, the first failure, and the next attempt.
 
-A pure function of the nodes' statuses, their history and a clock; what it must know of the disk and of the config is
-asked of two functions.
+A pure function of the nodes' statuses, their history and a clock; two functions give it facts about the disk and the
+config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GATHER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Saved:
-    """What the disk has to go on from."""
+    """The newest save on the disk."""
 
     step: int = 0
     source: str = "from the start: nothing was saved yet"
@@ -183,7 +183,7 @@ class Decider:
 def after(
     failure: Failure, earlier: Sequence[Failure], max_restarts: int, saved: Saved, completed: int, stop: str = ""
 ) -> Verdict:
-    """Return what follows a failure: another attempt, unless it failed the same way before, or would again."""
+    """Return the decision after a failure: another attempt, unless it failed the same way before, or would again."""
     if failure.is_user_error or not max_restarts:
         return Verdict(failure.code, failure=failure)
     if any(failure.repeats(other) for other in earlier):

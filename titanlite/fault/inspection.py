@@ -17,11 +17,11 @@ STACK_SECONDS = 2
 """How long a process has to write its stack."""
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device (D)", "T": STOPPED, "t": STOPPED, "Z": "gone"}
 HELD = (STOPPED, STATES["D"])
-"""Of a process that does not hear a signal now."""
+"""State of a process that does not handle signals now."""
 
 
 class RankProcess(NamedTuple):
-    """A process in which faulthandler answers SIGUSR2."""
+    """A process with a faulthandler for SIGUSR2."""
 
     pid: int
     stack: Path
@@ -29,7 +29,7 @@ class RankProcess(NamedTuple):
 
 
 def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
-    """Return what is seen of each rank's process."""
+    """Return the state and stack of each rank's process."""
     states = {rank: process_state(each.pid) for rank, each in processes.items()}
     for each in processes.values():
         _ask(each.pid)
@@ -44,7 +44,7 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
 
 
 def process_state(pid: int) -> str:
-    """Return what the process does, as the kernel says."""
+    """Return the kernel's state of the process."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Judge from the ranks' beats whether a run hangs, and name the rank to blame. No store, no process and no torch."""
+"""Detect a hang from the ranks' heartbeats, and name the likely rank. No store, no process and no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
 _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
-"""Files of torch that only call on: what calls them says what a thread does."""
+"""Files of torch that only call on: their callers show the work of a thread."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Judge:
         left = [rank for rank, beat in enumerate(self._beats) if not beat or beat.phase != ENDED]
         if not left:
             return None
-        # A rank that is silent may be in another phase than it told last, where it had more time.
+        # A silent rank may be in another phase than its last heartbeat's, with a longer limit.
         since = self._clock - SILENT_BEATS * self._interval
         told = [rank for rank in left if not self._beats[rank] or self._heard[rank] >= since]
         last = [self._beats[rank] for rank in told or left]
@@ -140,7 +140,7 @@ class Hangs:
 
 
 def culprits(hang: Hang) -> tuple[list[Standing], str]:
-    """Return the ranks that the others wait for, and how one sees it; no rank if nothing tells them apart."""
+    """Return the ranks that the others wait for, with the evidence; no rank if there is none."""
     ranks, least = hang.ranks, min(each.place for each in hang.ranks)
     if stopped := [each for each in ranks if each.state == STOPPED]:
         return stopped, "stopped"
@@ -157,7 +157,7 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
 
 
 def report(hang: Hang, whole: bool = False) -> str:
-    """Return what hangs and where, the ranks to blame first; `whole` has all threads, and a stack of the others too.
+    """Return the report of a hang, the ranks at fault first; `whole` has all threads, and a stack of the others too.
 
     Ranks that stand alike share a line.
     """
@@ -168,7 +168,7 @@ def report(hang: Hang, whole: bool = False) -> str:
         stack = _all_threads(each.stack) if whole else main_frames(each.stack)[:MOST_FRAMES]
         lines += [
             _describe(each),
-            *_indented(stack or ["no stack: nobody could ask its process, or it did not answer"]),
+            *_indented(stack or ["no stack: the process could not be signaled or did not respond"]),
         ]
     groups: dict[str, list[Standing]] = {}
     for each in hang.ranks:

@@ -72,7 +72,7 @@ class Failure:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Return a sort key by which causes precede consequences: a user's mistake has no cause in other ranks."""
+        """Return a sort key that puts causes before consequences: a user's mistake has no cause in other ranks."""
         return not self.is_user_error, self.known, self.time
 
     def repeats(self, earlier: Failure) -> bool:
@@ -81,7 +81,7 @@ class Failure:
         return self.step is not None and where == (earlier.step, earlier.words) and "SIGKILL" not in self.words
 
     def describe(self, log: Path, saved: str = "") -> str:
-        """Return the lines to print, with the traceback last; `saved` says what is left of the run."""
+        """Return the lines to print, with the traceback last; `saved` is a phrase about the newest save."""
         if self.rank < 0 or (self.is_user_error and 0 in self.told_by):
             return f"\ntitanlite: {self.text}"
         lines = [f"\ntitanlite: rank {self.rank} on {self.host} failed first"]

@@ -1,6 +1,6 @@
-"""A request to stop: who asked, and the thread that ends this rank when the time to save is over.
+"""A stop request: its reason, and the thread that ends this rank when the time to save is over.
 
-A rank is asked by SIGTERM or SIGUSR1, by its launcher through a file, by another rank through the step, or by the
+It comes by SIGTERM or SIGUSR1, by its launcher through a file, by another rank through the step, or by the
 clock. The trainer sends the request along with the next step, saves after the one that carried it, and leaves.
 """
 
@@ -27,7 +27,7 @@ from titanlite.runtime.rank_files import (
 
 
 class Stop(threading.Thread):
-    """The request of this rank; without `listen` nobody but a caller of `ask` makes one."""
+    """This rank's stop request. Signals and time limits count only after `listen`."""
 
     def __init__(self, config: JobConfig, rank: RankInfo, environ: Mapping[str, str]) -> None:
         super().__init__(name="stop", daemon=True)
@@ -40,12 +40,12 @@ class Stop(threading.Thread):
         self._pipe = -1
 
     def ask(self, reason: str) -> None:
-        """Ask this rank to stop; the first reason stays."""
+        """Request a stop of this rank; the first reason stays."""
         if not self.reason:
             self._asked_at, self.reason = time.monotonic(), reason
 
     def listen(self) -> None:
-        """Start to hear signals and the clock; in the main thread, which may be inside of a collective or a compiler
+        """Start to handle signals and the clock; in the main thread, which may be inside a collective or a compiler
         when a signal comes: Python writes its number into a pipe, and a thread reads that."""
         self._pipe, write = os.pipe()
         os.set_blocking(write, False)
@@ -80,19 +80,19 @@ class Stop(threading.Thread):
         """Return why this rank must leave although it has not saved, or nothing."""
         if now > self._asked_at + self._grace:
             return f"fault.grace_seconds = {self._grace} ran out"
-        # Without data no rank can take a step: what is left of the time would save nothing.
+        # Without data no rank can take a step: waiting longer would save nothing.
         if OWN_PAGE.phase == "data" and now > max(self._asked_at, OWN_PAGE.since) + self._grace / 2:
             return f"no data for half of fault.grace_seconds = {self._grace}"
         return ""
 
     def others_may_have_left(self) -> bool:
-        """Whether others, which were asked to stop, have left this one alone, so that an error is the consequence."""
+        """Whether other ranks may have exited after the stop request, making this error a consequence."""
         if self._page and any(page.ending for page in read_pages(self._page.parent).values()):
             return True
         return time.monotonic() > self._asked_at + self._grace / 2  # on other nodes
 
     def left(self, cause: str = "") -> EarlyExit:
-        """Return what a rank that leaves now tells: why, and what is lost."""
+        """Return the record of an exit now: its reason, and the lost steps."""
         lost = max(0, OWN_PAGE.completed - OWN_PAGE.saved)
         reason = f"{self.reason}; {cause}" if cause else self.reason
         return EarlyExit(CUT_SHORT if lost else STOPPED, OWN_PAGE.completed, reason, lost)
@@ -112,7 +112,7 @@ def _hear_nothing() -> None:
 
 
 def time_limit(config: JobConfig, environ: Mapping[str, str]) -> tuple[float, str]:
-    """Return when to ask for the reason of time, in seconds since 1970, and the name of the limit."""
+    """Return the time of a stop request by a limit, in seconds since 1970, and the name of the limit."""
     minutes, limits = config.fault.stop_after_minutes, [(math.inf, "")]
     if minutes:
         started = float(environ[STARTED]) if LAUNCHED in environ else time.time()

@@ -42,7 +42,7 @@ class Attempts:
     def __init__(
         self, node: Node, given: JobConfig, private: Path, work: Callable[[Attempt, Callable[[], None]], Ended]
     ) -> None:
-        """`work` runs an attempt's workers, whose files are in `private`, and calls a function while they run."""
+        """`work` runs an attempt's workers, with their files in `private`, and calls a function while they run."""
         self._node, self._given, self._private, self._work = node, given, private, work
         self._folder = Path(given.job.dump_folder)
         self._last: Verdict | None = None
@@ -52,7 +52,7 @@ class Attempts:
         """Run attempts, the first on these nodes, until one succeeds or none is worth a try; return the verdict."""
         try:
             return self._run(members)
-        except RunFailed:  # which the other launchers know, or cannot learn
+        except RunFailed:  # the other launchers have it, or cannot get it
             raise
         except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
             host = socket.gethostname()
@@ -88,7 +88,7 @@ class Attempts:
         return Attempt(self._node.attempt, range(first, first + processes), len(members) * processes, config)
 
     def _report(self, verdict: Verdict, logs: Path) -> None:
-        """Print what failed first, what is saved, and what follows."""
+        """Print the first failure, the newest save, and the next attempt."""
         failure = verdict.failure
         if failure:
             saved = "" if verdict.code is None else last_saved_message(self._given)
@@ -101,7 +101,7 @@ class Attempts:
         self._say_first_step()
 
     def _say_first_step(self, reached: bool = False) -> None:
-        """Say on node 0 when an attempt after a failure has taken its first step."""
+        """On node 0, report the first step after a restart."""
         if self._last is None or self._last.failure is None:
             return
         step, failed_at = self._last.first_step, self._last.failure.time
@@ -112,7 +112,7 @@ class Attempts:
 
 
 def saved_since(config: JobConfig) -> Callable[[], Saved]:
-    """Return a function for the newest checkpoint, which tells those of this run from those that are there now."""
+    """Return a function for the newest checkpoint, which separates those of this run from earlier ones."""
     root = checkpoint_root(config)
 
     def times() -> dict[int, int]:

@@ -74,7 +74,7 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _last_lines(log: Path, code: int | None) -> list[str]:
-    """Return the lines of a log that may say why its rank ended: of a crash the stack, of a kill none."""
+    """Return the lines of a log about the end of its rank: the stack of a crash, none of a kill."""
     if code == -signal.SIGKILL or not log.exists():
         return []
     lines = log.read_text(errors="replace").splitlines()

@@ -294,11 +294,11 @@ class Launch:
         return verdict.code
 
     def _end_at_once(self, number: int) -> int:
-        """Say where a run ended that a signal did not let save; return the exit code."""
+        """Print the step of a run that a signal ended without a save; return the exit code."""
         step = self.terminal.last_record.get("step", 0) if self.terminal else 0
         kinds = "metrics and logs" if step else "logs"
         files = f"{kinds} are in {self.folder}, {last_saved_message(self.job.config)}"
-        # What ranks have logged may show a hang.
+        # The logs of ranks may show a hang.
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
             files = AS_IT_WAS
@@ -310,7 +310,7 @@ class Launch:
 
 
 def _end_early(job: Job, early: EarlyExit) -> int:
-    """Say where a run ended on request; return the exit code."""
+    """Print the step of a run that ended on request; return the exit code."""
     say(f"\ntitanlite: {describe_stop(job.config, early)}")
     return INTERRUPTED if early.reason.startswith(CTRL_C) else early.code
 
@@ -346,7 +346,7 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:
-    """Undo what a start did to the dump folder, unless it began to train there; return whether it was undone."""
+    """Undo a start's changes to the dump folder, unless it began to train there; return whether they were undone."""
     if (folder / "environment.json").exists():
         return False
     shutil.rmtree(folder / "logs", ignore_errors=True)

@@ -1,7 +1,7 @@
 """This launcher among those of the other nodes: it meets them, runs, settles the end of an attempt, and leaves.
 
 Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is always on node 0,
-whose launcher has the store where all meet, and decides. A node may be lost and come back, but not node 0.
+its launcher has the store where all meet, and decides. A node may be lost and come back, but not node 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titanlite.runtime.page import read_pages
 from titanlite.runtime.rank_files import STACK, rank_file
 
 LEAVE_SECONDS = 30.0
-"""In which all launchers read the end of the run, unless they do not answer."""
+"""Time for all launchers to read the end of the run."""
 OVER_SECONDS = 5.0
 """For the verdict on an attempt that a second signal has ended."""
 
@@ -60,7 +60,7 @@ class Node:
     ) -> None:
         """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be this node.
 
-        `fits` and `saved` are what node 0 must know to decide; the workers' files are in `private`.
+        `fits` and `saved` are node 0's facts for its decision; the workers' files are in `private`.
         """
         self.rank, self.processes = nodes.rank, processes
         self._nodes, self._config, self._private = nodes, config, private
@@ -206,7 +206,7 @@ class Node:
             self._leave()
 
     def _leave(self) -> None:
-        """Leave when the others, whose store ends with node 0, have read the decision."""
+        """Leave when the others have read the decision: their store ends with node 0."""
         board, exchanges = self._board, self._board.exchanges
         board.put(left=True)
         with suppress(RunFailed):
@@ -259,7 +259,7 @@ def _listen(nodes: Nodes) -> dist.TCPStore:
 
 
 def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
-    """Return node 0's store, for which it may be too early; a name that does not resolve is said at once."""
+    """Return node 0's store, retrying while it may be too early; a name that does not resolve is an error at once."""
     host, port = nodes.master_addr, nodes.master_port
     deadline, is_told = time.monotonic() + seconds, False
     within = f"within {seconds:g} s (comm.init_timeout_seconds)"

@@ -1,7 +1,7 @@
-"""A run that is asked to stop: pass the request on, and end ranks that do not leave in time.
+"""A stop request: pass it on, and end ranks that do not leave in time.
 
-With checkpoints SIGTERM, SIGUSR1 and Ctrl-C ask; without, nothing could be saved, and they end the run at once. No
-torch.
+With checkpoints SIGTERM, SIGUSR1 and Ctrl-C are requests; without, nothing could be saved, and they end the run at
+once. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXTRA_SECONDS = 5
 
 
 class Stopped(BaseException):
-    """The ranks of this node have ended, or none was started, because the run was asked to stop."""
+    """The ranks of this node have ended, or none was started, because of a stop request."""
 
     def __init__(self, early: EarlyExit) -> None:
         super().__init__(early.reason)
@@ -72,7 +72,7 @@ class Stopping:
             raise Stopped(self._early())
 
     def begin(self, private: Path) -> None:
-        """Leave a request to the workers that start now, whose files are in `private`."""
+        """Leave a request to the workers that start now, with their files in `private`."""
         self._private = private
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class Stopping:
         self._private = None
 
     def poll(self, node: Node) -> None:
-        """Pass a request on to the other nodes and the ranks; end ranks whose time is over."""
+        """Pass a request on to the other nodes and the ranks; end ranks after their time."""
         private, now = self._private, time.monotonic()
         assert private
         if self.reason:
@@ -102,7 +102,7 @@ class Stopping:
     def ended(self, exits: Mapping[int, Exit]) -> Ended | None:
         """Return how these workers left on request; None if they failed or reached the target step.
 
-        The rank that knows best counts. One that has saved its last step is enough: no other has taken a later one.
+        The most reliable record counts. One that has saved its last step is enough: no other has taken a later one.
         """
         assert self._private
         endings = [page.ending for page in read_pages(self._private).values() if page.ending]

@@ -16,7 +16,7 @@ from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
-"""Of the launcher, beside the logs of ranks: what it planned."""
+"""The launcher's own log, with the plan."""
 _FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 
@@ -44,7 +44,7 @@ class Follower:
 
 
 class Terminal:
-    """Shows logs from a thread inside `with`, at whose end everything written so far has been shown."""
+    """Shows logs from a thread inside `with`; at its end everything written so far has been shown."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Terminal:
                     self._failed.add(rank)
                 if rank in self._failed:
                     continue
-                if self._is_known(line) or line.startswith("no effect "):  # the launcher has said what was asked for
+                if self._is_known(line) or line.startswith("no effect "):  # the launcher has printed its own
                     continue
                 if line.startswith("step:"):
                     self._show_unchanged(show)
@@ -162,7 +162,7 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
 
 
 def say(text: str) -> None:
-    """Print what the launcher has to say."""
+    """Print a launcher message."""
     with _console_may_close():
         print(text, flush=True)
 

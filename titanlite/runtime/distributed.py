@@ -54,7 +54,7 @@ def process_group(
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":  # the elastic agent's default, not NCCL's;
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1 the record can be lost (pytorch#121055)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # gloo connects all ranks of every group
-    with suppress(OSError, ValueError):  # macOS has a lower limit beside these
+    with suppress(OSError, ValueError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
     timeout = collective_timeout(comm.init_timeout_seconds)
@@ -80,7 +80,7 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
 
 def collective_timeout(seconds: float) -> timedelta:
     """Return the timeout of collectives where a run may stand still for so many seconds: whoever watches then names
-    the rank that hangs, of which a rank whose collective times out knows nothing."""
+    the rank that hangs, which a rank with a collective that times out cannot."""
     return timedelta(seconds=seconds + WATCH_SECONDS)
 
 

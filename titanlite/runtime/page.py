@@ -1,6 +1,6 @@
 """A rank's page: its process, the place of its main thread, its request to stop and its early exit, in a mapped file.
 
-One value for the process, like the profiler's regions, whose names are the same. The file is readable while the
+One value for the process, with the names of the profiler's regions. The file is readable while the
 process is stopped, keeps the GIL, or is dead. No torch before the first phase.
 """
 
@@ -35,13 +35,13 @@ class EarlyExit:
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Return a sort key: a saved step first, then the rank that knows the reason best."""
+        """Return a sort key: a saved step first, then the most reliable reason."""
         return self.code, "another rank" in self.reason
 
 
 @dataclass
 class Page:
-    """What a page says."""
+    """The content of a page."""
 
     step: int = 0
     phase: str = "start"
@@ -52,7 +52,7 @@ class Page:
     completed: int = 0
     """The last complete step of this rank."""
     saved: int = 0
-    """The last step that is in a committed checkpoint, as far as this rank knows."""
+    """The last step that is in a committed checkpoint, as this rank saw it."""
     first_step: int = 0
     """The first step of this process, which compiles and connects; 0 before it."""
     pid: int = 0
@@ -60,7 +60,7 @@ class Page:
     heartbeat: float = 0.0
     """The last sign of life of a thread, by the same clock as `since`; 0 before the first."""
     asked: str = ""
-    """Why this rank was asked to stop."""
+    """The reason of this rank's stop request."""
     ending: EarlyExit | None = None
 
 
@@ -146,7 +146,7 @@ def read_pages(private: Path) -> dict[int, Page]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name a part of a step, for the profiler too; an error leaves the name as it is, to say where it happened."""
+    """Name a part of a step, for the profiler too; an error leaves the name as it is, for its report."""
     from torch.profiler import record_function
 
     around = OWN_PAGE.phase

@@ -12,19 +12,19 @@ RESOLVED_CONFIG, DEVICE = "TITANLITE_CONFIG", "TITANLITE_DEVICE"
 ATTEMPT = "TITANLITE_ATTEMPT"
 """Environment variable with the number of the attempt, from 1: every attempt has keys of its own in the store."""
 STARTED = "TITANLITE_STARTED"
-"""Environment variable with the time at which the launcher started, in seconds since 1970."""
+"""Environment variable with the start time of the launcher, in seconds since 1970."""
 
 STOP = "stop"
 """Name of the launcher's file with the reason why its ranks should stop."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask for it, to a launcher or to a rank."""
+"""Signals of a stop request, to a launcher or to a rank."""
 SAME_REQUEST_SECONDS = 1
 """Signals within this time are one request: schedulers signal a launcher and its ranks, and some do so twice."""
 
 FAILED_MARK = "titanlite: this rank failed"
 """Line of a rank's log before its error; a launcher shows the one of the rank that failed first."""
 ERROR, STACK, PAGE = "json", "stack", "page"
-"""Kinds of files: the error that ended a rank, its stack, which SIGUSR2 asks for, and its page (runtime/page.py)."""
+"""Kinds of files: the error that ended a rank, its stack (after SIGUSR2), and its page (runtime/page.py)."""
 
 
 def attempt_number(environ: Mapping[str, str]) -> str:

@@ -35,7 +35,7 @@ from titanlite.train.trainer import Trainer
 
 def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None) -> int:
     """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or
-    76 for one that was asked to stop; there titanlite's launcher gets 0 and a file."""
+    76 for one that stopped on request; there titanlite's launcher gets 0 and a file."""
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
         environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
