@@ -110,7 +110,7 @@ def _check_and_run(argv: list[str]) -> int:
     if message := finished_message(job.config):
         say(f"titanlite: {message}")
         if others := _of_another_run(job, root):
-            say(f"titanlite: that run had another {', '.join(others)}; nothing was trained")
+            say(f"titanlite: the finished run had a different {', '.join(others)}; nothing was trained")
         return OK
     try:
         stopping = Stopping(job.config)

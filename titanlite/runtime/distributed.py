@@ -19,7 +19,7 @@ from titanlite.runtime.rank_files import attempt_prefix
 
 T = TypeVar("T")
 WATCH_SECONDS = 15
-"""For the report of a hang, before collectives end it."""
+"""Margin that lets a hang be reported before collectives time out."""
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
@@ -79,8 +79,8 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
 
 
 def collective_timeout(seconds: float) -> timedelta:
-    """Return the timeout of collectives where a run may stand still for so many seconds: whoever watches then names
-    the rank that hangs, which a rank with a collective that times out cannot."""
+    """Return the collective timeout for a phase limit: longer than the limit, so that the report of a hang, which
+    names the rank, comes first."""
     return timedelta(seconds=seconds + WATCH_SECONDS)
 
 

@@ -113,7 +113,7 @@ EXTRAS: dict[str, list[str]] = {
     "deferred": ["--parallelism.defer_gradient_sync=true"],
     "kept whole": [],  # computed from the model
     "offloaded": [_TRAINING + "enable_cpu_offload"],
-    "one slice": [],  # no token or label is in the second half of the vocabulary
+    "one slice": [],  # all tokens and labels lie in the first half of the vocabulary
     "large": ["--model.overrides.vocab_size=32768"],  # a CPU's sum of squares in float32 is off by more than 1e-5
     "imported": ["--checkpoint.initial_load_in_hf", "--debug.seed=1"],  # the reference's initial weights
 }
