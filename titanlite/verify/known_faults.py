@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
 from titanlite.data.loader import MicroBatch
+from titanlite.optim import grad_norm
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.parallel import (
     context_parallel,
@@ -76,12 +77,12 @@ def same_shards(offset: Any, tensor: Tensor) -> tuple[int, ...]:
 
 @fault(
     "the gradient norm is summed in float32",
-    torch.linalg,
-    "vector_norm",
+    grad_norm,
+    "_exact_norm",
     Row("dp2", precision="float32", extra="large"),
 )
-def norm_in_float32(norm: Any, values: Tensor, p: float, dtype: Any = None) -> Tensor:
-    return norm(values, p)
+def norm_in_float32(exact_norm: Any, part: Tensor, p: float) -> Tensor:
+    return torch.linalg.vector_norm(part, p)
 
 
 @fault("HSDP shards within a replica but does not sum over the replicas", trainer, "build_mesh", Row("hsdp2x2"))
