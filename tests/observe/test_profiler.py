@@ -5,14 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.jobs import TINY, job, run_to_end
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Profiling
-from titanlite.errors import UserError
-from titanlite.launch.preflight import check_machine
-from titanlite.observe.profiler import Profiler, action, require_gpu
+from titanlite.observe.profiler import Profiler, action
 
 STEP = Counter(data=1, forward=2, backward=2, optimizer=1, **{"gradient norm": 1})  # of two micro-batches
 VALIDATED = Counter(validation=1)
@@ -74,7 +71,7 @@ def test_the_profiler_warms_up_before_the_traced_steps(warmup, actions):
 
 def test_a_resumed_run_traces_the_same_steps(tmp_path):
     settings = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1)
-    with Profiler(settings, tmp_path, 0, torch.device("cpu"), done=6) as profiler:
+    with Profiler(settings, tmp_path, 0, done=6) as profiler:
         for step in (7, 8, 9):
             profiler.step(step)
     (trace,) = tmp_path.rglob("rank-0.json")
@@ -86,11 +83,3 @@ def test_overlapping_traces_are_refused_with_the_legal_value():
     with pytest.raises(ConfigError, match=r"profile_freq = 4(.|\n)*do not fit into 4; at least 5"):
         job(argv, world=1)
     job([*argv, "--profiling.profiler_warmup=2"], world=1)
-
-
-def test_a_memory_snapshot_needs_a_gpu(tmp_path):
-    argv = [*TINY, "--job.device=auto", f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot"]
-    with pytest.raises(UserError, match="profiling.enable_memory_snapshot = true: snapshots record a GPU's"):
-        check_machine(job(argv, world=1), "cpu", 1)
-    with pytest.raises(UserError, match="profiling.enable_memory_snapshot"):
-        require_gpu("cpu")

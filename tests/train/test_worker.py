@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.jobs import TINY
 from titanlite.errors import RunFailed, UserError
@@ -57,6 +58,16 @@ def test_a_config_error_names_every_fault_and_exits_with_2(capsys):
     assert worker.main(["--training.stepz=3", "--job.device=gpu"]) == 2
     stderr = capsys.readouterr().err
     assert "training.steps" in stderr and "job.device" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_key_that_needs_a_gpu_is_refused_where_none_is_found_without_a_launcher_too(capsys, tmp_path):
+    """The rules see the device that job.device "auto" was found to be."""
+    argv = [*TINY, "--job.device=auto", f"--job.dump_folder={tmp_path}"]
+    for key in ("profiling.enable_memory_snapshot", "training.dataloader.pin_memory"):
+        assert worker.main([*argv, f"--{key}"]) == 2
+        stderr = capsys.readouterr().err
+        assert f"{key} = true" in stderr and "job.device is cpu" in stderr
 
 
 def test_ctrl_c_ends_a_rank_without_a_traceback_while_torch_is_imported(monkeypatch):

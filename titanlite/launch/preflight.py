@@ -114,16 +114,11 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
-    from titanlite.observe.profiler import require_gpu
     from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
 
     config = job.config
     check(_check_dump_folder, Path(config.job.dump_folder))
-    if config.training.dataloader.pin_memory:
-        check(_require_gpu, "training.dataloader.pin_memory", device)
-    if config.parallelism.enable_async_tensor_parallel:
-        check(_require_gpu, "parallelism.enable_async_tensor_parallel", device)
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
@@ -141,8 +136,6 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
     if config.metrics.enable_wandb:
         check(require_wandb)
-    if config.profiling.enable_memory_snapshot:
-        check(require_gpu, device)
 
 
 def _check_gpus(device: str) -> None:
@@ -191,11 +184,6 @@ def _require_complete(key: str, folder: Path, resumable: bool) -> None:
         problems = [str(error)]
     if problems:
         raise UserError(f"{key}: {'; '.join(problems[:8])}")
-
-
-def _require_gpu(key: str, device: str) -> None:
-    if device == "cpu":
-        raise UserError(f"{key} = true needs a GPU, and the job runs on the CPU")
 
 
 def _check_triton(key: str) -> None:

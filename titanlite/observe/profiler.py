@@ -11,16 +11,13 @@ import torch
 from torch.profiler import ProfilerAction, profile, schedule
 
 from titanlite.config.schema import Profiling
-from titanlite.errors import UserError
 from titanlite.runtime.torch_private import dump_memory_snapshot, record_memory_history
 
 
 class Profiler:
     """A context around the steps after step `done`, the last one of the checkpoint; call `step` after each."""
 
-    def __init__(self, settings: Profiling, folder: Path, rank: int, device: torch.device, done: int) -> None:
-        if settings.enable_memory_snapshot:
-            require_gpu(device.type)
+    def __init__(self, settings: Profiling, folder: Path, rank: int, done: int) -> None:
         self._settings, self._rank, self._done = settings, rank, done
         self._traces = folder / settings.save_traces_folder
         self._snapshots = folder / settings.save_memory_snapshot_folder
@@ -70,15 +67,6 @@ def action(settings: Profiling, step: int) -> ProfilerAction:
     """Return the profiler's action in a step of the job: a trace ends with every profile_freq-th."""
     active, warmup = settings.profiler_active, settings.profiler_warmup
     return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(step - 1)
-
-
-def require_gpu(device: str) -> None:
-    """Raise UserError for memory snapshots on a device without an allocator to record."""
-    if device != "cuda":
-        raise UserError(
-            "profiling.enable_memory_snapshot = true: snapshots record a GPU's allocator, and this run is on a CPU; "
-            "remove the key (profiling.enable_profiling works on a CPU)"
-        )
 
 
 def _file(folder: Path, step: str, name: str) -> Path:

@@ -239,7 +239,7 @@ class Trainer:
         OWN_PAGE.enter("step")
         rank = self.rank_info.rank
         folder = Path(config.job.dump_folder)
-        with Profiler(config.profiling, folder, rank, self.device, self.step) as profiler:
+        with Profiler(config.profiling, folder, rank, self.step) as profiler:
             while self.step < target and not self.stopped:
                 self.step += 1
                 OWN_PAGE.step = self.step

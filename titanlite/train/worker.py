@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import parse_command_line
+from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line
 from titanlite.fault.beat import Heart
@@ -50,13 +50,15 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
             check_torch()
         rank = rank_info(environ)
         source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
-        line, device = parse_command_line(source, environ), environ[DEVICE] if LAUNCHED in environ else ""
-        job = job_from(line, world=rank.world, training=True, device=device)
+        loaded = load(parse_command_line(source, environ))
+        choice = environ[DEVICE] if LAUNCHED in environ else loaded.config.job.device
+        device = pick_device(choice, rank.local_rank)
+        job = job_from(loaded, world=rank.world, training=True, device=device.type)
         if task:
             task(job, rank, environ)
             return OK
         stop = Stop(job.config, rank, environ)
-        return run(job, rank, environ, stop)
+        return run(job, rank, device, environ, stop)
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = RunFailed(str(error))
@@ -94,12 +96,11 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         file.write(json.dumps(content).encode())
 
 
-def run(job: Job, rank: RankInfo, environ: dict[str, str], stop: Stop) -> int:
+def run(job: Job, rank: RankInfo, device: torch.device, environ: dict[str, str], stop: Stop) -> int:
     """Train a valid job on this rank; return its exit code."""
     config, folder = job.config, Path(job.config.job.dump_folder)
     if config.checkpoint.enable:  # otherwise nothing can be saved, and a signal ends this rank at once
         stop.listen()
-    device = pick_device(config.job.device, rank.local_rank)
     if device.type == "cuda" and config.quantize.linear.float8.enable:  # under torchrun no launcher has checked it
         from titanlite.parallel import float8
 
