@@ -238,6 +238,17 @@ def test_ring_1_imports_itself_and_a_named_list():
     assert allowed <= found.keys(), f"no longer imported: {allowed - found.keys()}"
 
 
+def test_rings_1_and_2_have_lines_of_at_most_100_characters():
+    paths = [str(path) for ring in (1, 2) for path in count.rings()[ring] if str(path) != "titanlite/config/job.py"]
+    lines = (
+        (path, number, line)
+        for path in paths
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+    )
+    long = [f"{path}:{number}" for path, number, line in lines if len(line) > 100]
+    assert not long, long
+
+
 def test_rings_are_small():
     in_ring = {ring: sum(map(count.tokens, paths)) for ring, paths in count.rings().items()}
     whole = sum(count.tokens(Path(file)) for file in FILES if file.startswith("titanlite/"))

@@ -1,4 +1,7 @@
-"""Layers that several models share, without any parallelism. Models' tables import this file: no torch here."""
+"""Layers that several models share, without any parallelism.
+
+Models' tables import this file: no torch here.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -18,8 +21,8 @@ Balance = Literal["sequence", "bias", "none"]
 class RopeScaling:
     """Llama 3.1's scaling of rotary wavelengths.
 
-    Those above original_positions / low_freq_factor are stretched by `factor`, those below original_positions /
-    high_freq_factor are kept, and those between are a blend.
+    Those above original_positions / low_freq_factor are stretched by `factor`, those below
+    original_positions / high_freq_factor are kept, and those between are a blend.
     """
 
     factor: Scale = 8.0

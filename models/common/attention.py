@@ -1,4 +1,6 @@
-"""Causal attention: its layer, its core, which context parallel or another kernel can replace, and its mask."""
+"""Causal attention: its layer, its core, which context parallel or another kernel can replace, and
+its mask.
+"""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -42,31 +44,37 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
         """Return the attention's output for the tokens of (batch, tokens, dim)."""
         # -1: under tensor parallel a rank has some of the heads.
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
-        )
+        heads = (-1, self.head_dim)
+        q, k, v = (project(x).unflatten(-1, heads) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Transposed last: before, the norms and both backward passes would copy.
-        q, k, v = (heads.transpose(1, 2) for heads in (rotate(q, turns), rotate(k, turns), v))
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, turns), rotate(k, turns), v))
         values = self.core(q, k, v, mask)
         return self.wo(values.transpose(1, 2).flatten(-2))
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention of (batch, heads, tokens, head_dim); kv may have fewer heads than q."""
+    """Scaled dot-product attention of (batch, heads, tokens, head_dim).
+
+    Kv may have fewer heads than q.
+    """
 
     attend_last: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
-    """A kernel, in 16 bits, of causal attention from the last tokens: context parallel sets it where there is one."""
+    """A kernel, in 16 bits, of causal attention from the last tokens: context parallel sets it
+    where there is one.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.dropout = (
-            dropout  # the probability that training drops one token's attention to another
-        )
+        # The probability that training drops one token's attention to another.
+        self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Attend causally, or with a mask from `document_mask`; `q` may hold only the last of the tokens of `k`."""
+        """Attend causally, or with a mask from `document_mask`.
+
+        `q` may hold only the last of the tokens of `k`.
+        """
         grouped = q.size(1) != k.size(1)
         dropout = self.dropout if self.training else 0.0
         if isinstance(mask, BlockMask):
@@ -89,7 +97,9 @@ class CausalAttention(nn.Module):
 
 @lru_cache(maxsize=4)  # of a rank's two chunks, in training and in validation
 def causal_rows(last: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of the last of some tokens: one for all layers, which keep it for their backward pass."""
+    """Return the mask of the last of some tokens: one for all layers, which keep it for their
+    backward pass.
+    """
     return torch.full((last, tokens), -torch.inf, dtype=dtype, device=device).triu(
         1 + tokens - last
     )
@@ -102,9 +112,10 @@ def document_mask(
 
     With `last` it is the mask of that many queries, the last ones, and all keys.
 
-    A model makes it once per micro-batch, outside its blocks: each block would make it again, and a compiled block
-    that is recomputed cannot make it. `dtype` is that of the hidden states. On a GPU it is a BlockMask, so that
-    FlexAttention skips pairs of documents, unless attention has `dropout`, which FlexAttention lacks.
+    A model makes it once per micro-batch, outside its blocks: each block would make it again, and a
+    compiled block that is recomputed cannot make it. `dtype` is that of the hidden states. On a GPU
+    it is a BlockMask, so that FlexAttention skips pairs of documents, unless attention has
+    `dropout`, which FlexAttention lacks.
     """
     tokens = documents.size(1)
     first = tokens - last if last else 0

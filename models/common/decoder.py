@@ -1,4 +1,7 @@
-"""The skeleton of a decoder: embed, blocks, norm, head. A model adds its layers; there is no parallelism in here."""
+"""The skeleton of a decoder: embed, blocks, norm, head.
+
+A model adds its layers; there is no parallelism in here.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +13,7 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Decoder(nn.Module):
-    """A decoder or a pipeline stage of one, which may lack the embedding, the norm and the output layer."""
+    """A decoder, or a stage of one, which may lack the embedding, the norm and the output layer."""
 
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict
@@ -32,7 +35,8 @@ class Decoder(nn.Module):
     def attention_mask(self, documents: Tensor, h: Tensor, last: int = 0) -> Mask:
         """Return the last argument of every block, for its CausalAttention, for hidden states `h`.
 
-        Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in `documents`.
+        Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in
+        `documents`.
         """
         return document_mask(
             documents, h.dtype, self.attention_dropout if self.training else 0.0, last
@@ -45,9 +49,10 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         head: Head | None = None,
     ) -> Tensor:
-        """Return logits of (batch, tokens), or what `head` makes of the last hidden states and the output layer.
+        """Return logits of (batch, tokens), or the result of `head`.
 
-        A stage without an embedding takes hidden states for `tokens`; one without an output layer returns them.
+        A stage without an embedding takes hidden states for `tokens`; one without an output layer
+        returns them.
         """
         h = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
         inputs = self.block_inputs(positions, tokens.size(1))

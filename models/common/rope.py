@@ -9,7 +9,7 @@ from titanlite.models.common import RopeScaling
 
 
 class Rope(nn.Module):
-    """A table of cosines and sines in float32, computed by `reset_buffers` on the device and not saved."""
+    """A table of cosines and sines in float32, computed by `reset_buffers` and not saved."""
 
     turns: Tensor  # (positions, 1, pairs, 2); the 1 is for the heads
 

@@ -1,4 +1,7 @@
-"""What Llama and its kin share: rows of their tables, and keys of their config.json. No torch here."""
+"""What Llama and its kin share: rows of their tables, and keys of their config.json.
+
+No torch here.
+"""
 
 from dataclasses import replace
 

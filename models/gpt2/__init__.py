@@ -28,7 +28,9 @@ class GPT2Config:
     max_seq_len: Size = 1024
     norm_eps: Epsilon = 1e-5
     dropout: float = 0.1
-    """Of the embedding, of attention probabilities, and of each layer's output to the residual stream."""
+    """Of the embedding, of attention probabilities, and of each layer's output to the residual
+    stream.
+    """
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
@@ -64,9 +66,12 @@ def parameters(c: GPT2Config) -> int:
 
 
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
-    """Return the table. Layers that write into the residual stream start smaller the more of them there are.
+    """Return the table.
 
-    Hugging Face's matrices have a row per input, and queries, keys and values are the columns of one matrix.
+    Layers that write into the residual stream start smaller the more of them there are.
+
+    Hugging Face's matrices have a row per input, and queries, keys and values are the columns of
+    one matrix.
     """
     into, out_of = normal(0.02), normal(0.02 / (2 * c.n_layers) ** 0.5)
     transposed = (Transposed(),)

@@ -58,7 +58,8 @@ class GPT2(Decoder):
     def __init__(self, c: GPT2Config, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        # As many as the flavor has, whatever `positions` is: the weights must fit runs of any length.
+        # As many as the flavor has, whatever `positions` is: the weights must fit runs of any
+        # length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
         self.dropout, self.attention_dropout = nn.Dropout(c.dropout), c.dropout
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})

@@ -68,7 +68,7 @@ HF_ROPE["original_positions"] = "original_max_position_embeddings"
 
 
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
-    """Return the config.json of a LlamaForCausalLM, with keys that transformers 4 and 5 both read."""
+    """Return the config.json of a LlamaForCausalLM, for transformers 4 and 5."""
     scaling = (
         {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()}
         if c.rope_scaling

@@ -27,7 +27,10 @@ class QwenConfig:
     n_heads: Size
     n_kv_heads: Size
     hidden_dim: Size
-    """The width of a feed-forward layer; unused in blocks with experts, as in Hugging Face's config.json."""
+    """The width of a feed-forward layer.
+
+    Unused in blocks with experts, as in Hugging Face's config.json.
+    """
     expert_dim: Size | Literal[0] = 0
     """The width of an expert."""
     experts: Size | Literal[0] = 0
@@ -139,7 +142,9 @@ _KEYS = {**HF_KEYS, "head_dim": "head_dim", **_MOE_KEYS}
 
 
 def hf_config(c: QwenConfig) -> dict[str, Any]:
-    """Return the config.json of a Qwen3ForCausalLM or Qwen3MoeForCausalLM, for transformers 4 and 5."""
+    """Return the config.json of a Qwen3ForCausalLM or Qwen3MoeForCausalLM, for transformers 4 and
+    5.
+    """
     return {
         "architectures": ["Qwen3MoeForCausalLM" if c.experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if c.experts else "qwen3",
@@ -156,7 +161,9 @@ def hf_config(c: QwenConfig) -> dict[str, Any]:
 
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of transformers' Qwen3Config or Qwen3MoeConfig for the keys that a config.json lacks."""
+    """Return the defaults of transformers' Qwen3Config or Qwen3MoeConfig for the keys that a
+    config.json lacks.
+    """
     absent = {
         "vocab_size": 151936,
         "num_attention_heads": 32,

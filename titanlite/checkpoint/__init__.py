@@ -1,3 +1,6 @@
-"""Holds checkpoints: saving, committing, verifying, loading and resuming; hf/ exchanges weights with Hugging Face.
-May import parallel, data, observe, runtime, config, registry, layout and errors; not train, optim or above.
-Never unpickles a file or writes into a committed folder; only runtime/store.py, DCP and safetensors open files."""
+"""Holds checkpoints: saving, committing, verifying, loading and resuming.
+
+Hf/ exchanges weights with Hugging Face. May import parallel, data, observe, runtime, config,
+registry, layout and errors; not train, optim or above. Never unpickles a file or writes into a
+committed folder; only runtime/store.py, DCP and safetensors open files.
+"""

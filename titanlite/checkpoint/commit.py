@@ -159,7 +159,9 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
     run_on_rank_0(group, saving, refuse_existing)
     with staging_folder(target, group, saving) as staging:
         writer = _Writer(staging)
-        own_files, own_placements = run_on_all_ranks(group, saving, lambda: _write_tensors(writer, content, group))
+        own_files, own_placements = run_on_all_ranks(
+            group, saving, lambda: _write_tensors(writer, content, group)
+        )
         parts = gather_objects((own_files, own_placements, content.payload), group)
         run_on_rank_0(group, f"the commit of step {step}", publish)
 
@@ -239,7 +241,9 @@ class _Writer(dcp.FileSystemWriter):
         self.stored = replace(metadata, storage_data=storage)
 
 
-def _tensor_entries(stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]) -> dict[str, Tensor]:
+def _tensor_entries(
+    stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]
+) -> dict[str, Tensor]:
     """Return every tensor's entry; raise unless each planned chunk lies in a written file."""
     entries = {}
     assert stored.state_dict_metadata.keys() == placements.keys()

@@ -65,7 +65,9 @@ class CheckpointFolder:
         self._has_locks = on_rank_0 and lock.works_on(probe)
         if on_rank_0:
             store.delete(probe)
-        unusable = [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]
+        unusable = [
+            f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable
+        ]
         if not unusable:
             return
         shown = ", ".join(unusable[:4])
@@ -73,7 +75,8 @@ class CheckpointFolder:
             shown += " and others"
         raise UserError(
             f"checkpoint.folder {self.root} (on rank 0's host {ranks[0][0]}) is not writable from "
-            f"{shown}: all ranks write into one folder, so job.dump_folder must be on shared storage"
+            f"{shown}: all ranks write into one folder, so job.dump_folder must be on shared "
+            "storage"
         )
 
     def _clear_leftovers(self) -> None:
@@ -118,9 +121,9 @@ class CheckpointFolder:
         kept = self.settings.keep_latest_k
         if free < size * max(1, kept + 1 - len(committed(self.root))):
             self.log.warning(
-                f"{self.root} has {format_bytes(free)} free, room for {free // size} more checkpoints of "
-                f"{format_bytes(size)}; checkpoint.keep_latest_k = {kept} keeps {kept or 'all'}, and one "
-                "more while it saves"
+                f"{self.root} has {format_bytes(free)} free, room for {free // size} more "
+                f"checkpoints of {format_bytes(size)}; checkpoint.keep_latest_k = {kept} keeps "
+                f"{kept or 'all'}, and one more while it saves"
             )
 
 

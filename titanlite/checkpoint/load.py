@@ -1,6 +1,8 @@
-"""Find the checkpoint that a run starts from, verify it, and load it: all is compared before any tensor is changed.
+"""Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
+tensor is changed.
 
-Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own .metadata, a pickle, is never opened.
+Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own .metadata, a
+pickle, is never opened.
 """
 
 import logging
@@ -48,8 +50,8 @@ from titanlite.runtime.distributed import gather_objects, rank_in
 def latest_verified(
     root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
 ) -> Resume | None:
-    """Return the newest checkpoint that can be resumed, of those before a step, logging why newer ones are skipped;
-    None if there are none.
+    """Return the newest checkpoint that can be resumed, of those before a step, logging why newer
+    ones are skipped; None if there are none.
 
     With `full`, every byte is read; otherwise only small files and the sizes of the others.
     """
@@ -62,8 +64,9 @@ def latest_verified(
         log.warning(f"skipping checkpoint: {'; '.join(problems[:4])}{more}")
     if steps:
         raise UserError(
-            f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names the faults of "
-            "each): start a new run in another job.dump_folder, or name one of them in checkpoint.initial_load_path"
+            f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names "
+            "the faults of each): start a new run in another job.dump_folder, or name one of them "
+            "in checkpoint.initial_load_path"
         )
     return None
 
@@ -71,7 +74,9 @@ def latest_verified(
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
     """Return the checkpoint of this step, to be resumed."""
     require_step(root, step, _committed(root, group))
-    return _verified("checkpoint.load_step", step_folder(root, step), full, group, weights_only=False)
+    return _verified(
+        "checkpoint.load_step", step_folder(root, step), full, group, weights_only=False
+    )
 
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
@@ -86,7 +91,9 @@ def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
     return gather_objects(committed(root) if rank_in(group) == 0 else [], group)[0]
 
 
-def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
+def _verified(
+    key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
+) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
         raise UserError(f"{key}: {'; '.join(problems[:8])}")
@@ -96,7 +103,10 @@ def _verified(key: str, folder: Path, full: bool, group: dist.ProcessGroup, weig
 def _verify(
     folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool = False
 ) -> tuple[Resume | None, list[str]]:
-    """Return a checkpoint, or its faults on any rank; with `full` each rank reads an equal share of the bytes."""
+    """Return a checkpoint, or its faults on any rank.
+
+    With `full` each rank reads an equal share of the bytes.
+    """
     manifest = None
     try:
         manifest = read_manifest(folder)
@@ -105,7 +115,9 @@ def _verify(
         problems = faults(folder, manifest, contents, resumable=not weights_only)
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
-    problems = list(dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part))
+    problems = list(
+        dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part)
+    )
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
@@ -118,7 +130,9 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
     tensors = state.tensors() if resume.continues else state.weights()
-    saved = {name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}
+    saved = {
+        name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()
+    }
     own = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     wanted = state.of_all_stages(own)
     if resume.continues:
@@ -130,11 +144,17 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(
-            f"{folder} does not fit this run; nothing was loaded. A new run: give another job.dump_folder, and "
-            "checkpoint.initial_load_path to start from weights that fit. This run: list the exceptions in "
-            f"checkpoint.exclude_from_loading:{some_of(differences)}"
+            f"{folder} does not fit this run; nothing was loaded. A new run: give another "
+            "job.dump_folder, and checkpoint.initial_load_path to start from weights that fit. "
+            "This run: list the exceptions in checkpoint.exclude_from_loading:"
+            f"{some_of(differences)}"
         )
-    _read(folder, manifest, {name: tensor for name, tensor in tensors.items() if name in loaded}, group)
+    _read(
+        folder,
+        manifest,
+        {name: tensor for name, tensor in tensors.items() if name in loaded},
+        group,
+    )
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 
@@ -153,7 +173,9 @@ def _describe(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype.removeprefix('torch.')} of shape {list(shape)}"
 
 
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]) -> Iterable[str]:
+def _differences(
+    saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]
+) -> Iterable[str]:
     for name in sorted(names):
         if name not in saved:
             yield f"{name}: not in the checkpoint"
@@ -165,33 +187,54 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str], names: set
 
 def _comparable(name: str, description: str) -> str:
     """optimizer.state_dtype may differ: loading casts."""
-    return description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
+    return (
+        description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
+    )
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into a model that is whole in this process, all of them or nothing."""
+    """Load a checkpoint's weights into a model that is whole in this process, all of them or
+    nothing.
+    """
     restore(Resume(folder, read_manifest(folder)), TrainingState([model], None, table={}), None)
 
 
 def load_tensors(
     folder: Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint of any mesh, without a process group; by default all of them."""
+    """Return whole tensors of a checkpoint of any mesh, without a process group.
+
+    By default all of them.
+    """
     manifest = manifest or read_manifest(folder)
-    entries = {name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)}
-    tensors = {name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for name, entry in entries.items()}
+    entries = {
+        name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)
+    }
+    tensors = {
+        name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        for name, entry in entries.items()
+    }
     _read(folder, manifest, tensors, group=None)
     return tensors
 
 
 def _read(
-    folder: Path, manifest: Manifest, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+    folder: Path,
+    manifest: Manifest,
+    tensors: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
 ) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader = _Reader(folder, manifest)
-        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        dcp.load(
+            tensors,
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 class _Reader(dcp.FileSystemReader):
@@ -205,17 +248,24 @@ class _Reader(dcp.FileSystemReader):
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, SimpleNamespace] = {}
         for name, entry in self._manifest.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in entry.chunks
+            ]
             properties = TensorProperties(dtype=dtype_of(entry.dtype))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
             for chunk in entry.chunks:
                 if chunk.file not in self._manifest.files:
                     raise CorruptCheckpoint(
-                        f"{self.path}: {name} is in {chunk.file}, which is not part of the checkpoint"
+                        f"{self.path}: {name} is in {chunk.file}, which is not part of the "
+                        "checkpoint"
                     )
                 # The fields that torch 2.11 to 2.15 read; its own class for them is private.
                 storage[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(
-                    relative_path=chunk.file, offset=chunk.offset, length=chunk.length, transform_descriptors=None
+                    relative_path=chunk.file,
+                    offset=chunk.offset,
+                    length=chunk.length,
+                    transform_descriptors=None,
                 )
         return Metadata(tensors, storage_data=storage)
 

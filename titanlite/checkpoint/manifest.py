@@ -1,7 +1,8 @@
-"""A committed checkpoint folder: what it holds, whether it is complete, and which ones may be deleted.
+"""A committed checkpoint folder: what it holds, whether it is complete, and which ones may be
+deleted.
 
-No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing is unpickled: where tensors
-are is in the manifest, which is JSON with a checksum of its own.
+No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing is
+unpickled: where tensors are is in the manifest, which is JSON with a checksum of its own.
 """
 
 import json
@@ -17,7 +18,12 @@ from pydantic import TypeAdapter
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
-MANIFEST, STATE, CONFIG, ENVIRONMENT = "manifest.json", "state.json", "config.toml", "environment.json"
+MANIFEST, STATE, CONFIG, ENVIRONMENT = (
+    "manifest.json",
+    "state.json",
+    "config.toml",
+    "environment.json",
+)
 FORMAT = 1
 
 
@@ -66,7 +72,9 @@ class Manifest:
     tensors: dict[str, Tensor]
 
     def render(self) -> bytes:
-        """Return the manifest's file in the one form that is accepted: any other byte in it is damage."""
+        """Return the manifest's file in the one form that is accepted: any other byte in it is
+        damage.
+        """
         body = _canonical({"format": FORMAT, **asdict(self)})
         return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
 
@@ -108,32 +116,44 @@ def step_of(name: str) -> int | None:
 
 
 def committed(root: Path) -> list[int]:
-    """Return the steps with folders here, in order; `read_manifest` and `faults` check the contents."""
-    steps = [step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)]
+    """Return the steps with folders here, in order.
+
+    `read_manifest` and `faults` check the contents.
+    """
+    steps = [
+        step_of(name) for name, path in store.list_folder(root).items() if store.is_folder(path)
+    ]
     return sorted(step for step in steps if step is not None)
 
 
 FOREIGN = (
-    "a checkpoint in torch's DCP format, as TorchTitan writes, which titanlite does not read. Weights can be brought "
-    "over: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the model's config.json put into that folder, "
+    "a checkpoint in torch's DCP format, as TorchTitan writes, which titanlite does not read. "
+    "Weights can be brought over: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the "
+    "model's config.json put into that folder, "
     "then --model.flavor hf --checkpoint.initial_load_path FOLDER; optimizer states cannot"
 )
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of torch's own format, without any document of titanlite's."""
+    """Return whether a folder is a checkpoint of torch's own format, without any document of
+    titanlite's.
+    """
     own = any(store.exists(folder / name) for name in (MANIFEST, STATE, CONFIG))
     return store.exists(folder / ".metadata") and not own
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as written."""
+    """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
+    written.
+    """
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
         if is_foreign(folder):
             raise CorruptCheckpoint(f"{folder}: {FOREIGN}") from None
-        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(folder / "config.json")
+        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(
+            folder / "config.json"
+        )
         why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
@@ -144,7 +164,9 @@ def read_manifest(folder: Path) -> Manifest:
         if zlib.crc32(_canonical(body)) != document["crc32"]:
             raise ValueError
         if body["format"] != FORMAT:
-            raise UserError(f"{folder / MANIFEST}: written by another version of titanlite, in a newer format")
+            raise UserError(
+                f"{folder / MANIFEST}: written by another version of titanlite, in a newer format"
+            )
         manifest = _MANIFEST.validate_python(body)
         if manifest.render() != raw:
             raise ValueError
@@ -157,9 +179,13 @@ def _canonical(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
-def faults(folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False) -> list[str]:
-    """Return the faults of a committed folder, naming each file: missing and extra files, wrong sizes, and for
-    the files in `contents` wrong checksums; if `resumable`, also that it has no more than weights."""
+def faults(
+    folder: Path, manifest: Manifest, contents: Iterable[str] = (), resumable: bool = False
+) -> list[str]:
+    """Return the faults of a committed folder, naming each file: missing and extra files, wrong
+    sizes, and for the files in `contents` wrong checksums; if `resumable`, also that it has no
+    more than weights.
+    """
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]
     problems, present = list[str](), store.list_folder(folder)
@@ -184,12 +210,16 @@ def split_files_by_size(manifest: Manifest, ranks: int) -> list[list[str]]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json: the run's position, the positions of streams, and the optimizer's scalars."""
+    """Read state.json: the run's position, the positions of streams, and the optimizer's
+    scalars.
+    """
     return json.loads(store.read(folder / STATE))
 
 
 def is_complete(folder: Path, resumable: bool = False) -> bool:
-    """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more than weights."""
+    """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more
+    than weights.
+    """
     try:
         return not faults(folder, read_manifest(folder), resumable=resumable)
     except (CorruptCheckpoint, OSError):
@@ -198,7 +228,9 @@ def is_complete(folder: Path, resumable: bool = False) -> bool:
 
 def latest_complete(root: Path) -> int | None:
     """Return the newest complete step."""
-    return next((step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None)
+    return next(
+        (step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None
+    )
 
 
 def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int]:
@@ -206,6 +238,8 @@ def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int
 
     A damaged or weights-only one is neither counted nor deleted: it may be all that somebody has.
     """
-    complete = [step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)]
+    complete = [
+        step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)
+    ]
     old = complete[:-keep_latest_k] if keep_latest_k else []
     return [step for step in old if not keep_every or step % keep_every]

@@ -1,6 +1,7 @@
 """`Resume`, the starting point of a run, and the handling of an earlier run's files at a start.
 
-No torch: the launcher checks whether a run is finished before a worker starts. `load.py` finds and reads checkpoints.
+No torch: the launcher checks whether a run is finished before a worker starts. `load.py` finds and
+reads checkpoints.
 """
 
 import json
@@ -40,7 +41,10 @@ _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run starts, found and verified before anything is built; without arguments, from scratch."""
+    """Where a run starts, found and verified before anything is built.
+
+    Without arguments, from scratch.
+    """
 
     folder: Path | None = None
     """The checkpoint or Hugging Face folder to load."""
@@ -76,20 +80,25 @@ class Resume:
             return
         saved = self.position
         start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
-        if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):  # older ones lack the content
+        # Older ones lack the content.
+        if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):
             raise UserError(
-                f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was trained on "
-                f"{saved.fingerprint}: use the same text, tokenizer, training.seq_len and packing, {start_over}"
+                f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was "
+                f"trained on {saved.fingerprint}: use the same text, tokenizer, training.seq_len "
+                f"and packing, {start_over}"
             )
         if saved.seed != seed:
             raise UserError(
-                f"debug.seed = {seed}, but {self.folder} was trained with {saved.seed}, which orders the data: "
-                f"remove the key, {start_over}"
+                f"debug.seed = {seed}, but {self.folder} was trained with {saved.seed}, which "
+                f"orders the data: remove the key, {start_over}"
             )
 
     def stream_state(self, coordinate: int) -> dict[str, Any]:
-        """Return a streamed data set's position for a data-parallel rank. On another number of ranks any rank's
-        position will do: the loader refuses it with the reason."""
+        """Return a streamed data set's position for a data-parallel rank.
+
+        On another number of ranks any rank's position will do: the loader refuses it with the
+        reason.
+        """
         return self.streams.get(str(coordinate)) or next(iter(self.streams.values()))
 
     def changes(self, job: Job, has_dropout: bool) -> list[str]:
@@ -98,31 +107,52 @@ class Resume:
             return []
         before = store.read(self.folder / CONFIG).decode()
         changed = toml_differences(before, to_toml(job.given))
-        shown = ", ".join(f"{key} {what}" for key, what in changed.items() if not key.startswith(_IGNORED_SECTIONS))
-        lines = [f"config changed since step {self.position.step} (new values apply): {shown}"] * bool(shown)
+        shown = ", ".join(
+            f"{key} {what}"
+            for key, what in changed.items()
+            if not key.startswith(_IGNORED_SECTIONS)
+        )
+        lines = []
+        if shown:
+            since = f"config changed since step {self.position.step}"
+            lines.append(f"{since} (new values apply): {shown}")
         environment = json.loads(store.read(self.folder / ENVIRONMENT))
         if "lr_formula" not in environment:
             earlier = "step / (warmup_steps + 1) and a decay of one step more"
-            lines.append(f"learning rates are TorchTitan's from here on; earlier steps had {earlier}")
+            lines.append(
+                f"learning rates are TorchTitan's from here on; earlier steps had {earlier}"
+            )
         new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
-        is_split_anew = environment.get("stages", new_stages) != new_stages  # versions before had one stage
+        # Versions before had one stage.
+        is_split_anew = environment.get("stages", new_stages) != new_stages
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
-        lines += batch_changes(tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch)
+        lines += batch_changes(
+            tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch
+        )
         keys = {"training.local_batch_size", "training.global_batch_size"}
         if job.layout.pp > 1:
             keys.add("parallelism.pipeline_parallel_microbatch_size")
         if job.layout.cp > 1:
-            keys |= {f"parallelism.context_parallel_{name}" for name in ("load_balancer", "rotate_method")}
+            keys |= {
+                f"parallelism.context_parallel_{name}"
+                for name in ("load_balancer", "rotate_method")
+            }
         if has_dropout and (old_mesh != new_mesh or is_split_anew or keys & changed.keys()):
-            lines.append("dropout masks will differ: mesh, stages, batch size or split of sequences changed")
+            lines.append(
+                "dropout masks will differ: mesh, stages, batch size or split of sequences changed"
+            )
         return lines
 
 
 def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of the model that a checkpoint's weights belong to; none if they are not known any more."""
+    """Return the fields of the model that a checkpoint's weights belong to.
+
+    None if they are not known any more.
+    """
     fields = json.loads(store.read(folder / ENVIRONMENT)).get("model")
     given = tomllib.loads(store.read(folder / CONFIG).decode())["model"]
-    with suppress(UserError):  # a checkpoint from before fields were saved: what its flavor means today
+    # A checkpoint from before fields were saved: what its flavor means today.
+    with suppress(UserError):
         return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
     return {}
 
@@ -141,23 +171,32 @@ def finished_message(config: JobConfig) -> str:
         return ""
     missing = ""
     if settings.last_save_in_hf and not store.exists(target := export_folder(root, newest)):
-        command = command_line("titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target))
+        command = command_line(
+            "titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target)
+        )
         missing = f"; its export is missing: {command}"
-    return f"already at step {newest} of {steps}: raise --training.steps, or give --job.dump_folder{missing}"
+    remedy = f"raise --training.steps, or give --job.dump_folder{missing}"
+    return f"already at step {newest} of {steps}: {remedy}"
 
 
 def take_folder(config: JobConfig) -> str:
-    """Lock the dump folder, move the files that this run would overwrite, and return where it starts.
+    """Lock the dump folder, move the files that this run would overwrite, and return where it
+    starts.
 
-    A run that finds checkpoints continues their metrics; any other starts over, and all files are moved.
+    A run that finds checkpoints continues their metrics; any other starts over, and all files are
+    moved.
     """
-    lock.take(Path(config.job.dump_folder, lock.RUN_LOCK), f'job.dump_folder = "{config.job.dump_folder}"')
+    lock.take(
+        Path(config.job.dump_folder, lock.RUN_LOCK), f'job.dump_folder = "{config.job.dump_folder}"'
+    )
     root, load_step = checkpoint_root(config), config.checkpoint.load_step
     if config.checkpoint.enable and (steps := committed(root)):
         archive = archive_previous_files(config, resumed=True)
         newest = f"the newest of steps {', '.join(map(str, steps))}"
         chosen = newest if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
-        return f"resuming from {chosen} in {root}" + (f"; earlier logs go to {archive}" if archive else "")
+        return f"resuming from {chosen} in {root}" + (
+            f"; earlier logs go to {archive}" if archive else ""
+        )
     archive = archive_previous_files(config, resumed=False)
     return f"an earlier run's files are now in {archive}" if archive else ""
 
@@ -167,4 +206,8 @@ def last_saved_message(config: JobConfig) -> str:
     if not config.checkpoint.enable:
         return "nothing was saved: checkpoint.enable is off"
     newest = latest_complete(checkpoint_root(config))
-    return "no checkpoint was due yet" if newest is None else f"saved: {step_folder(checkpoint_root(config), newest)}"
+    return (
+        "no checkpoint was due yet"
+        if newest is None
+        else f"saved: {step_folder(checkpoint_root(config), newest)}"
+    )

@@ -142,7 +142,9 @@ class Saver:
             staging = time.monotonic() - copying
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
-        content = commit.Content(step, tensors, copies.__getitem__, payload, make_documents, weights_only)
+        content = commit.Content(
+            step, tensors, copies.__getitem__, payload, make_documents, weights_only
+        )
         pending = PendingSave(self._write, content)
         self._pending = pending
         pending.costs["staging"] = staging
@@ -163,7 +165,9 @@ class Saver:
         for name, tensor in tensors.items():
             copy = self._host_memory.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                copy = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned
+                )
                 self._host_memory[name] = copy
             if pinned and name not in buffers:  # which alone a forward pass may change
                 later.append((copy, tensor.detach()))
@@ -225,7 +229,9 @@ class Saver:
             return
         pending.join()
         gc.collect(0)  # cycles that torch's writer leaves would stay for training.gc_freq steps
-        failed = torch.tensor(int(pending.error is not None), dtype=torch.int64, device=self._device)
+        failed = torch.tensor(
+            int(pending.error is not None), dtype=torch.int64, device=self._device
+        )
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if failed.item():
             self._handle_failure(pending)

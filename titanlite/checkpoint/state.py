@@ -121,7 +121,9 @@ class TrainingState:
                         _check(name, value, parameter.shape)
                         yield name, state, value
 
-    def _template(self, number: int, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    def _template(
+        self, number: int, group: dict[str, Any], parameter: torch.Tensor
+    ) -> dict[str, Any]:
         """Return the state of a parameter of this kind in parameter group `number`."""
         assert self._optimizer is not None
         kind = (number, parameter.dim(), parameter.dtype, parameter.device)

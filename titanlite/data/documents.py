@@ -1,7 +1,8 @@
-"""Find the files of a text data set, and read their documents in pieces that many processes can share.
+"""Find the files of a text data set, and read their documents in pieces that many processes can
+share.
 
-A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in "text"; a `.parquet`
-file one per row, in the column "text". This module imports no torch.
+A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in
+"text"; a `.parquet` file one per row, in the column "text". This module imports no torch.
 """
 
 import gzip
@@ -22,7 +23,9 @@ from titanlite.errors import UserError, first_line, install_command
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
 SEGMENT_BYTES = 1 << 20
-"""A longer text is tokenized in segments cut at line ends: a tokenizer needs a hundred times a text's size."""
+"""A longer text is tokenized in segments cut at line ends: a tokenizer needs a hundred times a
+text's size.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,18 @@ class Documents:
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
-        return _hash_lines([tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))])
+        return _hash_lines(
+            [tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))]
+        )
 
     def state(self) -> str:
-        """Hash the folder and the files' names, sizes and modification times: the key of the local cache."""
+        """Hash the folder and the files' names, sizes and modification times: the key of the local
+        cache.
+        """
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
-        return _hash_lines([str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))])
+        return _hash_lines(
+            [str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))]
+        )
 
 
 def _hash_lines(lines: list[str]) -> str:
@@ -65,7 +74,10 @@ def _hash_lines(lines: list[str]) -> str:
 
 @cache
 def standard_library(held_out: bool) -> Documents:
-    """Find the running interpreter's modules, without tests and installed packages; every 25th file is held out."""
+    """Find the running interpreter's modules, without tests and installed packages.
+
+    Every 25th file is held out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files: list[Path] = []
@@ -73,11 +85,16 @@ def standard_library(held_out: bool) -> Documents:
         folders[:] = [f for f in folders if f not in skipped]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
-    return _sorted_documents(root, [f for i, f in enumerate(ordered) if (i % HELD_OUT_EVERY == 0) == held_out])
+    return _sorted_documents(
+        root, [f for i, f in enumerate(ordered) if (i % HELD_OUT_EVERY == 0) == held_out]
+    )
 
 
 def text_files(origin: str, path: str) -> Documents:
-    """Find a text file, or all below a folder; `origin` is the config key or argument to name in an error."""
+    """Find a text file, or all below a folder.
+
+    `origin` is the config key or argument to name in an error.
+    """
     root = Path(path)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
@@ -89,11 +106,16 @@ def text_files(origin: str, path: str) -> Documents:
         if _is_closed(root):
             raise UserError(f"{origin}: no permission to read this folder")
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
-        visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        visible = [
+            p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)
+        ]
         files = [p for p in visible if p.is_file() and p.name.endswith(SUFFIXES)]
-        unpacked = {p.with_name(f"{p.name}.gz") for p in files}  # a.jsonl.gz has the text of a.jsonl
+        # a.jsonl.gz has the text of a.jsonl.
+        unpacked = {p.with_name(f"{p.name}.gz") for p in files}
         documents = _sorted_documents(root, [p for p in files if p not in unpacked])
-        skipped = sorted(p.relative_to(root).as_posix() for p in {*visible} - {*files} | unpacked & {*files})
+        skipped = sorted(
+            p.relative_to(root).as_posix() for p in {*visible} - {*files} | unpacked & {*files}
+        )
         documents = replace(documents, skipped=tuple(skipped))
     else:
         raise UserError(f"{origin}: there is no such folder or file")
@@ -108,7 +130,9 @@ def _is_closed(path: Path) -> bool:
 
 def _sorted_documents(root: Path, files: list[Path]) -> Documents:
     ordered = sorted((file.relative_to(root).as_posix(), file) for file in files)
-    return Documents(root, tuple(name for name, _ in ordered), tuple(file.stat().st_size for _, file in ordered))
+    return Documents(
+        root, tuple(name for name, _ in ordered), tuple(file.stat().st_size for _, file in ordered)
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +145,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: the lines that begin in a range of bytes, row groups of a parquet file, or all of a .gz."""
+    """A part of a file: the lines that begin in a range of bytes, row groups of a parquet file, or
+    all of a .gz.
+    """
 
     name: str
     start: int
@@ -139,11 +165,15 @@ def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
             metadata = table.metadata
             for group in range(metadata.num_row_groups):
                 group_bytes = metadata.row_group(group).total_byte_size
-                yield Piece(name, group, group + 1, group_bytes, group + 1 == metadata.num_row_groups)
+                yield Piece(
+                    name, group, group + 1, group_bytes, group + 1 == metadata.num_row_groups
+                )
             continue
         step = size if name.endswith(".gz") else limit
         for start in range(0, max(size, 1), max(step, 1)):
-            yield Piece(name, start, min(start + step, size), min(step, size - start), start + step >= size)
+            yield Piece(
+                name, start, min(start + step, size), min(step, size - start), start + step >= size
+            )
 
 
 def segments(root: Path, piece: Piece) -> Iterator[Segment]:
@@ -154,7 +184,9 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
         try:
             column = table.read_row_group(piece.start, columns=["text"])["text"].to_pylist()
         except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-            raise UserError(f"{path} is damaged: row group {piece.start}: {first_line(error)}") from None
+            raise UserError(
+                f"{path} is damaged: row group {piece.start}: {first_line(error)}"
+            ) from None
         for text in column:
             yield Segment(text or "", True)
     elif path.suffix == ".gz":
@@ -162,7 +194,9 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
             with gzip.open(path) as file:
                 for number, line in enumerate(file, 1):
                     if not line.isspace():
-                        yield Segment(_json_text(partial("{}: line {}".format, path, number), line), True)
+                        yield Segment(
+                            _json_text(partial("{}: line {}".format, path, number), line), True
+                        )
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     elif path.suffix == ".jsonl":
@@ -197,7 +231,10 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_text(source: Callable[[], str], line: bytes) -> str:
-    """Return the "text" of a line of JSON; `source` returns the file and line to name in an error."""
+    """Return the "text" of a line of JSON.
+
+    `source` returns the file and line to name in an error.
+    """
     text: Any = None
     try:
         text = json.loads(line)["text"]
@@ -205,9 +242,7 @@ def _json_text(source: Callable[[], str], line: bytes) -> str:
         return text
     except UnicodeEncodeError as error:
         half = text[error.start].encode("ascii", "backslashreplace").decode()
-        reason = (
-            f'"text" has {half}, half of a surrogate pair, which is not a character; replace it, e.g. with \\ufffd'
-        )
+        reason = f'"text" has {half}, half of a surrogate pair, which is not a character; replace it, e.g. with \\ufffd'
     except AttributeError:
         reason = f'"text" is {json.dumps(text)[:40]}, not a string'
     except KeyError:
@@ -236,7 +271,9 @@ def _open_parquet(path: Path) -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(f"{path}: reading parquet needs pyarrow: {install_command('pyarrow')}") from None
+        raise UserError(
+            f"{path}: reading parquet needs pyarrow: {install_command('pyarrow')}"
+        ) from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError

@@ -10,14 +10,17 @@ from math import lcm
 class Mixture:
     """Map a sample index to (source, sample number of that source).
 
-    The pattern, by Tijdeman's algorithm for the chairman assignment problem, repeats with the weights' denominator.
+    The pattern, by Tijdeman's algorithm for the chairman assignment problem, repeats with the
+    weights' denominator.
     """
 
     def __init__(self, weights: tuple[float, ...]) -> None:
         shares = [Fraction(str(weight)) for weight in weights]
         self.period = lcm(*(share.denominator for share in shares))
         self._per_period = [int(share * self.period) for share in shares]
-        assert sum(self._per_period) == self.period, "the config rules refuse weights that do not add up to 1"
+        assert sum(self._per_period) == self.period, (
+            "the config rules refuse weights that do not add up to 1"
+        )
         self._pattern = _earliest_deadline_first(self._per_period)
 
     def __call__(self, index: int) -> tuple[int, int]:
@@ -27,13 +30,16 @@ class Mixture:
 
 
 def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:
-    """Return one period of (source, sample number): source k counts[k] times, always within a sample of its share."""
+    """Return one period of (source, sample number): source k counts[k] times, always within a
+    sample of its share.
+    """
     period = sum(counts)
     slack = Fraction(1) if len(counts) < 2 else 1 - Fraction(1, 2 * len(counts) - 2)
     served = [0] * len(counts)
     pattern = []
     for n in range(1, period + 1):
-        # Source k may be served once n * share - served[k] >= 1 - slack, and must be before that exceeds slack.
+        # Source k may be served once n * share - served[k] >= 1 - slack, and must be before that
+        # exceeds slack.
         due = [
             ((slack + served[k]) * period / count, k)
             for k, count in enumerate(counts)

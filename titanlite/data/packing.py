@@ -25,7 +25,9 @@ class Concatenated:
         self._seq_len = seq_len
         self.samples = (source.tokens - 1) // seq_len
         if self.samples < 1:
-            raise UserError(f"{key}: dataset too small: {source.tokens} tokens, need at least {seq_len + 1}")
+            raise UserError(
+                f"{key}: dataset too small: {source.tokens} tokens, need at least {seq_len + 1}"
+            )
         if masked:
             require_ends(source, key)
 

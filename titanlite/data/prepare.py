@@ -1,7 +1,8 @@
 """Turn text into token shards: on all cores, resumable, published by one rename.
 
-A shard's bytes do not depend on the process that writes it. It gets its name only when it is complete, in a staging
-folder; the next run with the same sources and tokenizer continues from it. No torch here: workers start fast.
+A shard's bytes do not depend on the process that writes it. It gets its name only when it is
+complete, in a staging folder; the next run with the same sources and tokenizer continues from it.
+No torch here: workers start fast.
 """
 
 import fcntl
@@ -64,13 +65,19 @@ def prepare(
     `assets` is the tokenizer's folder, "" for bytes.
     """
     tokenizer = load_tokenizer(assets)
-    fingerprint = "-".join(documents.fingerprint(tokenizer.fingerprint) for documents in sources.values())
+    fingerprint = "-".join(
+        documents.fingerprint(tokenizer.fingerprint) for documents in sources.values()
+    )
     state = "-".join(documents.state() for documents in sources.values())
     if existing := read_manifest(out):
         if (existing["fingerprint"], existing["end"]) != (fingerprint, tokenizer.end):
-            raise UserError(f"{out} holds other data or another tokenizer's; choose another folder or remove it")
+            raise UserError(
+                f"{out} holds other data or another tokenizer's; choose another folder or remove it"
+            )
         if existing["state"] != state:
-            raise UserError(f"the text of {out} has changed since; remove the folder to prepare it again")
+            raise UserError(
+                f"the text of {out} has changed since; remove the folder to prepare it again"
+            )
         log(f"{out} is already prepared")
         return existing
     if out.exists() and any(out.iterdir()):
@@ -98,7 +105,9 @@ def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None
         return
     fingerprint = manifest.get("tokenizer_fingerprint")
     if fingerprint is None:  # an older version wrote none
-        fingerprint = load_tokenizer(str(folder) if (folder / "tokenizer.json").is_file() else "").fingerprint
+        fingerprint = load_tokenizer(
+            str(folder) if (folder / "tokenizer.json").is_file() else ""
+        ).fingerprint
     if (fingerprint, manifest["end"]) != (tokenizer.fingerprint, tokenizer.end):
         raise UserError(
             f'{key}.dataset_path = "{folder}" was prepared with the tokenizer {manifest["tokenizer"]} '
@@ -131,7 +140,9 @@ def _groups(items: Iterable[T], limit: int, size_of: Callable[[T], int]) -> Iter
 
 
 def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
-    """Return the folder of finished shards, emptied if it was made from data of another identity."""
+    """Return the folder of finished shards, emptied if it was made from data of another
+    identity.
+    """
     staging = out.parent / f".{out.name}.preparing"
     plan_file = staging / ".plan.json"
     plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES})
@@ -166,7 +177,9 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
             future.result()
             yield futures[future]
     except BrokenProcessPool:
-        raise UserError("a worker process died (out of memory?); run the same command again to continue") from None
+        raise UserError(
+            "a worker process died (out of memory?); run the same command again to continue"
+        ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -191,8 +204,12 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
         out.write(bytes(HEADER_BYTES))
         text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
         for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
-            for segment, ids in zip(batch, tokenizer.encode_batch([s.text for s in batch]), strict=True):
-                content = np.asarray([*ids, tokenizer.end] if segment.ends else ids, dtype=dtype).tobytes()
+            for segment, ids in zip(
+                batch, tokenizer.encode_batch([s.text for s in batch]), strict=True
+            ):
+                content = np.asarray(
+                    [*ids, tokenizer.end] if segment.ends else ids, dtype=dtype
+                ).tobytes()
                 out.write(content)
                 crc32 = zlib.crc32(content, crc32)
                 tokens += len(content) // dtype.itemsize
@@ -272,7 +289,8 @@ def cached_arrays(root: Path, name: str, make: Callable[[], list[np.ndarray]]) -
 def _locked_cache(root: Path, name: str) -> Iterator[Path]:
     """Yield the path of a cache next to the data, or in the user's cache if that is not writable.
 
-    One process writes it while the others wait. Without locks on the file system none waits: prepare the data there.
+    One process writes it while the others wait. Without locks on the file system none waits:
+    prepare the data there.
     """
     folder = root / ".titanlite"
     try:
@@ -282,7 +300,9 @@ def _locked_cache(root: Path, name: str) -> Iterator[Path]:
         lock_file = (folder / f"{name}.lock").open("w")
     except (OSError, RuntimeError) as error:  # a random user id has no home
         why = f"{root} can't be written to, nor can the user's cache: {error}".rstrip(".")
-        raise UserError(f"{why}; name a folder for tokens and packing plans in XDG_CACHE_HOME") from None
+        raise UserError(
+            f"{why}; name a folder for tokens and packing plans in XDG_CACHE_HOME"
+        ) from None
     with lock_file:
         with suppress(
             OSError

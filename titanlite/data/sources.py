@@ -1,6 +1,7 @@
 """Open data sets by name, each as one long stream of token ids that can be read at any offset.
 
-Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once, into a cache.
+Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once,
+into a cache.
 """
 
 import itertools
@@ -20,7 +21,10 @@ NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS
 
 
 def find_documents(key: str, name: str, path: str) -> Documents | None:
-    """Find the documents of a data set, None for shards; `key` is the config section to name in an error."""
+    """Find the documents of a data set, None for shards.
+
+    `key` is the config section to name in an error.
+    """
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
     if name == "text":
@@ -34,7 +38,9 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     )
 
 
-def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int) -> "Source":
+def open_source(
+    key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int
+) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path)
     if documents is None:
@@ -48,7 +54,10 @@ def open_source(key: str, name: str, path: str, tokenizer: Tokenizer | None, voc
 
 
 class ByteSource:
-    """Text files as a stream of bytes, read from the files themselves; they need not be valid UTF-8."""
+    """Text files as a stream of bytes, read from the files themselves.
+
+    They need not be valid UTF-8.
+    """
 
     def __init__(self, documents: Documents, tokenizer: ByteTokenizer) -> None:
         self._documents, self.end, self.folder = documents, tokenizer.end, documents.root
@@ -73,13 +82,18 @@ class ByteSource:
         filled = 0
         for document, offset, length in spans(self._stops, start, count):
             path = self._documents.root / self._documents.names[document]
-            size = min(length, self._documents.sizes[document] - offset)  # the span may include the end token
+            # The span may include the end token.
+            size = min(length, self._documents.sizes[document] - offset)
             try:
                 content = np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
             except OSError as error:
-                raise RunFailed(f"the data changed during the run: {path}: {error.strerror}") from None
+                raise RunFailed(
+                    f"the data changed during the run: {path}: {error.strerror}"
+                ) from None
             if len(content) != size:
-                raise RunFailed(f"the data changed during the run: {path} is shorter than it was at the start")
+                raise RunFailed(
+                    f"the data changed during the run: {path} is shorter than it was at the start"
+                )
             out[filled : filled + size] = content
             filled += length
         return out

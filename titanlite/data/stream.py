@@ -1,12 +1,14 @@
 """Stream a Hugging Face data set: the one kind of source that cannot be read at any offset.
 
-Each reader (a loader worker of a data-parallel rank) reads its own documents, so their order depends on the number of
-readers, and a resume needs the position of each: a few numbers and the tokens left over.
+Each reader (a loader worker of a data-parallel rank) reads its own documents, so their order
+depends on the number of readers, and a resume needs the position of each: a few numbers and the
+tokens left over.
 
 - Every epoch has its own order of the data set's files ("shards" in `datasets`). Readers divide them as evenly as
   whole files allow; where several must read the same file, each takes every n-th document.
 - A reader shuffles its documents in blocks, by a function of (seed, epoch, position), since the shuffle buffer of
   `datasets` is not part of its state. A resume reads the current block again and continues inside it.
+
 """
 
 import math
@@ -31,7 +33,8 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError, first_line, install_command
 from titanlite.runtime.determinism import derive_seed
 
-BLOCK_CHARACTERS = 1 << 26  # a block with this much text ends, even with fewer than `Stream.block` documents
+# A block with this much text ends, even with fewer than `Stream.block` documents.
+BLOCK_CHARACTERS = 1 << 26
 _STREAMS = {  # repository, configuration and split
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
@@ -58,8 +61,16 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data set's name and number of files, the tokenizer, and what else decides the windows."""
-        parts = (self.name, self.shards.num_shards, self.tokenizer.fingerprint, self.seq_len, self.seed)
+        """A hash of the data set's name and number of files, the tokenizer, and what else decides
+        the windows.
+        """
+        parts = (
+            self.name,
+            self.shards.num_shards,
+            self.tokenizer.fingerprint,
+            self.seq_len,
+            self.seed,
+        )
         return fingerprint(" ".join(map(str, parts)))
 
     def blank_window(self) -> np.ndarray:
@@ -78,7 +89,9 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError(f"{setting}: streaming needs datasets: {install_command('datasets')}") from None
+        raise UserError(
+            f"{setting}: streaming needs datasets: {install_command('datasets')}"
+        ) from None
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
@@ -95,7 +108,9 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
 
 
 def _require_hub(key: str, setting: str) -> None:
-    """Try the hub once: the library tries for half a minute before it reports that nothing answers."""
+    """Try the hub once: the library tries for half a minute before it reports that nothing
+    answers.
+    """
     from huggingface_hub import constants  # type: ignore[import-not-found]
     from huggingface_hub.utils import get_session  # type: ignore[import-not-found]
 
@@ -104,25 +119,48 @@ def _require_hub(key: str, setting: str) -> None:
             get_session().head(constants.ENDPOINT, timeout=constants.DEFAULT_REQUEST_TIMEOUT)
     except Exception as error:  # of whichever library it uses for HTTP
         why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
-        raise UserError(f"{setting} can't be streamed: {why}; {key}.dataset_path names a copy") from None
+        raise UserError(
+            f"{setting} can't be streamed: {why}; {key}.dataset_path names a copy"
+        ) from None
 
 
 class Reader:
     """Windows of reader `number` of `readers`, from the beginning or from a state."""
 
     def __init__(self, stream: Stream, rank: int, number: int, readers: int, batch: int) -> None:
-        self._stream, self._rank, self._number, self._readers, self._batch = stream, rank, number, readers, batch
+        self._stream, self._rank, self._number, self._readers, self._batch = (
+            stream,
+            rank,
+            number,
+            readers,
+            batch,
+        )
         self._files = stream.shards.num_shards
-        self._file_groups = math.gcd(self._files, readers)  # disjoint sets of files, each with as many readers
-        self._file_group, self._reader_in_group = number % self._file_groups, number // self._file_groups
+        # Disjoint sets of files, each with as many readers.
+        self._file_groups = math.gcd(self._files, readers)
+        self._file_group, self._reader_in_group = (
+            number % self._file_groups,
+            number // self._file_groups,
+        )
         self._readers_per_group = readers // self._file_groups
-        start = {"epoch": 0, "file": 0, "document": 0, "taken": 0, "rest": [], "given": 0, "over": False}
+        start = {
+            "epoch": 0,
+            "file": 0,
+            "document": 0,
+            "taken": 0,
+            "rest": [],
+            "given": 0,
+            "over": False,
+        }
         self.load_state_dict(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the block's start, how many of its documents were used, and the tokens not yet in a window."""
+        """Return the block's start, how many of its documents were used, and the tokens not yet in
+        a window.
+        """
         state = dict(
-            zip(("epoch", "file", "document"), self._block_start, strict=True), taken=self._documents_consumed
+            zip(("epoch", "file", "document"), self._block_start, strict=True),
+            taken=self._documents_consumed,
         )
         rest = self._leftover_tokens.tolist()
         return {**state, "rest": rest, "given": self._windows_emitted, "over": self._exhausted}
@@ -131,7 +169,10 @@ class Reader:
         """Continue from a state that a reader with the same number returned."""
         self._block_start = self._position = (state["epoch"], state["file"], state["document"])
         self._documents_consumed, self._windows_emitted = state["taken"], state["given"]
-        self._leftover_tokens, self._exhausted = np.asarray(state["rest"], dtype=np.int64), state["over"]
+        self._leftover_tokens, self._exhausted = (
+            np.asarray(state["rest"], dtype=np.int64),
+            state["over"],
+        )
         self._block: list[str] | None = None
         self._documents = self._read_epoch()
 
@@ -139,7 +180,10 @@ class Reader:
         return self
 
     def __next__(self) -> np.ndarray:
-        """Return a window; the last tokens are padded to a window, and the last windows to a batch."""
+        """Return a window.
+
+        The last tokens are padded to a window, and the last windows to a batch.
+        """
         stream = self._stream
         while len(self._leftover_tokens) <= stream.seq_len and not self._exhausted:
             self._take_document()
@@ -153,12 +197,19 @@ class Reader:
         return out
 
     def _take_document(self) -> None:
-        """Append a document and its end token to the leftover tokens; at the epoch's end start the next, if any."""
+        """Append a document and its end token to the leftover tokens.
+
+        At the epoch's end start the next, if any.
+        """
         if self._block is None:
             self._block = self._read_block()
         if self._documents_consumed < len(self._block):
-            ids = np.asarray(self._stream.tokenizer.encode(self._block[self._documents_consumed]), dtype=np.int64)
-            self._leftover_tokens = np.concatenate([self._leftover_tokens, ids, [self._stream.tokenizer.end]])
+            ids = np.asarray(
+                self._stream.tokenizer.encode(self._block[self._documents_consumed]), dtype=np.int64
+            )
+            self._leftover_tokens = np.concatenate(
+                [self._leftover_tokens, ids, [self._stream.tokenizer.end]]
+            )
             self._documents_consumed += 1
             return
         if self._block:
@@ -185,13 +236,19 @@ class Reader:
             size += len(text)
             if len(block) == self._stream.block or size >= BLOCK_CHARACTERS:
                 break
-        order = np.random.default_rng(derive_seed("block", self._stream.seed, self._number, *self._block_start))
+        order = np.random.default_rng(
+            derive_seed("block", self._stream.seed, self._number, *self._block_start)
+        )
         return [block[i] for i in order.permutation(len(block))]
 
     def _read_epoch(self) -> Iterator[tuple[tuple[int, int, int], str]]:
-        """Yield this reader's documents from its position to the epoch's end, each with the position after it."""
+        """Yield this reader's documents from its position to the epoch's end, each with the
+        position after it.
+        """
         epoch, first_file, first_document = self._position
-        order = np.random.default_rng(derive_seed("files", self._stream.seed, epoch)).permutation(self._files)
+        order = np.random.default_rng(derive_seed("files", self._stream.seed, epoch)).permutation(
+            self._files
+        )
         files = order[self._file_group :: self._file_groups].tolist()
         for index in range(first_file, len(files)):
             for document, text in self._read_with_retries(files[index], first_document):
@@ -199,10 +256,15 @@ class Reader:
             first_document = 0
 
     def _read_with_retries(self, file: int, first: int) -> Iterator[tuple[int, str]]:
-        """Yield this reader's documents of a file from number `first` on; retry a read that fails or stalls."""
+        """Yield this reader's documents of a file from number `first` on.
+
+        Retry a read that fails or stalls.
+        """
         retries = 0
         while True:
-            columns = Prefetcher(_text_columns(self._stream, file), depth=2, timeout=self._stream.stall_timeout)
+            columns = Prefetcher(
+                _text_columns(self._stream, file), depth=2, timeout=self._stream.stall_timeout
+            )
             try:
                 start = 0
                 for texts in columns:
@@ -210,7 +272,8 @@ class Reader:
                     begin = max(first, start)
                     begin += (self._reader_in_group - begin) % self._readers_per_group
                     for document in range(begin, stop, self._readers_per_group):
-                        # Skip empty documents; a window of only end tokens would be taken for the data's end.
+                        # Skip empty documents; a window of only end tokens would be taken for the
+                        # data's end.
                         if text := texts[document - start].as_py():
                             yield document, text
                     if stop > first:
@@ -219,8 +282,11 @@ class Reader:
                 return
             except UserError:
                 raise
-            except Exception as error:  # the network, the file system and the file format raise all kinds
-                location = f"{self._description}, file {file + 1} of {self._files}, document {first}"
+            # The network, the file system and the file format raise all kinds.
+            except Exception as error:
+                location = (
+                    f"{self._description}, file {file + 1} of {self._files}, document {first}"
+                )
                 message = f"{location}: {first_line(error)}"
                 if retries == RETRIES:
                     raise RunFailed(f"{message}; gave up after {RETRIES} retries") from None
@@ -238,7 +304,10 @@ class Reader:
 
 
 def _text_columns(stream: Stream, file: int) -> Iterator[Any]:
-    """Yield a file's texts as Arrow columns. (Plain iteration would divide the file among torch's workers again.)"""
+    """Yield a file's texts as Arrow columns.
+
+    (Plain iteration would divide the file among torch's workers again.)
+    """
     shard = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
     for table in shard.iter(batch_size=stream.read):
         require_text(stream.name, table.schema)
@@ -261,11 +330,13 @@ class _RankStream(IterableDataset):
 class StreamLoader:
     """Micro-batches of one rank: `steps` of them, or without end.
 
-    After a rank's last document come batches of padding, because other ranks may still have data. The caller must
-    detect that no rank has any left.
+    After a rank's last document come batches of padding, because other ranks may still have data.
+    The caller must detect that no rank has any left.
     """
 
-    def __init__(self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]
+    ) -> None:
         self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
         dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
         self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)

@@ -17,7 +17,10 @@ from titanlite.errors import UserError
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; the zero byte, which does not occur in text, ends a document."""
+    """Every byte of UTF-8 is a token.
+
+    The zero byte, which does not occur in text, ends a document.
+    """
 
     vocab_size = BYTE_VOCABULARY
     end = 0  # the id of the end-of-text token, which follows each document
@@ -32,7 +35,8 @@ class ByteTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         text = b"".join(bytes([token]) if token < self.vocab_size else b"\xff" for token in tokens)
-        return text.decode("utf-8", errors="replace")  # ids that are no byte too, of a larger vocabulary
+        # Ids that are no byte too, of a larger vocabulary.
+        return text.decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
@@ -66,7 +70,9 @@ class JsonTokenizer:
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.end = self._find_end_token(folder, settings.get("eos_token"))
 
-    def _add_tokens(self, folder: Path, declared: dict[str, dict[str, Any]]) -> dict[str, int | None]:
+    def _add_tokens(
+        self, folder: Path, declared: dict[str, dict[str, Any]]
+    ) -> dict[str, int | None]:
         """Add the tokens of tokenizer_config.json that tokenizer.json lacks; return their ids.
 
         As in transformers, the declared ids are only their order: new tokens get the next ids.
@@ -83,7 +89,9 @@ class JsonTokenizer:
                 if repr(token) not in known:
                     added.append(token)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{folder}: added_tokens_decoder in tokenizer_config.json: {error!r}") from None
+            raise UserError(
+                f"{folder}: added_tokens_decoder in tokenizer_config.json: {error!r}"
+            ) from None
         self._backend.add_tokens(added)
         return {token.content: self._backend.token_to_id(token.content) for token in added}
 
@@ -96,13 +104,18 @@ class JsonTokenizer:
                 return token
         if eos:
             raise UserError(f'{folder}: eos_token is "{eos}", which tokenizer.json does not have')
-        raise UserError(f"{folder}: no end-of-text token; name it as eos_token in tokenizer_config.json")
+        raise UserError(
+            f"{folder}: no end-of-text token; name it as eos_token in tokenizer_config.json"
+        )
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> Iterator[list[int]]:
-        return (encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False))
+        return (
+            encoding.ids
+            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        )
 
     def decode(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)
@@ -113,7 +126,10 @@ _TOKEN_OPTIONS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings next to a tokenizer.json; tokenizer_config.json overrides the older file."""
+    """Return the settings next to a tokenizer.json.
+
+    Tokenizer_config.json overrides the older file.
+    """
     settings: dict[str, Any] = {}
     for name in TOKENIZER_FILES[1:]:
         path = folder / name
@@ -128,16 +144,28 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokenizer:
-    """Load the tokenizer in the folder `assets`, or bytes for ""; `origin` is the key or option in errors."""
+    """Load the tokenizer in the folder `assets`, or bytes for "".
+
+    `origin` is the key or option in errors.
+    """
     return JsonTokenizer(Path(assets), origin) if assets else ByteTokenizer()
 
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards have none."""
-    shards = [Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"]
+    """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
+    have none.
+    """
+    shards = [
+        Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"
+    ]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
     assets = config.model.hf_assets_path or next(copies, "")
-    if shards and not assets and vocab_size != BYTE_VOCABULARY and not any(map(read_manifest, shards)):
+    if (
+        shards
+        and not assets
+        and vocab_size != BYTE_VOCABULARY
+        and not any(map(read_manifest, shards))
+    ):
         return None
     return load_tokenizer(assets)
 
@@ -145,7 +173,8 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
 def open_tokenizer(job: Job) -> Tokenizer | None:
     """Load the tokenizer of a job; None for token shards that come without one.
 
-    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and generate.at_end needs it.
+    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and
+    generate.at_end needs it.
     """
     tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
     if job.config.generate.at_end:
@@ -170,5 +199,7 @@ def require_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, so that text of a model or data set cannot control the terminal."""
+    """Replace control characters, so that text of a model or data set cannot control the
+    terminal.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -62,7 +62,9 @@ class Windows(Dataset[np.ndarray]):
         return batch
 
 
-def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+def validate_dataset(
+    key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None
+) -> str:
     """Raise a UserError if a data set cannot be opened, without preparing it.
 
     Return a notice about it for the user, empty if there is none.
@@ -80,7 +82,9 @@ def validate_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer:
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat)
+    return _open(
+        job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat
+    )
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
@@ -90,7 +94,9 @@ def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
-    data = _open(job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    data = _open(
+        job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False
+    )
     if settings.steps != -1 and isinstance(data, Windows):
         data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
@@ -114,7 +120,9 @@ def _open(
         stall_timeout = training.dataloader.stall_timeout_seconds
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, stall_timeout)
     vocab_size = job.shape.vocab_size
-    sources = [open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts]
+    sources = [
+        open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts
+    ]
     windows: list[WindowSource] = []
     identity: list[str] = []
     contents = ""

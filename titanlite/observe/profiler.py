@@ -19,6 +19,7 @@ class Profiler:
 
     def __init__(self, settings: Profiling, folder: Path, rank: int, done: int) -> None:
         self._settings, self._rank, self._done = settings, rank, done
+        self._records_memory = settings.enable_memory_snapshot
         self._traces = folder / settings.save_traces_folder
         self._snapshots = folder / settings.save_memory_snapshot_folder
         self._profile: profile | None = None
@@ -36,7 +37,7 @@ class Profiler:
         if self._profile:
             self._profile.start()
             self._profile.step()  # into the first step
-        if self._settings.enable_memory_snapshot:
+        if self._records_memory:
             record_memory_history(True)
         return self
 
@@ -45,11 +46,11 @@ class Profiler:
         self._done = number
         if self._profile:
             self._profile.step()
-        if self._settings.enable_memory_snapshot and number % self._settings.profile_freq == 0:
+        if self._records_memory and number % self._settings.profile_freq == 0:
             self._write_snapshot(f"step-{number}")
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._settings.enable_memory_snapshot:
+        if self._records_memory:
             if isinstance(error, torch.OutOfMemoryError):
                 self._write_snapshot(f"step-{self._done + 1}-out-of-memory")
             record_memory_history(False)

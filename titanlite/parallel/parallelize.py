@@ -35,7 +35,8 @@ ORDER: tuple[Technique, ...] = (
     context_parallel.apply,
     replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
-    expert_parallel.dispatch,  # outside per-operation recomputation, so that received tokens are kept
+    # outside per-operation recomputation, so that received tokens are kept
+    expert_parallel.dispatch,
     compile.apply,  # before sharding: gathering and freeing parameters stay outside the graph
     # wraps compiled blocks instead: torch 2.13 cannot compile these checkpointed
     partial(recompute.apply, around_graphs=True),

@@ -1,10 +1,22 @@
 """Declarations of models, optimizers and converters, and registration by name. The public face.
 
-May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or anything above.
+May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or
+anything above.
 """
 
 from titanlite.registry.hf import Box, FusedSlice, HuggingFace, Rotary, Transposed, WeightTransform
-from titanlite.registry.model import Init, ModelDims, ModelSpec, Role, Rule, assign, expert_paths, normal, ones, zeros
+from titanlite.registry.model import (
+    Init,
+    ModelDims,
+    ModelSpec,
+    Role,
+    Rule,
+    assign,
+    expert_paths,
+    normal,
+    ones,
+    zeros,
+)
 from titanlite.registry.register import (
     OptimizerSpec,
     find_converter,
@@ -16,4 +28,5 @@ from titanlite.registry.register import (
     register_optimizer,
 )
 
-Step, Part, Shape = WeightTransform, FusedSlice, ModelDims  # earlier names, which users' packages may import
+# Earlier names, which users' packages may import.
+Step, Part, Shape = WeightTransform, FusedSlice, ModelDims

@@ -1,4 +1,6 @@
-"""How a model's parameters appear in a Hugging Face folder: names, and invertible transforms between the forms."""
+"""How a model's parameters appear in a Hugging Face folder: names, and invertible transforms
+between the forms.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,27 @@ class WeightTransform:
         raise NotImplementedError
 
     def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
-        """Return the region of the HF tensor to read, the region of ours it produces, and the transform between them.
+        """Return the region of the HF tensor to read, the region of ours it produces, and the
+        transform between them.
 
-        The second contains `box`, a region of our tensor of this shape. Unless a transform overrides this, all of the
-        tensor is read.
+        The second contains `box`, a region of our tensor of this shape. Unless a transform
+        overrides this, all of the tensor is read.
         """
         import torch
 
         hf_shape = self.to_hf(torch.empty(tuple(shape), device="meta")).shape
-        return tuple(slice(0, size) for size in hf_shape), tuple(slice(0, size) for size in shape), self
+        return (
+            tuple(slice(0, size) for size in hf_shape),
+            tuple(slice(0, size) for size in shape),
+            self,
+        )
 
 
 @dataclass(frozen=True)
 class Rotary(WeightTransform):
-    """The RoPE permutation of a projection's rows: we rotate adjacent pairs, Hugging Face rotates halves."""
+    """The RoPE permutation of a projection's rows: we rotate adjacent pairs, Hugging Face rotates
+    halves.
+    """
 
     heads: int
 
@@ -68,7 +77,9 @@ class Transposed(WeightTransform):
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """One of several equal slices that a Hugging Face tensor joins along a dimension, after `via`."""
+    """One of several equal slices that a Hugging Face tensor joins along a dimension, after
+    `via`.
+    """
 
     index: int
     of: int
@@ -86,6 +97,11 @@ class HuggingFace:
     ignored_tensors: tuple[str, ...] = ()
     """Patterns of Hugging Face tensors to skip, such as buffers."""
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Returns what transformers takes for keys that a given config.json lacks, of all that change a value."""
+    """Returns what transformers takes for keys that a given config.json lacks, of all that change a
+    value.
+    """
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The key of config.json of each field of a flavor, both dotted where nested; model.flavor hf reads it."""
+    """The key of config.json of each field of a flavor, both dotted where nested.
+
+    Model.flavor hf reads it.
+    """

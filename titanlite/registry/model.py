@@ -1,7 +1,7 @@
 """The declarations of a model: a ModelSpec, and one table with a Rule per parameter pattern.
 
-A model is plain single-device code; its table has the rest. Every parameter matches exactly one row, so nothing is
-silently replicated, left uninitialized or dropped on export.
+A model is plain single-device code; its table has the rest. Every parameter matches exactly one
+row, so nothing is silently replicated, left uninitialized or dropped on export.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rule:
     part: FusedSlice | None = None
     """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
     tied: str = ""
-    """Second name of the same tensor, such as an output layer that shares the embedding's weight."""
+    """Second name of the same tensor, such as of an output layer that shares the embedding."""
     active: float = 1.0
     """Fraction of the weight used per token: top_k / experts for expert weights, else 1."""
 
@@ -78,25 +78,36 @@ class Rule:
         return re.sub(r"\*", lambda _: next(wildcards), self.hf)
 
 
-def assign(rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, str]) -> dict[str, Rule]:
-    """Return the row of every parameter; an error names all parameters and rows that do not pair off exactly.
+def assign(
+    rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, str]
+) -> dict[str, Rule]:
+    """Return the row of every parameter.
+
+    An error names all parameters and rows that do not pair off exactly.
 
     `ties` maps the second name of every shared tensor to its first.
     """
     table: dict[str, Rule] = {}
     legal = get_args(Role)
     unknown = [rule for rule in rules if rule.tensor not in legal]
-    faults = [f'the row {r.pattern} has the unknown role "{r.tensor}"; legal: {", ".join(legal)}' for r in unknown]
+    faults = [
+        f'the row {r.pattern} has the unknown role "{r.tensor}"; legal: {", ".join(legal)}'
+        for r in unknown
+    ]
     for name in names:
         matching = [rule for rule in rules if rule.match(name) is not None]
         if len(matching) == 1:
             table[name] = matching[0]
         elif matching:
-            faults.append(f"{name} matches several rows: {', '.join(rule.pattern for rule in matching)}")
+            faults.append(
+                f"{name} matches several rows: {', '.join(rule.pattern for rule in matching)}"
+            )
         else:
             faults.append(f"{name} matches no row")
     used = {rule.pattern for rule in table.values()}
-    faults += [f"the row {rule.pattern} matches no parameter" for rule in rules if rule.pattern not in used]
+    faults += [
+        f"the row {rule.pattern} matches no parameter" for rule in rules if rule.pattern not in used
+    ]
     declared = {rule.tied: name for name, rule in table.items() if rule.tied}
     for second in sorted(declared.keys() | ties.keys()):
         if declared.get(second) != ties.get(second):
@@ -105,7 +116,9 @@ def assign(rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, st
                 f"but with {declared.get(second, 'nothing')} in the table"
             )
     if faults:
-        raise UserError("the model's table does not cover its parameters:\n  " + "\n  ".join(faults))
+        raise UserError(
+            "the model's table does not cover its parameters:\n  " + "\n  ".join(faults)
+        )
     return table
 
 
@@ -126,7 +139,9 @@ class ModelDims:
 
 def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
     """Return the paths, inside a block, of the modules that have expert weights."""
-    patterns = [rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"]
+    patterns = [
+        rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"
+    ]
     return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
 
 
@@ -139,7 +154,10 @@ class ModelSpec:
     shape: Callable[[Any], ModelDims]
     rules: Callable[[Any], tuple[Rule, ...]]
     build: str
-    """"package.module:Class", imported late and called with (flavor, positions in the longest sequence)."""
+    """"package.module:Class", imported late.
+
+    It is called with (flavor, positions in the longest sequence).
+    """
     blocks: str = "layers"
     """The ModuleDict of repeated blocks, keyed by the global layer number."""
     before: tuple[str, ...] = ("tok_embeddings",)
@@ -147,7 +165,10 @@ class ModelSpec:
     after: tuple[str, ...] = ("norm", "output")
     """Modules that run after the blocks."""
     core: str = ""
-    """Path of the attention core inside a block (context parallel replaces it); empty if unsupported."""
+    """Path of the attention core inside a block (context parallel replaces it).
+
+    Empty if unsupported.
+    """
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     parameters: Callable[[Any], int] | None = None
@@ -157,16 +178,24 @@ class ModelSpec:
     idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
     """Fields without effect in a flavor, and the reason; a run that sets one logs it."""
     unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
-    """Fields that may differ from those that loaded weights were trained with, since these mean the same with any."""
+    """Fields that may differ from those that loaded weights were trained with, since these mean the
+    same with any.
+    """
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
-        """Return the flavor's config with some fields replaced; an error names all that do not fit."""
+        """Return the flavor's config with some fields replaced.
+
+        An error names all that do not fit.
+        """
         from pydantic import TypeAdapter, ValidationError
 
-        legal = [*self.flavors, *["hf"] * bool(self.hf and self.hf.fields)]  # of hf, the overrides have all fields
+        # Of hf, the overrides have all fields.
+        legal = [*self.flavors, *["hf"] * bool(self.hf and self.hf.fields)]
         if flavor not in legal:
             hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
-            raise UserError(f'unknown flavor "{flavor}" of {self.name}; {hint}legal: {", ".join(legal)}')
+            raise UserError(
+                f'unknown flavor "{flavor}" of {self.name}; {hint}legal: {", ".join(legal)}'
+            )
         base, unknown = self.flavors.get(flavor), list[str]()
         cls = type(base or next(iter(self.flavors.values())))
         values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
@@ -176,20 +205,33 @@ class ModelSpec:
             return TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             faults = "; ".join(
-                ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()
+                ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"]
+                for e in error.errors()
             )
-            raise UserError(faults.replace("Value error, ", "").replace("Input should be", "must be")) from None
+            raise UserError(
+                faults.replace("Value error, ", "").replace("Input should be", "must be")
+            ) from None
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
         return resolve_name(self.build)(model_config, positions)
 
 
-def _merged(cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]) -> dict[str, Any]:
-    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by one."""
-    known, types, values = [field.name for field in dataclasses.fields(cls)], get_type_hints(cls), dict(base or {})
+def _merged(
+    cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]
+) -> dict[str, Any]:
+    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by
+    one.
+    """
+    known, types, values = (
+        [field.name for field in dataclasses.fields(cls)],
+        get_type_hints(cls),
+        dict(base or {}),
+    )
     for name, value in overrides.items():
-        nested = [t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)]
+        nested = [
+            t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)
+        ]
         if name not in known:
             hint = f"nearest: {nearest(name, known) or 'none'}; known: {', '.join(known)}"
             unknown.append(f"{path}{name} ({hint})")

@@ -1,4 +1,6 @@
-"""Models, optimizers and converters by name: built in, registered by `model.package`, or from an entry point."""
+"""Models, optimizers and converters by name: built in, registered by `model.package`, or from an
+entry point.
+"""
 
 import importlib
 import importlib.util
@@ -19,7 +21,10 @@ Item = TypeVar("Item")
 
 
 class Registry(Generic[Item]):
-    """Items of one kind by name. Registering a name again replaces its item, as when a module is imported again."""
+    """Items of one kind by name.
+
+    Registering a name again replaces its item, as when a module is imported again.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -37,7 +42,8 @@ class Registry(Generic[Item]):
             return self.items[name]
         known = self.names()
         close = nearest(name, known)
-        is_another_version = re.sub(r"\d", "", close) == re.sub(r"\d", "", name)  # llama4 is not llama3 misspelled
+        # llama4 is not llama3 misspelled.
+        is_another_version = re.sub(r"\d", "", close) == re.sub(r"\d", "", name)
         hint = "known:" if is_another_version or not close else f"did you mean {close}? Known:"
         raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
 
@@ -46,7 +52,9 @@ class Registry(Generic[Item]):
         return sorted({*self.items, *self._loaders()})
 
     def _loaders(self) -> dict[str, Callable[[], object]]:
-        """Return the imports of items that are not registered yet: folders in models/, and entry points."""
+        """Return the imports of items that are not registered yet: folders in models/, and entry
+        points.
+        """
         loaders: dict[str, Callable[[], object]] = {}
         for point in entry_points(group=f"titanlite.{self._kind}s"):
             loaders[point.name] = partial(_load_entry_point, point)
@@ -72,7 +80,10 @@ class OptimizerSpec:
 
     name: str
     build: str
-    """"package.module:function", imported late; called with (trained parameters, config), see optim/build.py."""
+    """"package.module:function", imported late.
+
+    It is called with (trained parameters, config), see optim/build.py.
+    """
     states: int
     """Tensors of a parameter's size that it keeps for each parameter."""
     matrix_states: int | None = None
@@ -80,7 +91,9 @@ class OptimizerSpec:
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
     communicates: bool = False
-    """The function also gets the process group of the ranks that share the parameters, None if it is all of them."""
+    """The function also gets the process group of the ranks that share the parameters, None if it
+    is all of them.
+    """
 
 
 _optimizers = Registry[OptimizerSpec]("optimizer")
@@ -97,7 +110,9 @@ register_optimizer(OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2
 register_optimizer(OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2))
 _no_moments = ("beta1", "beta2", "eps", "state_dtype")
 register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
-register_optimizer(OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True))
+register_optimizer(
+    OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True)
+)
 
 _converters = Registry[str]("converter")
 find_converter = _converters.find
@@ -106,7 +121,8 @@ find_converter = _converters.find
 def register_converter(name: str, build: str) -> None:
     """Register a converter for model.converters.
 
-    `build` is "package.module:Class", imported late and called with the Job; see titanlite/parallel/convert.py.
+    `build` is "package.module:Class", imported late and called with the Job; see
+    titanlite/parallel/convert.py.
     """
     _converters.items[name] = build
 
@@ -115,19 +131,25 @@ register_converter("float8", "titanlite.parallel.float8:Float8")
 
 
 def import_package(package: str) -> None:
-    """Import a package that registers items, installed or in the current folder; raise UserError if it is neither."""
+    """Import a package that registers items, installed or in the current folder.
+
+    Raise UserError if it is neither.
+    """
     if not package:
         return
     if not all(part.isidentifier() for part in package.split(".")):
         raise UserError(f'"{package}" is not a name that Python can import, such as my_models.tiny')
     if "" not in sys.path:
-        sys.path.append("")  # the current folder, where the installed script does not look; last, to shadow nothing
+        # The current folder, where the installed script does not look; last, to shadow nothing.
+        sys.path.append("")
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f"there is no package {error.name} in {os.getcwd()}, and none is installed") from None
+        raise UserError(
+            f"there is no package {error.name} in {os.getcwd()}, and none is installed"
+        ) from None
 
 
 def _load_entry_point(point: EntryPoint) -> None:
@@ -137,11 +159,17 @@ def _load_entry_point(point: EntryPoint) -> None:
     except Exception as error:
         of = f"{point.dist.name}'s entry point" if point.dist else "the entry point"
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}') from None
+        raise UserError(
+            f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}'
+        ) from None
 
 
 def _model_folders() -> list[str]:
     """Return the names of the models in models/, without importing any."""
     package = importlib.util.find_spec("titanlite.models")
     paths = package.submodule_search_locations if package else None
-    return [module.name for module in pkgutil.iter_modules(paths) if module.ispkg and module.name != "common"]
+    return [
+        module.name
+        for module in pkgutil.iter_modules(paths)
+        if module.ispkg and module.name != "common"
+    ]

@@ -1,6 +1,7 @@
 """What a worker runs: `python -m titanlite.train [--config …] [--section.key value …]`.
 
-titanlite's launcher starts it, or torchrun, or srun with one task per GPU; all it needs are their usual variables.
+titanlite's launcher starts it, or torchrun, or srun with one task per GPU; all it needs are their
+usual variables.
 """
 
 import faulthandler
@@ -9,7 +10,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, also inside a collective or an import
+    # Ctrl-C ends a rank at once, also inside a collective or an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
     from titanlite.runtime.page import OWN_PAGE

@@ -135,7 +135,9 @@ class BadSteps:
             step, read = self._judged.pop(0)
             self._act(step, *read())
 
-    def _act(self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float) -> None:
+    def _act(
+        self, step: int, norm: float, norm_limit: float, loss: float, loss_limit: float
+    ) -> None:
         """Apply fault.on_nonfinite or fault.on_spike to a step, if it was bad."""
         action = self._settings.on_spike
         if not math.isfinite(norm):

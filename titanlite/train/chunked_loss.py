@@ -34,8 +34,8 @@ def model_loss(
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
 
-    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a backward
-    pass in two halves: `runs_again()` is true during the first half.
+    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a
+    backward pass in two halves: `runs_again()` is true during the first half.
     """
     if chunks == 1:
         return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)

@@ -1,5 +1,7 @@
-"""The lines that a run prints at its end: where its files are, and what to type next. No torch: the launcher has them
-too."""
+"""The lines that a run prints at its end: where its files are, and what to type next.
+
+No torch: the launcher has them too.
+"""
 
 from pathlib import Path
 
@@ -22,10 +24,14 @@ def describe_end(config: JobConfig) -> str:
         logs = str(folder / config.metrics.save_tb_folder)
         rows["TensorBoard"] = command_line("tensorboard", "--logdir", logs)
     if config.profiling.enable_profiling:
-        rows["traces"] = f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
+        rows["traces"] = (
+            f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
+        )
     rows["plot"] = command_line("titanlite", "plot", str(folder))
     if config.checkpoint.enable:
-        rows["generate"] = command_line("titanlite", "generate", "--config", str(folder / "config.toml"))
+        rows["generate"] = command_line(
+            "titanlite", "generate", "--config", str(folder / "config.toml")
+        )
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])

@@ -56,7 +56,9 @@ class Forward:
         model.train()
 
 
-def build_forward(context: Context, parts: Sequence[nn.Module], rank: int, pipeline: Pipeline | None) -> Forward:
+def build_forward(
+    context: Context, parts: Sequence[nn.Module], rank: int, pipeline: Pipeline | None
+) -> Forward:
     """Return the forward pass of a job on this rank."""
     job = context.job
     return Forward(

@@ -1,4 +1,6 @@
-"""Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is broadcast."""
+"""Sample text from a model on any mesh: all ranks run the forward pass, and rank 0's choice is
+broadcast.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,5 @@
-"""The guard of the steps: a value that is not finite, or a request to stop, ends all ranks together.
+"""The guard of the steps: a value that is not finite, or a request to stop, ends all ranks
+together.
 
 The values are the loss and the gradient norm, and detection never waits for the device. Every rank
 keeps the step of its first bad value on the device. This flag is summed with the next step's count
@@ -30,7 +31,9 @@ class StepGuard:
     may get a request to stop; `tp` of them count the same tokens.
     """
 
-    def __init__(self, settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None) -> None:
+    def __init__(
+        self, settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None
+    ) -> None:
         self._tp = tp
         self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
         """The steps of the first bad loss and of the first bad norm; 0 for none."""

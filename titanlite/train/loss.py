@@ -18,7 +18,9 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return _sharded_loss_sum(logits, labels)
         logits = logits.to_local()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,9 @@ def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
 
     def all_reduce(values: torch.Tensor, operation: str) -> torch.Tensor:
         placements = (Partial(operation),)
-        partial = DTensor.from_local(values.detach(), logits.device_mesh, placements, run_check=False)
+        partial = DTensor.from_local(
+            values.detach(), logits.device_mesh, placements, run_check=False
+        )
         return partial.full_tensor()
 
     local = logits.to_local()

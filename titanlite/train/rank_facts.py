@@ -46,7 +46,10 @@ class Facts:
     software: str
     python: str
     revision: str
-    """Of the checkout; empty where unknown, and on all but a host's first rank, as are the driver's complaints."""
+    """Of the checkout.
+
+    Empty where unknown, and on all but a host's first rank, as are the driver's complaints.
+    """
     complaints: list[str]
     machine: str
     free_bytes: int
@@ -77,9 +80,18 @@ MUST_BE_EQUAL = {
 }
 
 
-def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = "") -> Facts:
-    """Return the facts of this rank. Call it on all ranks: they read their clocks at the same time."""
-    software, gpu, complaints = f"titanlite {__version__}, torch {torch.__version__}", "", list[str]()
+def facts_of(
+    job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = ""
+) -> Facts:
+    """Return the facts of this rank.
+
+    Call it on all ranks: they read their clocks at the same time.
+    """
+    software, gpu, complaints = (
+        f"titanlite {__version__}, torch {torch.__version__}",
+        "",
+        list[str](),
+    )
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -92,7 +104,12 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | Non
     return Facts(
         rank.rank,
         rank.host,
-        re.sub(r"^(dump_folder|hf_assets_path|dataset_path) = .*$", "", to_toml(job.given), flags=re.MULTILINE),
+        re.sub(
+            r"^(dump_folder|hf_assets_path|dataset_path) = .*$",
+            "",
+            to_toml(job.given),
+            flags=re.MULTILINE,
+        ),
         str(job.stages),
         device.type,
         gpu,
@@ -108,7 +125,10 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, revision: str | Non
 
 
 def compare(own: Facts, world: int) -> list[Facts]:
-    """Raise the same UserError on all ranks if they cannot train together; return all facts on rank 0."""
+    """Raise the same UserError on all ranks if they cannot train together.
+
+    Return all facts on rank 0.
+    """
     facts = gather_facts(own, world)
     require_equal(facts, world)
     return facts
@@ -140,7 +160,8 @@ def differences(facts: Sequence[Facts]) -> list[str]:
         (first, *_), *others = groups.values() or [facts]
         found = [f"rank {first.rank} has {_value(what, first, first)}"]
         found += [
-            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}" for group in others
+            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}"
+            for group in others
         ]
         if others:
             lines.append(f"{what} differs between ranks: {', '.join(found)}")
@@ -151,7 +172,9 @@ def _value(what: str, own: Facts, first: Facts) -> str:
     """Return a fact; of a config the keys that differ."""
     if what != "the config":
         return getattr(own, MUST_BE_EQUAL[what])
-    changed = [f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()]
+    changed = [
+        f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()
+    ]
     more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
     return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
 
@@ -166,7 +189,10 @@ def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[F
 
 def named(facts: Sequence[Facts]) -> str:
     """Return such as "ranks 0-3, 6 on a, b"."""
-    runs = [[own.rank for _, own in run] for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])]
+    runs = [
+        [own.rank for _, own in run]
+        for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])
+    ]
     listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
     return f"rank{'s' * (len(facts) > 1)} {listed} on {', '.join(dict.fromkeys(own.host for own in facts))}"
 
@@ -182,14 +208,21 @@ def agreement(facts: Sequence[Facts]) -> str:
 def notable(facts: Sequence[Facts]) -> list[str]:
     """Return facts that are allowed but worth a warning."""
     hosts, lines = by(lambda own: own.host, facts), []
-    for what, groups in (("GPUs", by(lambda own: own.gpu, facts)), ("Pythons", by(lambda own: own.python, facts))):
+    for what, groups in (
+        ("GPUs", by(lambda own: own.gpu, facts)),
+        ("Pythons", by(lambda own: own.python, facts)),
+    ):
         if len(groups) > 1:
-            having = "; ".join(f"{named(group)}: {value or 'none'}" for value, group in groups.items())
+            having = "; ".join(
+                f"{named(group)}: {value or 'none'}" for value, group in groups.items()
+            )
             lines.append(f"ranks have different {what}: {having}")
     clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
     if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
         late, early = clocks[max(clocks)], clocks[min(clocks)]
-        lines.append(f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be")
+        lines.append(
+            f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be"
+        )
     if len(folders := by(lambda own: own.folder, facts)) > 1:
         each = "; ".join(named(group) for group in folders.values())
         lines.append(f"job.dump_folder is not shared: each of these has its own: {each}")
@@ -203,26 +236,40 @@ def notable(facts: Sequence[Facts]) -> list[str]:
 def _nvidia_smi() -> str:
     try:
         command = ["nvidia-smi", "-q", "-x"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
 def gpu_complaints(xml: str) -> list[str]:
-    """Return errors of memory and active slowdowns in what `nvidia-smi -q -x` prints: drivers rename its tags."""
+    """Return errors of memory and active slowdowns in what `nvidia-smi -q -x` prints: drivers
+    rename its tags.
+    """
     try:
         gpus = [*ElementTree.fromstring(xml).iter("gpu")]
     except ElementTree.ParseError:
         return []
-    bad = (
-        r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
-    )
+    bad = r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
     lines = []
     for gpu in gpus:
-        counts = [*gpu.iterfind("ecc_errors/volatile/*"), *gpu.iterfind("ecc_errors/volatile/double_bit/total")]
-        found = [f"{e.tag}={(e.text or '').strip()}" for e in counts if re.search("_uncorrectable|total", e.tag)]
-        found = [f"{count} since its driver started" for count in found if re.search("=[1-9]", count)]
-        states = [re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}") for element in gpu.iter()]
+        counts = [
+            *gpu.iterfind("ecc_errors/volatile/*"),
+            *gpu.iterfind("ecc_errors/volatile/double_bit/total"),
+        ]
+        found = [
+            f"{e.tag}={(e.text or '').strip()}"
+            for e in counts
+            if re.search("_uncorrectable|total", e.tag)
+        ]
+        found = [
+            f"{count} since its driver started" for count in found if re.search("=[1-9]", count)
+        ]
+        states = [
+            re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}")
+            for element in gpu.iter()
+        ]
         found += [state[1] or state[2] for state in states if state]
         lines += [f"GPU {gpu.get('id', '')} has {', '.join(found)}"] if found else []
     return lines

@@ -52,9 +52,16 @@ class Report:
         return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
 
     def end_step(
-        self, step: int, tokens: int, loss: Tensor, norm: Tensor, valid_tokens: Tensor, balance: Balance
+        self,
+        step: int,
+        tokens: int,
+        loss: Tensor,
+        norm: Tensor,
+        valid_tokens: Tensor,
+        balance: Balance,
     ) -> None:
-        """Take the step's time, and log the step if due: the only place where the host waits for the device.
+        """Take the step's time, and log the step if due: the only place where the host waits for
+        the device.
 
         `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
         """
@@ -106,7 +113,10 @@ class Report:
         while records:
             save = records.pop(0)
             values = {f"checkpoint_{name}_seconds": seconds for name, seconds in save.costs.items()}
-            tags = {f"time_metrics/checkpoint_{name}(s)": seconds for name, seconds in save.costs.items()}
+            tags = {
+                f"time_metrics/checkpoint_{name}(s)": seconds
+                for name, seconds in save.costs.items()
+            }
             self._write(save.step, values, tags)
 
     def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
@@ -115,8 +125,12 @@ class Report:
             try:
                 sink.write(step, values, tags)
             except OSError as error:
-                if (checkpoint := self.job.config.checkpoint).enable and checkpoint.on_failure == "stop":
-                    raise RunFailed(f'metrics: {error} (checkpoint.on_failure = "warn" would continue)') from error
+                if (
+                    checkpoint := self.job.config.checkpoint
+                ).enable and checkpoint.on_failure == "stop":
+                    raise RunFailed(
+                        f'metrics: {error} (checkpoint.on_failure = "warn" would continue)'
+                    ) from error
                 self.log.warning(f"metrics of step {step} are lost: {error}; training continues")
 
     def close(self) -> None:
@@ -124,7 +138,9 @@ class Report:
             sink.close()
 
 
-def loss_over_ranks(loss: Tensor, valid_tokens: Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
+def loss_over_ranks(
+    loss: Tensor, valid_tokens: Tensor, group: dist.ProcessGroup
+) -> tuple[float, float]:
     """Return the global loss, and the largest mean loss of a rank that had valid tokens."""
     sums = torch.stack([loss, valid_tokens.double()])
     dist.all_reduce(sums, group=group)

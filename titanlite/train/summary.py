@@ -20,7 +20,10 @@ _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other", "
 
 
 def describe_start(trainer: Trainer) -> list[str]:
-    """Return the lines: numbers of the whole model, memory of the rank that needs most. Call it on all ranks."""
+    """Return the lines: numbers of the whole model, memory of the rank that needs most.
+
+    Call it on all ranks.
+    """
     job, data, config = trainer.job, trainer.data, trainer.job.config
     batch, training, optimizer = job.batch, config.training, config.optimizer
     roles: Counter[str] = Counter()
@@ -37,9 +40,14 @@ def describe_start(trainer: Trainer) -> list[str]:
     state = max(gather_objects(own_state, dist.group.WORLD), key=sum)
     unused = get_optimizer(optimizer.name, config.model.package).unused
     how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
-    whole = trained_parameters([trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay)
+    whole = trained_parameters(
+        [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
+    )
     decayed = sum(item.decays for item in whole)
-    data_sets = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture) or training.dataset
+    data_sets = (
+        " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture)
+        or training.dataset
+    )
     tokens = batch.total * training.seq_len
     rows = {
         "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -57,7 +65,11 @@ def describe_start(trainer: Trainer) -> list[str]:
         "data": f"{data_sets}, "
         + ("streamed, " if data.samples is None else f"{data.samples:,} ")
         + f"windows of {training.seq_len:,} tokens, "
-        + ("" if data.samples is None or training.mixture else f"{data.samples / batch.total:,.0f} steps an epoch, ")
+        + (
+            ""
+            if data.samples is None or training.mixture
+            else f"{data.samples / batch.total:,.0f} steps an epoch, "
+        )
         + f"fingerprint {data.fingerprint}",
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
         f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",
@@ -65,7 +77,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
         "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
         f"on {decayed} tensors, none on {len(whole) - decayed}",
-        "seed": f"{trainer.seed}" + (", deterministic algorithms" if config.debug.deterministic else ""),
+        "seed": f"{trainer.seed}"
+        + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
     if config.job.description:
         rows = {"run": config.job.description, **rows}

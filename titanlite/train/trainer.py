@@ -165,7 +165,9 @@ class Trainer:
         self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
         optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
-        self.runner = StepRunner(context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank)
+        self.runner = StepRunner(
+            context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank
+        )
 
     @phase("load")
     def _restore(self) -> None:
@@ -344,7 +346,9 @@ class Trainer:
             if self.data.samples and not self.job.config.training.mixture:
                 epoch = self.consumed // self.data.samples
             fingerprint = self.data.fingerprint
-            position = Position(self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint)
+            position = Position(
+                self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint
+            )
             guard = self.guard.state_dict()
             self.saver.save(position, self.state, self.batches.state, guard)
 

@@ -1,4 +1,7 @@
-"""The loss on held-out data: what one process would compute, on any mesh; every rank takes part in every batch."""
+"""The loss on held-out data: what one process would compute, on any mesh.
+
+Every rank takes part in every batch.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +18,9 @@ from titanlite.train.forward import Forward
 from titanlite.train.loss import count_valid
 
 
-def validation_loss(forward: Forward, loader: Loader, should_stop: Callable[[], bool] | None = None) -> float | None:
+def validation_loss(
+    forward: Forward, loader: Loader, should_stop: Callable[[], bool] | None = None
+) -> float | None:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
     All ranks call `should_stop` in every 8th batch; once it is true, the result is None.

@@ -33,15 +33,21 @@ from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 
-def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None) -> int:
-    """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or
-    76 for one that stopped on request; there titanlite's launcher gets 0 and a file."""
+def main(
+    argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None
+) -> int:
+    """Train or do another task.
+
+    Return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or 76 for one
+    that stopped on request; there titanlite's launcher gets 0 and a file.
+    """
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
         environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
-        # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's folder.
+        # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's
+        # folder.
         notice = "titanlite: launcher exited; stopping this rank"
         exit_with_parent(pid=int(environ[LAUNCHED]), notice=notice)
     stop: Stop | None = None
@@ -69,7 +75,9 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
             write_error_file(error, environ)
             return error.code
         if stop and stop.others_may_have_left():
-            print(f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr)
+            print(
+                f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr
+            )
             return stop.leave("another rank had left")
         print(FAILED_MARK, file=sys.stderr, flush=True)
         write_error_file(error, environ)
@@ -78,8 +86,10 @@ def main(argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] 
 
 
 def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Write the error in the elastic agent's format, with the time to the microsecond: torch's own handler writes
-    whole seconds, but the ranks that only lost a peer fail within milliseconds of the first."""
+    """Write the error in the elastic agent's format, with the time to the microsecond: torch's own
+    handler writes whole seconds, but the ranks that only lost a peer fail within milliseconds of
+    the first.
+    """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -99,9 +109,11 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
 def run(job: Job, rank: RankInfo, device: torch.device, environ: dict[str, str], stop: Stop) -> int:
     """Train a valid job on this rank; return its exit code."""
     config, folder = job.config, Path(job.config.job.dump_folder)
-    if config.checkpoint.enable:  # otherwise nothing can be saved, and a signal ends this rank at once
+    # Otherwise nothing can be saved, and a signal ends this rank at once.
+    if config.checkpoint.enable:
         stop.listen()
-    if device.type == "cuda" and config.quantize.linear.float8.enable:  # under torchrun no launcher has checked it
+    # Under torchrun no launcher has checked it.
+    if device.type == "cuda" and config.quantize.linear.float8.enable:
         from titanlite.parallel import float8
 
         float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))

@@ -1,10 +1,11 @@
 """Write weights of a run or of a checkpoint into a folder that other tools read.
 
-Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank, each keeping its
-own file's in host memory; then all write at once. So a rank holds the tensors of one file, at most FILE_BYTES or what
-a single larger parameter becomes, and the one that is being gathered; never the model. Under pipeline parallel the
-ranks of a tensor's stage gather it, and one of them sends it on. The folder is staged and renamed as a checkpoint is,
-and its bytes are the same from any mesh.
+Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank,
+each keeping its own file's in host memory; then all write at once. So a rank holds the tensors of
+one file, at most FILE_BYTES or what a single larger parameter becomes, and the one that is being
+gathered; never the model. Under pipeline parallel the ranks of a tensor's stage gather it, and one
+of them sends it on. The folder is staged and renamed as a checkpoint is, and its bytes are the same
+from any mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,10 @@ from titanlite.runtime.distributed import rank_in
 FILE_BYTES = 4 << 30
 
 Fetch = Callable[[str, int], torch.Tensor]
-"""Returns the parameter of this name, whole on the rank of this number; on a mesh all ranks call it together."""
+"""Returns the parameter of this name, whole on the rank of this number.
+
+On a mesh all ranks call it together.
+"""
 
 
 def export(
@@ -42,7 +46,10 @@ def export(
     group: dist.ProcessGroup | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder of tensors and documents, replacing one of that name; it has its name when it is complete."""
+    """Write a folder of tensors and documents, replacing one of that name.
+
+    It has its name when it is complete.
+    """
     what, files = f"the export to {target}", split(tensors, file_bytes)
 
     def publish() -> None:
@@ -62,7 +69,11 @@ def export(
 
 
 def _write_files(
-    staging: Path, files: dict[str, list[HFTensor]], fetch: Fetch, group: dist.ProcessGroup | None, what: str
+    staging: Path,
+    files: dict[str, list[HFTensor]],
+    fetch: Fetch,
+    group: dist.ProcessGroup | None,
+    what: str,
 ) -> None:
     """Round by round, gather and write a file on each rank."""
     world, named_files = dist.get_world_size(group) if group else 1, list(files.items())
@@ -76,8 +87,13 @@ def _write_files(
                     own_tensors |= {tensor.name: tensor.build(weights).cpu() for tensor in made}
                 del weights
 
-        # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the training.
-        run_on_all_ranks(group, what, partial(write, staging / own_file, own_tensors) if own_file else lambda: None)
+        # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the
+        # training.
+        run_on_all_ranks(
+            group,
+            what,
+            partial(write, staging / own_file, own_tensors) if own_file else lambda: None,
+        )
 
 
 def export_live(
@@ -92,7 +108,8 @@ def export_live(
     """Write a Hugging Face folder from a run's own tensors, on any mesh."""
     live, stages = state.weights(), state.stages
     device = next(iter(live.values())).device
-    holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))  # by name, a rank that differs only in pp
+    # By name, a rank that differs only in pp.
+    holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))
     line = dist.get_process_group_ranks(stages) if stages else []
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""A Hugging Face folder's safetensors files and their index: planned and written whole, read by region.
+"""A Hugging Face folder's safetensors files and their index: planned and written whole, read by
+region.
 
 Nothing in such a folder is code.
 """
@@ -24,7 +25,9 @@ WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTensor]]:
-    """Return files by name, each of `max_bytes` at most or of one parameter; the same for any number of ranks.
+    """Return files by name, each of `max_bytes` at most or of one parameter.
+
+    The same for any number of ranks.
 
     The slices of a parameter stay in one file, so that it is gathered once.
     """
@@ -38,14 +41,19 @@ def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTenso
             free = max_bytes
         files[-1] += run
         free -= size
-    return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, start=1)}
+    return {
+        f"model-{i:05}-of-{len(files):05}.safetensors": file
+        for i, file in enumerate(files, start=1)
+    }
 
 
 def index(files: dict[str, list[HFTensor]]) -> bytes:
     """Return the index document: the file of each tensor."""
     weight_map = {tensor.name: name for name, file in files.items() for tensor in file}
     total = sum(tensor.nbytes for file in files.values() for tensor in file)
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    ).encode()
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -56,7 +64,10 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class Reader:
-    """Reads the tensors of a folder with an index, or with one file; `faults` are its missing and unusable parts."""
+    """Reads the tensors of a folder with an index, or with one file.
+
+    `faults` are its missing and unusable parts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,19 +82,26 @@ class Reader:
                 self.faults.append(f"{file}: {first_line(error)}")
                 continue
             present = set(opened.keys())
-            self.faults += [f"{name}: not in {file}, where the index has it" for name in sorted(indexed - present)]
+            self.faults += [
+                f"{name}: not in {file}, where the index has it"
+                for name in sorted(indexed - present)
+            ]
             for name in sorted(present):
                 part = opened.get_slice(name)
                 self.shapes[name], self._file_of[name] = tuple(part.get_shape()), file
                 if part.get_dtype() not in WEIGHT_TYPES:
-                    self.faults.append(f"{name}: {part.get_dtype()}, but weights are {', '.join(WEIGHT_TYPES)}")
+                    self.faults.append(
+                        f"{name}: {part.get_dtype()}, but weights are {', '.join(WEIGHT_TYPES)}"
+                    )
 
     def _indexed_files(self) -> dict[str, set[str]]:
         """Return files, and the tensors of each by the index."""
         path = self.folder / INDEX
         if not store.exists(path):
             if not store.exists(self.folder / SINGLE):
-                raise UserError(f"{self.folder} is not a Hugging Face model folder: it has no {INDEX} or {SINGLE}")
+                raise UserError(
+                    f"{self.folder} is not a Hugging Face model folder: it has no {INDEX} or {SINGLE}"
+                )
             return {SINGLE: set()}
         files: dict[str, set[str]] = {}
         try:

@@ -1,7 +1,7 @@
 """Read weights from a Hugging Face folder, into a model's shards or into a checkpoint.
 
-All names, shapes and config.json are compared before anything is read; then each rank reads the regions that its
-shards need.
+All names, shapes and config.json are compared before anything is read; then each rank reads the
+regions that its shards need.
 """
 
 import warnings
@@ -25,9 +25,14 @@ from titanlite.registry import Box, ModelSpec
 
 
 class HuggingFaceFolder:
-    """A Hugging Face folder that fits a model, opened; raises an error that names all that does not fit."""
+    """A Hugging Face folder that fits a model, opened.
 
-    def __init__(self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()) -> None:
+    Raises an error that names all that does not fit.
+    """
+
+    def __init__(
+        self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self._reader, self.translation = Reader(folder), Translation(spec, flavor)
         table = self.translation.table
@@ -37,7 +42,9 @@ class HuggingFaceFolder:
         contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
         faults = [*self._reader.faults, *contradictions, *self._differences()]
         if faults:
-            remedy = " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
+            remedy = (
+                " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
+            )
             what = f"{folder} does not fit {spec.name} as configured{remedy}"
             raise UserError(f"{what}; nothing was read:{some_of(faults)}")
 
@@ -45,11 +52,14 @@ class HuggingFaceFolder:
         shapes, hf = self._reader.shapes, self.translation.hf
         tensors = self.translation.hf_tensors(torch.float32)
         expected = {tensor.name: tensor.shape for tensor in tensors}
-        # Saved without its head class, as the hub's GPT-2, a model lacks the first component of every name.
+        # Saved without its head class, as the hub's GPT-2, a model lacks the first component of
+        # every name.
         bare = {name: name.partition(".")[2] for name in expected}
         is_bare = not expected.keys() & shapes and set(bare.values()) & shapes.keys()
         self._name_in_folder = bare if is_bare else {name: name for name in expected}
-        needed = {tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)}
+        needed = {
+            tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)
+        }
         for name, shape in expected.items():
             found = shapes.get(self._name_in_folder[name])
             if found is None and name in needed:
@@ -77,14 +87,22 @@ class HuggingFaceFolder:
 
 
 def to_checkpoint(
-    source: HuggingFaceFolder, root: Path, dtype: torch.dtype, config: str, environment: dict[str, Any]
+    source: HuggingFaceFolder,
+    root: Path,
+    dtype: torch.dtype,
+    config: str,
+    environment: dict[str, Any],
 ) -> Path:
-    """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this process.
+    """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this
+    process.
 
     The biases of routers, which the folder lacks, are zero.
     """
     shapes = source.translation.shapes
-    tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta") for name in source.names}
+    tensors = {
+        f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta")
+        for name in source.names
+    }
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
     def lookup(name: str) -> torch.Tensor:
@@ -99,6 +117,8 @@ def to_checkpoint(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        content = Content(0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True)
+        content = Content(
+            0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True
+        )
         commit(root, content, group=None)
     return step_folder(root, 0)

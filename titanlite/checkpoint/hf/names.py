@@ -1,7 +1,8 @@
-"""Translate weights between a model's names and those of its Hugging Face folder, by the model's table.
+"""Translate weights between a model's names and those of its Hugging Face folder, by the model's
+table.
 
-A rank reads only the region of a tensor that its shard holds, and from the folder's tensor only the part that the
-transforms need for that. How files are read is left to `files.py`.
+A rank reads only the region of a tensor that its shard holds, and from the folder's tensor only the
+part that the transforms need for that. How files are read is left to `files.py`.
 """
 
 import json
@@ -43,14 +44,19 @@ class HFTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _transform(weights: Sequence[torch.Tensor], transforms: Sequence[WeightTransform], dim: int) -> torch.Tensor:
+def _transform(
+    weights: Sequence[torch.Tensor], transforms: Sequence[WeightTransform], dim: int
+) -> torch.Tensor:
     for transform in transforms:
         weights = [transform.to_hf(weight) for weight in weights]
     return torch.cat(list(weights), dim) if len(weights) > 1 else weights[0]
 
 
 class Translation:
-    """Names, shapes and transforms between a model and its Hugging Face folder; raises if the model has no names."""
+    """Names, shapes and transforms between a model and its Hugging Face folder.
+
+    Raises if the model has no names.
+    """
 
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
         if spec.hf is None:
@@ -83,18 +89,26 @@ class Translation:
         tensors = []
         for hf_name, names in slices.items():
             rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
-            assert len(names) == (rule.part.of if rule.part else 1), f"the table lacks parts of {hf_name}"
+            assert len(names) == (rule.part.of if rule.part else 1), (
+                f"the table lacks parts of {hf_name}"
+            )
             dim = rule.part.dim if rule.part else 0
             whole = [torch.empty(self.shapes[n], device="meta") for n in parameters]
             numbers = range(len(whole[0])) if "#" in hf_name else [None]
-            example = _transform(whole if numbers == [None] else [weight[0] for weight in whole], rule.via, dim)
+            example = _transform(
+                whole if numbers == [None] else [weight[0] for weight in whole], rule.via, dim
+            )
             for i in numbers:
                 name, shape = hf_name.replace("#", str(i)), tuple(example.shape)
                 tensors.append(HFTensor(name, parameters, shape, dtype, rule.via, dim, i))
         return tensors
 
-    def read(self, name: str, region: Box | None, read_hf: Callable[[str, Box], torch.Tensor]) -> torch.Tensor:
-        """Read a region of the parameter `name`, or all of it, with `read_hf(name in the folder, region of it)`."""
+    def read(
+        self, name: str, region: Box | None, read_hf: Callable[[str, Box], torch.Tensor]
+    ) -> torch.Tensor:
+        """Read a region of the parameter `name`, or all of it, with `read_hf(name in the folder,
+        region of it)`.
+        """
         rule, shape = self.table[name], self.shapes[name]
         region, hf_name = region or tuple(slice(0, size) for size in shape), rule.hf_name(name)
         if "#" not in hf_name:
@@ -105,7 +119,11 @@ class Translation:
 
 
 def _read(
-    rule: Rule, hf_name: str, shape: tuple[int, ...], region: Box, read_hf: Callable[[str, Box], torch.Tensor]
+    rule: Rule,
+    hf_name: str,
+    shape: tuple[int, ...],
+    region: Box,
+    read_hf: Callable[[str, Box], torch.Tensor],
 ) -> torch.Tensor:
     """Read a region of one tensor of the folder after a row's transforms."""
     inverses = []
@@ -126,10 +144,15 @@ def _read(
     return weight
 
 
-def documents(config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return the files that go with the tensors: config.json, generation_config.json, and those of the tokenizer."""
+def documents(
+    config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
+) -> dict[str, bytes]:
+    """Return the files that go with the tensors: config.json, generation_config.json, and those
+    of the tokenizer.
+    """
     end = tokenizer.end if tokenizer else None
-    ids = {"bos_token_id": end, "eos_token_id": end}  # in titanlite a document begins after the end of another
+    # In titanlite a document begins after the end of another.
+    ids = {"bos_token_id": end, "eos_token_id": end}
     texts: dict[str, Any] = {
         "config.json": {**config, **ids, "torch_dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": ids,
