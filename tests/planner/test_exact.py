@@ -10,13 +10,12 @@ from tests.lanes import sample
 from titanlite.errors import UserError
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import record_step, static_bytes
-from titanlite.verify.plan_check import ROWS, PlanRow, check, missing_gathers, row
+from titanlite.verify.plan_check import ROWS, check, missing_gathers, row
 from titanlite.verify.pool import Pool
 from titanlite.verify.runner import PRELOAD
 
 LAYOUTS = [one for one in ROWS[:9] if one.row.mesh.world <= 4]
-BF16 = row("dp2", precision="bfloat16", variant="frozen")
-MIXED = PlanRow(BF16, {"dp_shard": 11}, ("--training.loss_chunks=4",))
+MIXED = row("dp2", 11, 0, "--training.loss_chunks=4", precision="bfloat16", variant="frozen")
 TECHNIQUES = [ROWS[9], ROWS[10], MIXED]
 
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING
 
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
-from titanlite.verify.table import BEYOND, EXTRA, INDUCTOR, LAYOUTS, ONLY_FULL, Row, beyond, choices, full, pairwise
+from titanlite.verify.table import (
+    BEYOND,
+    EXTRA,
+    INDUCTOR,
+    LAYOUTS,
+    ONLY_FULL,
+    Choices,
+    Row,
+    beyond,
+    choices,
+    full,
+    pairwise,
+)
 
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
@@ -95,21 +107,24 @@ def _further(row: Row) -> str:
 
 def table(model: ModelUnderTest) -> Rows:
     """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
-    variants, documents, allowed = list(model.variants), model.documents, model.layouts
-    rows = pairwise(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
-    rows += _of_single_techniques(model)
-    for layout in filter(allowed.get, BEYOND):
-        rows += beyond(choices([layout], variants, documents, **allowed[layout]))
+    rows = pairwise(_choices(model, LAYOUTS)) + _of_single_techniques(model)
+    for layout in filter(model.layouts.get, BEYOND):
+        rows += beyond(_choices(model, [layout]))
     return numbered(rows)
 
 
 def full_table(model: ModelUnderTest) -> Rows:
     """Return the product of what changes the mathematics most for every layout."""
-    variants, documents, allowed = list(model.variants), model.documents, model.layouts
-    rows = full(choices([layout for layout in LAYOUTS if layout in allowed], variants, documents))
-    for layout in filter(allowed.get, [*BEYOND, *ONLY_FULL]):
-        rows += full(choices([layout], variants, documents, **allowed[layout]))
+    rows = full(_choices(model, LAYOUTS))
+    for layout in filter(model.layouts.get, [*BEYOND, *ONLY_FULL]):
+        rows += full(_choices(model, [layout]))
     return numbered(rows + _of_single_techniques(model))
+
+
+def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
+    """Return the choices of every column in layouts with the same dimensions of SPLIT_BY."""
+    allowed = [layout for layout in layouts if layout in model.layouts]
+    return choices(allowed, [*model.variants], model.documents, **model.layouts[allowed[0]])
 
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
@@ -164,23 +179,25 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
 
     check_tables(model)
     start, printer = time.monotonic(), TablePrinter()
+    fault = arguments.fault or ""
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
     cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
     cached = cache.passed if cache else {}
-    of_table = arguments.only is None
-    printer.head(_introduction(model, rows.values(), arguments.fault or "", len(cached), of_table))
+    printer.head(_introduction(model, rows.values(), fault, len(cached), arguments.only is None))
     results: list[Result] = []
     told = False
     with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
         for number, row in rows.items():
-            result = cached.get(row) or run(row, arguments.fault or "")
+            if row in cached:
+                results.append(cached[row])
+                continue
+            result = run(row, fault)
             results.append(result)
-            if row not in cached:
-                printer.row(number, result)
-            if not result.passed and row.mesh.tp > 1 and not told and not arguments.fault:
+            printer.row(number, result)
+            if not (result.passed or row.mesh.tp == 1 or told or fault):
                 told = True
                 printer.table_fault(run.wrong_role(row.layout))
-            if cache and row not in cached:
+            if cache:
                 cache.add(result)
         printer.foot(results, time.monotonic() - start, pool.log)
     if cache:

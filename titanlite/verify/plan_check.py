@@ -8,8 +8,7 @@ state, must equal the rehearsal. A rehearsal runs the same code, so gathers are 
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,47 +36,49 @@ class PlanRow:
     """A row of the selftest."""
 
     row: Row
-    gathers: Mapping[str, int] = field(default_factory=dict)
-    """How many all-gathers a step has, by dimension of the mesh."""
-    more: tuple[str, ...] = ()
-    model: str = "llama3"
+    gathers: Counter[str]
+    """The number of all-gathers of a step, by dimension of the mesh."""
+    more: tuple[str, ...]
+    model: str
 
     def __str__(self) -> str:
         chosen = [f"{key} {value}" for key, value in vars(self.row).items() if value != getattr(Row(""), key)]
         return ", ".join([self.model, *chosen, *self.more])
 
 
-def row(layout: str, **columns: str) -> Row:
-    return Row(layout, **{"precision": "float32", **columns})
+def row(layout: str, dp_shard: int = 0, tp: int = 0, *more: str, model: str = "llama3", **columns: str) -> PlanRow:
+    """Return a row with its all-gathers on each dimension, further overrides, and its choices of columns."""
+    chosen = Row(layout, **{"precision": "float32", **columns})
+    return PlanRow(chosen, Counter(dp_shard=dp_shard, tp=tp), more, model)
 
 
 ROWS = (
-    PlanRow(row("1")),
-    PlanRow(row("dp2"), {"dp_shard": 11}),
-    PlanRow(row("dp3"), {"dp_shard": 11}),
-    PlanRow(row("dp4"), {"dp_shard": 11}),
-    PlanRow(row("hsdp2x2"), {"dp_shard": 11}),
-    PlanRow(row("replicate4")),
-    PlanRow(row("tp2"), {"tp": 18}),
-    PlanRow(row("dp2 x tp2"), {"dp_shard": 11, "tp": 18}),
-    PlanRow(row("hsdp2x2 x tp2"), {"dp_shard": 11, "tp": 18}),
-    PlanRow(row("dp2", recompute="full"), {"dp_shard": 11}),
-    PlanRow(row("dp2", recompute="op"), {"dp_shard": 11}),
-    PlanRow(row("dp2", recompute="2nd"), {"dp_shard": 11}),
-    PlanRow(row("dp2 x tp2", recompute="full"), {"dp_shard": 11, "tp": 26}),
-    PlanRow(row("dp2 x tp2", recompute="op"), {"dp_shard": 11, "tp": 26}),
-    PlanRow(row("dp2", precision="bfloat16"), {"dp_shard": 11}),
-    PlanRow(row("dp2", reshard="never"), {"dp_shard": 6}),
-    PlanRow(row("dp2", reshard="always"), {"dp_shard": 12}),
-    PlanRow(row("dp2", prefetch="2"), {"dp_shard": 11}),
-    PlanRow(row("dp2"), {"dp_shard": 11}, ("--training.loss_chunks=4",)),
-    PlanRow(row("dp2", variant="tied"), {"dp_shard": 9}),
-    PlanRow(row("dp2", variant="frozen"), {"dp_shard": 11}),
-    PlanRow(row("dp2", accumulation="3"), {"dp_shard": 33}),
-    PlanRow(row("dp2", accumulation="3", extra="deferred"), {"dp_shard": 33}),
-    PlanRow(row("dp2"), {"dp_shard": 7}, ("--parallelism.fsdp_blocks_per_group=2",)),
-    PlanRow(row("dp2", extra="kept whole"), {"dp_shard": 11}),
-    PlanRow(row("dp2 x tp2"), {"dp_shard": 9, "tp": 19}, model="gpt2"),
+    row("1"),
+    row("dp2", 11),
+    row("dp3", 11),
+    row("dp4", 11),
+    row("hsdp2x2", 11),
+    row("replicate4"),
+    row("tp2", tp=18),
+    row("dp2 x tp2", 11, 18),
+    row("hsdp2x2 x tp2", 11, 18),
+    row("dp2", 11, recompute="full"),
+    row("dp2", 11, recompute="op"),
+    row("dp2", 11, recompute="2nd"),
+    row("dp2 x tp2", 11, 26, recompute="full"),
+    row("dp2 x tp2", 11, 26, recompute="op"),
+    row("dp2", 11, precision="bfloat16"),
+    row("dp2", 6, reshard="never"),
+    row("dp2", 12, reshard="always"),
+    row("dp2", 11, prefetch="2"),
+    row("dp2", 11, 0, "--training.loss_chunks=4"),
+    row("dp2", 9, variant="tied"),
+    row("dp2", 11, variant="frozen"),
+    row("dp2", 33, accumulation="3"),
+    row("dp2", 33, accumulation="3", extra="deferred"),
+    row("dp2", 7, 0, "--parallelism.fsdp_blocks_per_group=2"),
+    row("dp2", 11, extra="kept whole"),
+    row("dp2 x tp2", 9, 19, model="gpt2"),
 )
 
 
@@ -138,9 +139,11 @@ def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list
     """Describe the all-gathers of a step that are more or fewer than in the table."""
     found = Counter[str]()
     for collective, count in collectives.items():
-        found[collective.dimension] += count * (collective.kind == "all-gather")
+        if collective.kind == "all-gather":
+            found[collective.dimension] += count
+    gathers = plan_row.gathers
     return [
-        f"{found[name]} all-gathers on {name}, expected {plan_row.gathers.get(name, 0)}"
-        for name in sorted({*found, *plan_row.gathers})
-        if found[name] != plan_row.gathers.get(name, 0)
+        f"{found[name]} all-gathers on {name}, expected {gathers[name]}"
+        for name in sorted({*found, *gathers})
+        if found[name] != gathers[name]
     ]

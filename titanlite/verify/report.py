@@ -11,8 +11,17 @@ from rich.text import Text
 
 from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.runner import Result
-from titanlite.verify.table import COLUMNS, Row
+from titanlite.verify.table import COLUMNS
 
+_ABOUT = """\
+Every layout with every recomputation, accumulation and variant; in the other columns every valid pair of
+choices occurs, not every combination. Each row is compared with the plain module in one process on the
+whole batch, at least one data-parallel rank having no valid token: initial values bit for bit, then
+gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of AdamW and,
+in float64, one of Muon. bfloat16 is mixed precision, compared with float32; pure bf16 has bf16 weights, as
+has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; where ||ref|| is below a thousandth
+of the norm of all tensors of its kind, that takes its place.
+"""
 _WIDTHS = {"layout": 16, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "sequence": 8, "variant": 7}
 _WIDTHS["schedule"] = 21
 
@@ -65,19 +74,10 @@ def page(model: str, command: str, results: Sequence[Result]) -> str:
     """Return the results as Markdown: the command, counts for every choice, and the rows with largest errors."""
     failed = [result for result in results if not result.passed]
     lines = [
-        f"# Parity of {model}",
-        "",
+        f"# Parity of {model}\n",
         f"`{command}`, torch {version('torch')}, {time.strftime('%Y-%m-%d')}:",
-        f"{len(results)} rows, {len(failed)} failed.",
-        "",
-        "Every layout with every recomputation, accumulation and variant; in the other columns every valid pair of",
-        "choices occurs, not every combination. Each row is compared with the plain module in one process on the",
-        "whole batch, at least one data-parallel rank having no valid token: initial values bit for bit, then",
-        "gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of AdamW and,",
-        "in float64, one of Muon. bfloat16 is mixed precision, compared with float32; pure bf16 has bf16 weights, as",
-        "has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; where ||ref|| is below a thousandth",
-        "of the norm of all tensors of its kind, that takes its place.",
-        "",
+        f"{len(results)} rows, {len(failed)} failed.\n",
+        _ABOUT,
         f"| column | choice | rows | failed | largest error in {' | '.join(BOUNDS)} |",
         "|---|---|---|---|" + "---|" * len(BOUNDS),
     ]
@@ -87,15 +87,12 @@ def page(model: str, command: str, results: Sequence[Result]) -> str:
             worst = " | ".join(_worst(rows, precision) for precision in BOUNDS)
             lines.append(f"| {column} | {choice} | {len(rows)} | {sum(not r.passed for r in rows)} | {worst} |")
     lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
-    worst_first = sorted(results, key=lambda result: -result.error / result.bound)
-    lines += [f"| {_error(r.error)} | {r.bound:.0e} | {r.what} | {_short(r.row)} |" for r in worst_first[:10]]
+    for result in sorted(results, key=lambda result: -result.error / result.bound)[:10]:
+        row = str(result.row).removeprefix("layout ")
+        lines.append(f"| {_error(result.error)} | {result.bound:.0e} | {result.what} | {row} |")
     return "\n".join(lines) + "\n"
 
 
 def _worst(results: Sequence[Result], precision: str) -> str:
     errors = [result.error for result in results if result.row.precision == precision]
     return _error(max(errors)) if errors else ""
-
-
-def _short(row: Row) -> str:
-    return str(row).removeprefix("layout ")

@@ -151,7 +151,9 @@ class Row:
     def batch(self) -> str:
         """Return the choices that change the batch or else the reference."""
         changes = self.extra in ("one slice", "large", "imported")
-        return "documents" * (self.documents == "on") + self.extra * changes
+        if self.documents == "on":
+            return "documents"
+        return self.extra if changes else ""
 
     @property
     def order(self) -> str:
@@ -176,9 +178,8 @@ class Row:
         ]
 
     def __str__(self) -> str:
-        return ", ".join(f"{column} {getattr(self, column)}" for column in COLUMNS) + f", {self.extra}" * bool(
-            self.extra
-        )
+        chosen = [f"{column} {getattr(self, column)}" for column in COLUMNS]
+        return ", ".join([*chosen, self.extra] if self.extra else chosen)
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
@@ -230,25 +231,26 @@ def is_valid(row: Mapping[str, str]) -> bool:
     do those for sequences and schedules without context or pipeline parallel."""
     if "layout" not in row:
         return True
-    layout, gathers = ALL_LAYOUTS[row["layout"]], (row.get("prefetch", "0"), row.get("reshard", "default"))
-    split = layout.cp > 1 or row.get("sequence", "headtail") == "headtail"
-    staged = _is_valid_in_stages(row) if layout.pp > 1 else row.get("schedule", "1F1B") == "1F1B"
-    return split and staged and (layout.fsdp > 1 or gathers == ("0", "default"))
+    if row.get("prefetch", "0") != "0":
+        row = {"reshard": "always", **row}  # with stages no other choice is left
+    chosen = Row(**row)
+    layout = chosen.mesh
+    split = layout.cp > 1 or chosen.sequence == "headtail"
+    staged = _is_valid_in_stages(chosen) if layout.pp > 1 else chosen.schedule == "1F1B"
+    return split and staged and (layout.fsdp > 1 or (chosen.prefetch, chosen.reshard) == ("0", "default"))
 
 
-def _is_valid_in_stages(row: Mapping[str, str]) -> bool:
+def _is_valid_in_stages(row: Row) -> bool:
     """Return whether the config allows these choices with stages: parameters are gathered more than once, or ahead,
     only by schedules of one stage a rank; no block is compiled or recomputed by a backward pass in two halves; a V's
     weights are not tied."""
-    schedule, ahead = row.get("schedule", "1F1B"), row.get("prefetch", "0") != "0"
-    again = row.get("reshard", "always" if ahead else "default") == "always"
-    plain_blocks = row.get("compile", "off") == "off" and row.get("recompute", "none") == "none"
-    return (
-        (schedule in SINGLE or not (again or ahead))
-        and again >= ahead
-        and (schedule not in SPLIT_BACKWARD or plain_blocks)
-        and (schedule not in V_SHAPED or row.get("variant") != "tied")
-    )
+    ahead = row.prefetch != "0"
+    again = row.reshard == "always"
+    if again and row.schedule not in SINGLE or ahead and not again:
+        return False
+    if row.schedule in SPLIT_BACKWARD and (row.compile != "off" or row.recompute != "none"):
+        return False
+    return row.schedule not in V_SHAPED or row.variant != "tied"
 
 
 def pairs(of: Choices) -> set[_Pair]:
