@@ -89,12 +89,10 @@ class InstrumentedTrainer(Trainer):
     def __init__(self, job: Job, rank_info: RankInfo, batch: str = "") -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
         super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
-        seq_len = job.config.training.seq_len
-        global_batch = measurements.ragged_batch(job.shape.vocab_size, seq_len, batch).rows
-        own_rows = global_batch.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
-        self.micro_batches = [
-            self.runner.forward.take(MicroBatch(rows)) for rows in own_rows.chunk(self.rank_slice.accumulation)
-        ]
+        whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
+        own_rows = whole.rows.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
+        batches = map(MicroBatch, own_rows.chunk(self.rank_slice.accumulation))
+        self.micro_batches = [*map(self.runner.forward.take, batches)]
         self.measured: Measured = {}
         self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
         self.report.close()

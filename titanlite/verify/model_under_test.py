@@ -4,7 +4,7 @@ Only [model] is taken from a config; the table sets every other key. All that th
 since masks differ between meshes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Fault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
-from titanlite.registry import ModelSpec, get_model, get_optimizer
+from titanlite.registry import get_model, get_optimizer
 from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
@@ -25,6 +25,8 @@ TOKENS = "tokens.npy"
 """The shard that every job opens; the harness replaces what its steps read."""
 IMPORTED = "hf"
 """The Hugging Face folder of a row's reference, in the same folder."""
+Split = Mapping[str, Sequence[str]]
+"""Choices of the columns of SPLIT_BY."""
 FIXED = [
     "--training.dataset=tokens",
     f"--training.seq_len={SEQ_LEN}",
@@ -60,18 +62,23 @@ class ModelUnderTest:
     """The choices of documents: only "off" if no core of attention takes them."""
     has_hf_names: bool
     """Whether it can be imported from a Hugging Face folder."""
-    layouts: Mapping[str, Mapping[str, tuple[str, ...]]]
+    layouts: Mapping[str, Split]
     """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
     """Layouts that the config's rules refuse for it, or choices there, and why."""
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
-        model = [*self.overrides, *self.variants[row.variant], *[self.kept_whole] * (row.extra == "kept whole")]
-        model += self.every_expert * row.is_narrow
-        paths = [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
-        paths += [f"--checkpoint.initial_load_path={folder / IMPORTED}"] * (row.extra == "imported")
-        return [*model, *row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}", *paths]
+        line = [*self.overrides, *self.variants[row.variant]]
+        if row.extra == "kept whole":
+            line.append(self.kept_whole)
+        if row.is_narrow:
+            line += self.every_expert
+        line += [*row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}"]
+        line += [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
+        if row.extra == "imported":
+            line.append(f"--checkpoint.initial_load_path={folder / IMPORTED}")
+        return line
 
 
 def _schedule(row: Row, folder: Path) -> list[str]:
@@ -96,8 +103,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
         line.files = []  # not the debug config: without --config the defaults of [model] count
     reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
-    is_free = lambda key: key.startswith("model.") or key == "optimizer.name"  # noqa: E731
-    line.faults += [Fault(f"--{key}", reason) for key in line.overrides if not is_free(key)]
+    for key in line.overrides:
+        if not key.startswith("model.") and key != "optimizer.name":
+            line.faults.append(Fault(f"--{key}", reason))
     loaded = load(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)
@@ -115,47 +123,49 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     changed = [(key, value) for key, value in model if value != Model.model_fields[key].default]
     section = tuple(f"--model.{key}={toml_value(value)}" for key, value in changed)
     optimizer = get_optimizer(loaded.config.optimizer.name, model.package)
-    is_own = optimizer.name not in STEPS
-    section += (f"--optimizer.name={optimizer.name}",) if is_own else ()
-    variants = {"plain": (), "frozen": (_freezing(model, spec),)}
+    name = f"{model.name} {model.flavor}"
+    if optimizer.name not in STEPS:
+        section += (f"--optimizer.name={optimizer.name}",)
+        name += f" with {optimizer.name}"
+    flavor = spec.configure(model.flavor, model.overrides)
+    rules = spec.rules(flavor)
+    shape = spec.shape(flavor)
+    frozen = [*model.freeze, *(rule.pattern for rule in rules if rule.tensor == "embedding")]
+    frozen.append(f"{spec.blocks}.{min(1, shape.layers - 1)}.*")
+    variants = {"plain": (), "frozen": (f"--model.freeze={toml_value(frozen)}",)}
     if "tied" in fields:
         other = toml_value(not fields["tied"])
         variants["untied" if fields["tied"] else "tied"] = (f"--model.overrides.tied={other}",)
-    experts = spec.shape(spec.configure(model.flavor, model.overrides)).experts
-    if experts and fields.get("balance", "bias") != "bias":
+    if shape.experts and fields.get("balance", "bias") != "bias":
         variants["bias"] = ("--model.overrides.balance=bias",)
-    every_expert = (f"--model.overrides.top_k={experts}",) if experts and "top_k" in fields else ()
-    rules = spec.rules(spec.configure(model.flavor, model.overrides))
+    has_choice = shape.experts and "top_k" in fields
     small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
-    kept_whole = f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else ""
-    tied = any(rule.tied for rule in rules)
+    modules = [each.build.partition(":")[0] for each in (spec, optimizer)]
     layouts, refused = _allowed_layouts(section)
-    documents = ("off", "on") if spec.core else ("off",)
-    modules = (*(each.build.partition(":")[0] for each in (spec, optimizer)), *filter(None, [model.package]))
-    name = f"{model.name} {model.flavor}" + (f" with {optimizer.name}" if is_own else "")
-    table = (variants, kept_whole, every_expert, tied, documents, spec.hf is not None)
-    return ModelUnderTest(name, modules, section, *table, layouts, refused)
+    return ModelUnderTest(
+        name=name,
+        modules=(*modules, *filter(None, [model.package])),
+        overrides=section,
+        variants=variants,
+        kept_whole=f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else "",
+        every_expert=(f"--model.overrides.top_k={shape.experts}",) if has_choice else (),
+        tied=any(rule.tied for rule in rules),
+        documents=("off", "on") if spec.core else ("off",),
+        has_hf_names=spec.hf is not None,
+        layouts=layouts,
+        refused_layouts=refused,
+    )
 
 
-def _freezing(model: Model, spec: ModelSpec) -> str:
-    """Return the override that freezes the embeddings and the second block, or the only one."""
-    flavor = spec.configure(model.flavor, model.overrides)
-    patterns = [rule.pattern for rule in spec.rules(flavor) if rule.tensor == "embedding"]
-    block = f"{spec.blocks}.{min(1, spec.shape(flavor).layers - 1)}.*"
-    return f"--model.freeze={toml_value([*model.freeze, *patterns, block])}"
-
-
-def _allowed_layouts(
-    overrides: tuple[str, ...],
-) -> tuple[dict[str, dict[str, tuple[str, ...]]], dict[str, str]]:
+def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:
     """Return the layouts that the config allows, each with the choices of SPLIT_BY there, and why it refuses others.
 
     A model refused on one process is an error of its own.
     """
-    allowed, refused = dict[str, dict[str, tuple[str, ...]]](), dict[str, str]()
+    allowed, refused = dict[str, Split](), dict[str, str]()
     refusal = cache(partial(_refusal, overrides))
     for layout, degrees in ALL_LAYOUTS.items():
-        split, reasons = dict[str, tuple[str, ...]](), dict[str, str]()
+        split, reasons = dict[str, Sequence[str]](), dict[str, str]()
         for column, dimension in SPLIT_BY.items():
             choices = [*OVERRIDES[column]][: None if getattr(degrees, dimension) > 1 else 1]
             reasons |= {choice: refusal(Row(layout, **{column: choice})) for choice in choices}

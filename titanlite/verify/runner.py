@@ -24,13 +24,14 @@ from titanlite.verify.table import EXTRAS, SAMPLES, Row
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
 """Of one row; compiling takes longest."""
-OTHER_ROLES: dict[Role, tuple[Role, ...]] = {
-    "column": ("row",),
-    "row": ("column",),
-    "replicated": ("column", "row"),
-    "norm": ("column", "row"),
+OTHER_ROLES: dict[Role, list[Role]] = {
+    "column": ["row"],
+    "row": ["column"],
+    "replicated": ["column", "row"],
+    "norm": ["column", "row"],
+    "embedding": ["head"],
+    "head": ["embedding"],
 }
-OTHER_ROLES |= {"embedding": ("head",), "head": ("embedding",)}
 """Roles that may have been meant. A norm and a replicated parameter are alike under tensor parallel."""
 
 
@@ -101,8 +102,8 @@ class RowRunner:
             return ""
         job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
         for rule in job.spec.rules(job.model):
-            for role in OTHER_ROLES.get(rule.tensor, ()) if not rule.pattern.endswith(".bias") else ():
-                if self(row, role=(rule.pattern, role)).passed:
+            for role in OTHER_ROLES.get(rule.tensor, []):
+                if not rule.pattern.endswith(".bias") and self(row, role=(rule.pattern, role)).passed:
                     return f"the row {rule.pattern} = {rule.tensor} is wrong: with {role} this layout passes"
         return "no other role of a single row makes this layout pass"
 
@@ -129,11 +130,12 @@ class RowRunner:
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
-        key = (row.variant, precision, row.batch, *self._model.every_expert * row.is_narrow)
+        experts = self._model.every_expert * row.is_narrow
+        key = (row.variant, precision, row.batch, *experts)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
-            overrides += self._model.every_expert * row.is_narrow
+            overrides += experts
             overrides += EXTRAS["large"] * (row.extra == "large")
             max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm

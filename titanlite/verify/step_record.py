@@ -33,6 +33,7 @@ class StepRecord:
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.job, self.stage_rank = job, stage_rank
+        self.sharded = job.layout.max_shard_degree > 1
         self.gathered: list[Group] = []
         self.reduced: list[Group] = []
         self.sent: Counter[Send] = Counter()
@@ -43,37 +44,30 @@ class StepRecord:
         send = dist.ProcessGroup.send
 
         def send_and_count(group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int) -> Any:
-            values = filter(
-                torch.is_floating_point, tensors
-            )  # torch's first step also tries connections, by integers
-            self.sent.update((receiver, tuple(tensor.shape), tensor.dtype) for tensor in values)
+            for tensor in tensors:
+                if tensor.is_floating_point():  # torch's first step also tries connections, by integers
+                    self.sent[receiver, tuple(tensor.shape), tensor.dtype] += 1
             return send(group, tensors, receiver, tag)
 
-        sharded = self.job.layout.max_shard_degree > 1
-        with (
-            patch.object(dist.ProcessGroup, "send", send_and_count),
-            recorded(self.gathered, self.reduced) if sharded else nullcontext(),
-        ):
+        recorder = recorded(self.gathered, self.reduced) if self.sharded else nullcontext()
+        with patch.object(dist.ProcessGroup, "send", send_and_count), recorder:
             yield
 
     def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
-        sharded, job = self.job.layout.max_shard_degree > 1, self.job
         if pipeline:
-            yield from self._pipeline_differences(parts, pipeline, sharded)
-        elif sharded:
-            gathers = declared_gathers(job, parts[0], "FB")
+            yield from self._pipeline_differences(parts, pipeline)
+        elif self.sharded:
+            gathers = declared_gathers(self.job, parts[0], "FB")
             yield "all-gathers:", first_difference(self.gathered[: len(gathers)], gathers)  # of the first micro-batch
 
-    def _pipeline_differences(
-        self, parts: Sequence[nn.Module], pipeline: Pipeline, sharded: bool
-    ) -> Iterator[tuple[str, str]]:
-        job, cells = self.job, orders(self.job.stages)[self.stage_rank]
-        actions = [action for cell in cells for action in parse(cell)]
+    def _pipeline_differences(self, parts: Sequence[nn.Module], pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+        job = self.job
+        actions = [action for cell in orders(job.stages)[self.stage_rank] for action in parse(cell)]
         declared = [f"{action.stage}{action.kind}{action.micro_batch}" for action in actions]
         yield "actions:", first_difference(pipeline.actions, declared, "done")
         yield "sends:", self._sends_difference(pipeline)
-        if not sharded:
+        if not self.sharded:
             return
         gathered = self.gathered
         if job.stages.schedule in SINGLE:
@@ -87,11 +81,11 @@ class StepRecord:
 
     def _sends_difference(self, pipeline: Pipeline) -> str:
         declared = self._declared_sends(pipeline)
-        for receiver, shape, dtype in sorted(self.sent.keys() | declared.keys(), key=str):
-            sent, expected = self.sent[receiver, shape, dtype], declared[receiver, shape, dtype]
-            if sent != expected:
+        for kind in sorted(self.sent | declared, key=str):
+            if self.sent[kind] != declared[kind]:
+                receiver, shape, dtype = kind
                 size = f"{' x '.join(map(str, shape))} of {str(dtype).removeprefix('torch.')}"
-                return f"{sent} instead of {expected} of {size} to pipeline rank {receiver}"
+                return f"{self.sent[kind]} instead of {declared[kind]} of {size} to pipeline rank {receiver}"
         return ""
 
     def _declared_sends(self, pipeline: Pipeline) -> Counter[Send]:
