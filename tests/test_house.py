@@ -50,8 +50,8 @@ RING_1_MAY_IMPORT = {
         train.bad_steps train.chunked_loss train.forward
         """,
     "a job is its config, checked": """
-        config.load config.schema config.stages config.rules.context config.rules.data config.rules.parallel
-        config.rules.pipeline config.rules.run config.rules.switched_off
+        config.load config.needs config.schema config.stages config.rules.context config.rules.data
+        config.rules.parallel config.rules.pipeline config.rules.run
         """,
     "the trainer starts, saves, validates, logs and stops": """
         checkpoint.folder checkpoint.manifest checkpoint.saver checkpoint.source checkpoint.state fault.stop

@@ -6,7 +6,8 @@ import textwrap
 from pydantic.fields import FieldInfo
 
 from titanlite.config.legal import legal
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.needs import without
+from titanlite.config.schema import KEYS, NEEDS, SECTIONS, JobConfig
 from titanlite.config.section import MOST
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
@@ -77,10 +78,16 @@ def _rows(section: str) -> list[tuple[str, str, str, str]]:
     """Return key, default, legal values and meaning of a section's own keys."""
     fields = [(key.rpartition("."), info) for key, info in KEYS.items()]
     return [
-        (key, toml_value(info.default), _legal(info), _one_line(info.description))
+        (key, toml_value(info.default), _legal(info), _one_line(info.description) + _conditions(f"{section}.{key}"))
         for (name, _, key), info in fields
         if name == section
     ]
+
+
+def _conditions(key: str) -> str:
+    """Return a sentence about when a key has no effect, or an empty string."""
+    reasons = [without(need) for need in NEEDS[key] if need != key]
+    return f" No effect {', or '.join(reasons)}." if reasons else ""
 
 
 def _legal(info: FieldInfo) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
-from titanlite.config.rules import data, parallel, pipeline, run, switched_off
+from titanlite.config.needs import keys_without_effect
+from titanlite.config.rules import data, parallel, pipeline, run
 from titanlite.config.rules.context import InvalidField, RuleContext
 from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
 from titanlite.config.stages import Stages
@@ -67,8 +68,8 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     """
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
-    job = given.job.model_copy(update={"device": device or given.job.device})
-    loaded = replace(loaded, config=given.model_copy(update={"job": job}))
+    section = given.job.model_copy(update={"device": device or given.job.device})
+    loaded = replace(loaded, config=given.model_copy(update={"job": section}))
     faults = list(loaded.faults)
     context = RuleContext(loaded, world)
     for rule in (*run.RULES, *parallel.RULES, *data.RULES, *pipeline.RULES):
@@ -82,12 +83,13 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     resolved, layout = loaded.config, context.layout
     local, total = resolved.training.local_batch_size, resolved.training.global_batch_size
     batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
-    off = switched_off.keys_of_what_is_off(resolved)
-    idle = parallel.keys_without_effect(resolved, layout, batch) | off
+    found = (context.spec, context.model, context.shape, context.stages)
+    on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
+    idle = on_this_mesh | on_any
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields
         fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
         idle |= {key: why for key, why in fields.items() if key in loaded.entries}
-    used = off if not training else {}  # by other commands, as `titanlite generate` uses [generate]
-    config = config_of({key: value_of(resolved, key) for key in KEYS if key not in idle or key in used})
-    found = (context.spec, context.model, context.shape, context.stages)
+    # Other commands use what is off in a training, as `titanlite generate` uses [generate].
+    dropped = idle if training else on_this_mesh
+    config = config_of({key: value_of(resolved, key) for key in KEYS if key not in dropped})
     return Job(config, given, idle, layout, batch, *found)

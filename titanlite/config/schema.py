@@ -18,6 +18,7 @@ from titanlite.config.section import (
     Fraction,
     Natural,
     NonNegative,
+    Only,
     OrNone,
     Positive,
     Rate,
@@ -66,13 +67,13 @@ class Dataloader(Section):
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes per rank that read data; 0 reads in a thread of the trainer."""
-    persistent_workers: bool = False
+    persistent_workers: Annotated[bool, Only("training.dataloader.num_workers", "validation.enable")] = False
     """Keep the worker processes between validations."""
     pin_memory: bool = False
     """Page-lock batches for the copy to a GPU: always done with a GPU, refused on a CPU."""
-    prefetch_factor: Annotated[int, Field(ge=1, le=1024)] = 2
+    prefetch_factor: Annotated[int, Field(ge=1, le=1024), Only("training.dataloader.num_workers")] = 2
     """Batches that each worker process reads ahead."""
-    stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 10.0
+    stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000), Only("a streamed data set")] = 10.0
     """Reopen a streamed data set that delivers nothing for this long, up to five times, and name it."""
 
 
@@ -111,7 +112,9 @@ class Training(Section):
     update below about 1/256 of a weight; float64 is for proofs."""
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the forward and backward pass (FSDP2's cast of parameters)."""
-    mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
+    mixed_precision_reduce: Annotated[Literal["float32", "bfloat16", "float64"], Only("data parallel or offload")] = (
+        "float32"
+    )
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and run the optimizer there."""
@@ -154,7 +157,7 @@ class Optimizer(Section):
     """Weight decay of the parameters that `no_decay` does not exempt."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How the step is computed, fastest first. SGD uses foreach for fused, which it lacks for sharded parameters."""
-    no_decay: list[str] = ["norms", "biases"]
+    no_decay: Annotated[list[str], Only("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the optimizer's running means. float32 stores them like the parameters (training.dtype); bfloat16
@@ -170,15 +173,16 @@ class LRScheduler(Section):
     """Last step of the decay; none means training.steps."""
     decay_ratio: Annotated[Fraction | None, OrNone] = None
     """Fraction of total_steps that decays; none means all steps after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Only("steps of decay")] = "linear"
     """Shape of the decay."""
-    min_lr_factor: Fraction = 0.0
+    min_lr_factor: Annotated[Fraction, Only("steps of decay")] = 0.0
     """Fraction of the learning rate at the end of the decay."""
 
 
 class Checkpoint(Section):
     """Saving and loading."""
 
+    only = Only("checkpoint.enable")
     enable: bool = False
     """Save checkpoints, and resume from them."""
     folder: str = "checkpoint"
@@ -192,22 +196,22 @@ class Checkpoint(Section):
     the background, into page-locked memory, before the next optimizer step (GPU only)."""
     keep_latest_k: Natural = 10
     """Checkpoints to keep that can be resumed; 0 keeps all."""
-    keep_every: Natural = 0
+    keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
-    load_step: Literal[-1] | Natural = -1
+    load_step: Annotated[Literal[-1] | Natural, Only()] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
-    initial_load_path: str = ""
+    initial_load_path: Annotated[str, Only()] = ""
     """Checkpoint to start from if there is none to resume."""
-    initial_load_in_hf: bool = False
+    initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf" reads it."""
-    initial_load_model_only: bool = True
+    initial_load_model_only: Annotated[bool, Only("checkpoint.initial_load_path")] = True
     """Load only the weights from initial_load_path."""
-    exclude_from_loading: list[str] = []
+    exclude_from_loading: Annotated[list[str], Only("checkpoint.enable or initial_load_path")] = []
     """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or a field of the
     model, "model.overrides.rope_theta"), or "data" for the position in the data."""
     last_save_model_only: bool = False
     """Save only the weights in the last checkpoint."""
-    last_save_in_hf: bool = False
+    last_save_in_hf: Annotated[bool, Only()] = False
     """Also write the last weights in Hugging Face's format, to hf-step-N next to the checkpoints."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights exported by last_save_in_hf or `titanlite checkpoint export`."""
@@ -215,13 +219,14 @@ class Checkpoint(Section):
     """Also save after the first step."""
     on_failure: Literal["stop", "warn"] = "stop"
     """What a failed save, or a disk without room for metrics, does: stop the run, or warn and continue."""
-    verify_on_load: Literal["full", "sizes"] = "full"
+    verify_on_load: Annotated[Literal["full", "sizes"], Only("a checkpoint to verify")] = "full"
     """Checks before loading: checksums of all files, or sizes and the checksums of small files."""
 
 
 class Validation(Section):
     """Loss on held-out data."""
 
+    only = Only("validation.enable")
     enable: bool = False
     """Validate during training, and at its end."""
     dataset: str = "python-stdlib-validation"
@@ -241,6 +246,7 @@ class Validation(Section):
 class Generate(Section):
     """Text sampled from the model."""
 
+    only = Only("generate.at_end")
     prompt: str = ""
     """Text to continue."""
     tokens: Positive = 200
@@ -258,7 +264,7 @@ class Metrics(Section):
     """Log step 1, every log_freq-th step and the last step."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: Annotated[str, Only("metrics.enable_tensorboard")] = "tb"
     """Folder for TensorBoard events inside job.dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases, to the project in WANDB_PROJECT or "titanlite"; needs the package wandb."""
@@ -269,19 +275,20 @@ class Metrics(Section):
 class Profiling(Section):
     """Traces and memory snapshots of every rank, at every profile_freq-th step, in FOLDER/step-N/rank-R."""
 
+    only = Only("profiling.enable_profiling")
     enable_profiling: bool = False
     """Record Chrome traces that name the phases of a step."""
     save_traces_folder: str = "profile_traces"
     """Folder for traces inside job.dump_folder."""
-    profile_freq: Positive = 10
+    profile_freq: Annotated[Positive, Only("traces or snapshots")] = 10
     """Steps between traces or snapshots; at least profiler_warmup + profiler_active for traces."""
     profiler_active: Positive = 1
     """Steps in a trace; the last one is a multiple of profile_freq."""
     profiler_warmup: Natural = 3
     """Steps that the profiler runs before a trace without recording, since its start is slow."""
-    enable_memory_snapshot: bool = False
+    enable_memory_snapshot: Annotated[bool, Only()] = False
     """Record the allocator's history, and also write it when memory runs out; needs a GPU."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, Only("profiling.enable_memory_snapshot")] = "memory_snapshot"
     """Folder for snapshots inside job.dump_folder."""
 
 
@@ -293,28 +300,28 @@ class Comm(Section):
     train_timeout_seconds: Seconds = 100
     """Limit for any phase after the first step; beyond it the run is reported as hung and ended. Collectives time out
     15 seconds after their phase's limit, those of the start and of checkpoints too."""
-    checkpoint_timeout_seconds: Seconds = 1800
+    checkpoint_timeout_seconds: Annotated[Seconds, Only("checkpoint.enable or initial_load_path")] = 1800
     """Timeout of loading and of saving a checkpoint."""
-    trace_buf_size: Natural = 20000
+    trace_buf_size: Annotated[Natural, Only("a GPU")] = 20000
     """Entries in NCCL's flight recorder; 0 switches it off."""
-    save_traces_folder: str = "comm_traces"
+    save_traces_folder: Annotated[str, Only("a GPU", "comm.trace_buf_size")] = "comm_traces"
     """Folder for the recorder's dumps inside job.dump_folder."""
 
 
 class Fault(Section):
     """Failures, preemption and hangs."""
 
-    grace_seconds: Seconds = 60
+    grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
     """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
     stop_after_minutes: NonNegative = 0
     """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
     a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
-    max_restarts: Natural = 3
+    max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
     """Automatic restarts from the newest checkpoint after a rank was lost; the variable MAX_RESTARTS sets another
     default. Failures that would repeat are not restarted. 0: never."""
     rejoin_seconds: Seconds = 120
     """How long a restart waits for missing nodes, and a launcher for node 0."""
-    min_nodes: Natural = 0
+    min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
     """Minimum number of nodes for a restart; 0 means all."""
     stall_seconds: Literal[0] | Seconds = 0
     """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
@@ -324,15 +331,15 @@ class Fault(Section):
     ranks have the same config and software is always checked."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """If the gradient norm of a step is not finite: end the run, or skip the update."""
-    skip_budget: Natural = 10
+    skip_budget: Annotated[Natural, Only("steps to skip")] = 10
     """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
     spike_sigma: NonNegative = 0.0
     """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0 is off."""
-    spike_window: Annotated[int, Field(ge=2, le=MOST)] = 128
+    spike_window: Annotated[int, Field(ge=2, le=MOST), Only("fault.spike_sigma")] = 128
     """Number of good steps for the mean and the deviation; no step is a spike before there are as many."""
-    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    on_spike: Annotated[Literal["warn", "skip", "rollback"], Only("fault.spike_sigma")] = "warn"
     """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint before it."""
-    rollback_budget: Natural = 2
+    rollback_budget: Annotated[Natural, Only('fault.on_spike "rollback"')] = 2
     """Rollbacks that a run may make; one more ends it with exit code 77."""
 
 
@@ -343,7 +350,7 @@ class Debug(Section):
     """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and logs one."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
-    moe_force_load_balance: bool = False
+    moe_force_load_balance: Annotated[bool, Only("experts")] = False
     """Send tokens to all experts in turn, whatever the router chooses: for measuring speed."""
 
 
@@ -381,9 +388,23 @@ SECTIONS = {name: type(field.default) for name, field in _fields(JobConfig) if i
 KEYS = {name: field for name, field in _fields(JobConfig) if name not in SECTIONS}
 
 
+NEEDS = {
+    key: next(
+        part.needs for part in (*field.metadata, SECTIONS[key.rpartition(".")[0]].only) if isinstance(part, Only)
+    )
+    for key, field in KEYS.items()
+}
+"""What each key needs to have an effect; a run names the first condition that is not met."""
+
+
 def value_of(config: JobConfig, key: str) -> Any:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
+
+
+def is_set(config: JobConfig, key: str) -> bool:
+    """Return whether a key differs from its default."""
+    return value_of(config, key) != KEYS[key].default
 
 
 def config_of(values: Mapping[str, Any]) -> JobConfig:

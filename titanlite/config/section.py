@@ -1,6 +1,6 @@
 """What a section of the config is, and the types that its keys share."""
 
-from typing import Annotated, get_args
+from typing import Annotated, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -24,9 +24,18 @@ AnyCase = BeforeValidator(
 )
 
 
+class Only:
+    """The keys (true, not 0, not empty) and conditions of needs.py without which a key has no effect."""
+
+    def __init__(self, *needs: str) -> None:
+        self.needs = needs
+
+
 class Section(BaseModel):
     """Base of all sections: strict types, no unknown keys, immutable, docstrings as descriptions."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    only: ClassVar[Only] = Only()
+    """Of all keys that do not declare their own."""

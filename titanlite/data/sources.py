@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.config.rules.data import STREAMS
+from titanlite.config.needs import STREAMS
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
 from titanlite.data.shards import ShardSource, spans

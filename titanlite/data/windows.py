@@ -6,7 +6,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from titanlite.config.job import Job
-from titanlite.config.rules.data import is_streamed
+from titanlite.config.needs import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture

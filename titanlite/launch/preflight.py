@@ -16,7 +16,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, 
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
-from titanlite.config.rules.data import is_streamed
+from titanlite.config.needs import is_streamed
 from titanlite.config.rules.resume import require_step
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes

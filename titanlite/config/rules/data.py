@@ -1,5 +1,6 @@
 """Rules of data sets, batches and sequence lengths."""
 
+from titanlite.config.needs import is_streamed
 from titanlite.config.rules.context import Faults, RuleContext, Rules
 from titanlite.config.schema import KEYS
 
@@ -7,15 +8,8 @@ RULES = Rules()
 
 BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
-STREAMS = ("c4", "c4_test", "c4_validation")
-"""Data sets that are streamed under a short name."""
 RETRIES = 5
 """Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
-
-
-def is_streamed(dataset: str) -> bool:
-    """Return whether a data set is streamed from the Hugging Face hub."""
-    return dataset in STREAMS or "/" in dataset
 
 
 @RULES.add

@@ -1,17 +1,16 @@
-"""Rules of the mesh and of the techniques that split or speed up the model, and which keys have no effect on a mesh.
+"""Rules of the mesh and of the techniques that split or speed up the model.
 
-A rule refuses what contradicts something. A key that merely has nothing to do on a mesh is not refused:
-`keys_without_effect` lists it, and the job runs as if it had its default.
+A rule refuses what contradicts something; a key that merely has nothing to do declares its needs (needs.py).
 """
 
 import math
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
+from titanlite.config.needs import asks_for_sharding
 from titanlite.config.rules.context import Faults, InvalidField, RuleContext, Rules
-from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.stages import fills_stages
-from titanlite.layout import Batch, Layout, divisors
+from titanlite.layout import Layout, divisors
 from titanlite.registry import expert_paths
 
 RULES = Rules()
@@ -28,49 +27,6 @@ DEGREES = {
 """The keys of all degrees but the sharding one, which may be -1."""
 
 _FLOAT8 = "quantize.linear.float8."
-_NEED_SHARDING = (
-    "parallelism.fsdp_reshard_after_forward",
-    "parallelism.fsdp_forward_prefetch",
-    "parallelism.fsdp_backward_prefetch",
-    "parallelism.fsdp_keep_whole",
-    _FLOAT8 + "enable_fsdp_float8_all_gather",
-    _FLOAT8 + "precompute_float8_dynamic_scale_for_fsdp",
-)
-_NEED_DATA_PARALLEL = ("parallelism.fsdp_blocks_per_group", "parallelism.defer_gradient_sync")
-_NEED_TENSOR_PARALLEL = ("parallelism.disable_loss_parallel", "parallelism.enable_async_tensor_parallel")
-
-
-def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]:
-    """Return the keys that are set but have nothing to do on this mesh, each with the reason."""
-    reasons: dict[str, str] = {}
-    if layout.max_shard_degree == 1:
-        reasons |= dict.fromkeys(_NEED_SHARDING, "without sharding")
-    if layout.dp_replicate == 1 and config.parallelism.defer_gradient_sync == "replicas":
-        reasons["parallelism.defer_gradient_sync"] = "without replicas"
-    if batch.accumulation == 1:
-        reasons["parallelism.defer_gradient_sync"] = "without gradient accumulation"
-    if layout.pp > 1:  # all gradients are summed once per step
-        reasons["parallelism.defer_gradient_sync"] = "with pipeline parallel"
-    if layout.max_shard_degree * layout.dp_replicate == 1:
-        reasons |= dict.fromkeys(_NEED_DATA_PARALLEL, "without data parallel")
-        training = config.training  # offloaded float32 gradients are rounded on their way to the host
-        if training.mixed_precision_reduce == "bfloat16" and not training.enable_cpu_offload:
-            reasons["training.mixed_precision_reduce"] = "without data parallel"
-    if layout.tp == 1:
-        reasons |= dict.fromkeys(_NEED_TENSOR_PARALLEL, "without tensor parallel")
-    if not layout.experts:
-        reasons["debug.moe_force_load_balance"] = "without experts"
-    if config.parallelism.context_parallel_rotate_method == "ulysses":
-        reasons["parallelism.context_parallel_load_balancer"] = "with ulysses"
-    if layout.world == 1:
-        reasons = {key: why if why == "without experts" else "on 1 rank" for key, why in reasons.items()}
-    return {key: reasons[key] for key in KEYS if key in reasons and _is_set(config, key)}
-
-
-def _is_set(config: JobConfig, key: str) -> bool:
-    """Whether a key differs from its default, and does not tune a technique that is off."""
-    is_used = config.quantize.linear.float8.enable or not key.startswith(_FLOAT8)
-    return is_used and value_of(config, key) != KEYS[key].default
 
 
 @RULES.add
@@ -79,7 +35,7 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     degree = {name: getattr(parallelism, key) for name, key in DEGREES.items()}
     shard, others = parallelism.data_parallel_shard_degree, math.prod(degree.values())
     # Without a world size: the smallest world where every key has an effect.
-    shards = any(_is_set(context.loaded.config, key) for key in _NEED_SHARDING + _NEED_DATA_PARALLEL)
+    shards = asks_for_sharding(context.loaded.config)
     ep, experts = parallelism.expert_parallel_degree, False
     with suppress(InvalidField):  # without a valid model
         experts = context.shape.experts > 0
