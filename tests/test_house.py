@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (  # from the top; an import points to a lower floor, or stays in its room
     "__main__",
     "cli",
-    "tools verify",
+    "tools",
+    "verify",
     "launch",
     "planner",
     "train",

@@ -75,8 +75,6 @@ def main(argv: list[str]) -> int:
             command = _command(argv[0])
             arguments, overrides = parse_options(argv[0], command, argv[1:])
             arguments.argv = argv
-            if getattr(arguments, "selftest", False):  # real processes are verify's, which tools may not import
-                arguments.selftest = importlib.import_module("titanlite.verify.plan_check").selftest
             code = command.run(arguments, overrides)
         sys.stdout.flush()
         return code

@@ -91,8 +91,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the run's own")
     checks = ("full", "sizes")
     out.add_argument("--verify", choices=checks, default="full", help="what to check first (default: full)")
-    about = "the package the model is in; needed if the checkpoint's config names one"
-    out.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
+    out.add_argument(
+        "--model.package",
+        dest="package",
+        default="",
+        metavar="NAME",
+        help="the package the model is in; needed if the checkpoint's config names one",
+    )
 
     about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
     into = command("import", _import, about, "import Llama-3.2-1B start")

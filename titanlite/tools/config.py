@@ -15,6 +15,19 @@ checked, with all defaults. Or print the part that an option below selects. No p
 needed, so a laptop can judge the layout of a cluster."""
 
 
+_SHOWS = {
+    "--schedule": "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what "
+    "the fsdp_ keys of [parallelism] lead to",
+    "--placements": "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default "
+    "8); then the techniques that are applied, and each parameter's split and shape on rank 0",
+    "--pipeline": "print the stages of pipeline parallel: their modules, each rank's actions in a step, and "
+    "the bubble",
+    "--schema": "print the JSON schema for editors that complete and check configs: "
+    "titanlite/config/config.schema.json",
+    "--markdown": "print every key with its default, legal values and meaning: docs/config.md",
+}
+
+
 def positive_int(text: str) -> int:
     """Return a command-line option's whole number >= 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -31,20 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     about += "Default: the fewest ranks that the degrees allow"
     parser.add_argument("--world", type=positive_int, metavar="N", help=about)
     shows = parser.add_mutually_exclusive_group()
-    about = (
-        "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what the fsdp_ "
-    )
-    about += "keys of [parallelism] lead to"
-    shows.add_argument("--schedule", action="store_true", help=about)
-    about = "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default 8); "
-    about += "then the techniques that are applied, and each parameter's split and shape on rank 0"
-    shows.add_argument("--placements", action="store_true", help=about)
-    about = "print the stages of pipeline parallel: their modules, each rank's actions in a step, and the bubble"
-    shows.add_argument("--pipeline", action="store_true", help=about)
-    about = "print the JSON schema for editors that complete and check configs: titanlite/config/config.schema.json"
-    shows.add_argument("--schema", action="store_true", help=about)
-    about = "print every key with its default, legal values and meaning: docs/config.md"
-    shows.add_argument("--markdown", action="store_true", help=about)
+    for name, about in _SHOWS.items():
+        shows.add_argument(name, action="store_true", help=about)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -63,11 +64,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         from titanlite.planner import placements
 
         per_node = os.environ.get("NGPU", "")
-        print(
-            placements.describe(
-                job, int(per_node) if per_node.isdigit() and int(per_node) else min(8, job.layout.world)
-            )
-        )
+        given = int(per_node) if per_node.isdigit() else 0
+        print(placements.describe(job, given or min(8, job.layout.world)))
     else:
         ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")

@@ -44,8 +44,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description = _ABOUT
     parser.epilog = "example: NGPU=2 titanlite doctor --config llama_8b.toml"
-    about = "print torch's verdict on the dumps of NCCL's flight recorder in DIR, such as outputs/comm_traces"
-    parser.add_argument("--traces", type=Path, metavar="DIR", help=about)
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="print torch's verdict on the dumps of NCCL's flight recorder in DIR, such as outputs/comm_traces",
+    )
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

@@ -26,12 +26,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", help="tokens to generate")
     parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
-    about = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
-    parser.add_argument("--samples", type=positive_int, default=1, metavar="N", help=about)
-    about = "draw from the K likeliest tokens only (default: from all)"
-    parser.add_argument("--top-k", type=int, metavar="K", help=about)
-    about = "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
+    parser.add_argument(
+        "--samples",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="texts to sample, each with a seed of its own: --seed and those after it (default: 1)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only (default: from all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)",
+    )
     parser.add_argument("--seed", metavar="N", help="another one gives another text (default: the run's seed)")
     add_checkpoint(parser)
 

@@ -48,8 +48,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = "example: titanlite models llama3"
     parser.add_argument("name", nargs="?", metavar="NAME", help="a registered model (default: all)")
-    about = "a package that registers models"
-    parser.add_argument("--model.package", dest="package", default="", metavar="NAME", help=about)
+    parser.add_argument(
+        "--model.package", dest="package", default="", metavar="NAME", help="a package that registers models"
+    )
     parser.add_argument("--markdown", action="store_true", help="print docs/models.md")
 
 

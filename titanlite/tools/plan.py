@@ -58,10 +58,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--world", type=positive_int, metavar="N", help="number of GPUs (default: the fewest that the config allows)"
     )
-    about = "GPU to plan for, such as h100-80g (default: this machine's)"
-    parser.add_argument("--gpu", metavar="NAME", help=about)
-    about = "a TOML file with further GPUs, nodes or networks, or other numbers of known ones"
-    parser.add_argument("--hardware", type=Path, action="append", default=[], metavar="FILE", help=about)
+    parser.add_argument("--gpu", metavar="NAME", help="GPU to plan for, such as h100-80g (default: this machine's)")
+    parser.add_argument(
+        "--hardware",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a TOML file with further GPUs, nodes or networks, or other numbers of known ones",
+    )
     parser.add_argument(
         "--tokens", type=_tokens, default=0.0, metavar="N", help="also print the days that N tokens take"
     )
@@ -69,14 +74,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures of the step")
     search = "look for the fastest mesh, batch and recomputation that fit"
     parser.add_argument("--search", action="store_true", help=search)
-    about = "time for --search in seconds (default: 60)"
-    parser.add_argument("--max-seconds", type=positive_int, metavar="S", help=about)
-    about = "with --search: write the best as a config to lay over the given one"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
-    about = "with --search: train the best K for a few steps on this machine, and rank by that"
-    parser.add_argument("--measure", type=positive_int, metavar="K", help=about)
-    about = "compare plans with real steps of small models on this machine's CPU, to the byte"
-    parser.add_argument("--selftest", action="store_true", help=about)
+    parser.add_argument(
+        "--max-seconds", type=positive_int, metavar="S", help="time for --search in seconds (default: 60)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --search: write the best as a config to lay over the given one"
+    )
+    parser.add_argument(
+        "--measure",
+        type=positive_int,
+        metavar="K",
+        help="with --search: train the best K for a few steps on this machine, and rank by that",
+    )
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="compare plans with real steps of small models on this machine's CPU, to the byte",
+    )
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -84,7 +98,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.selftest:
         if len(arguments.argv) > 2:
             raise UserError("--selftest plans its own small models: remove the other options")
-        return arguments.selftest()
+        from titanlite.verify.plan_check import selftest
+
+        return selftest()
     if not arguments.search:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:

@@ -61,8 +61,13 @@ class Run:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the runs, the file to write, and the x axis."""
     parser.add_argument("dumps", metavar="DUMP", nargs="+", type=Path, help="dump folder of a run, or metrics.jsonl")
-    out_help = "an .html (default: curves.html), .png, .svg or .pdf"
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("curves.html"), help=out_help)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("curves.html"),
+        help="an .html (default: curves.html), .png, .svg or .pdf",
+    )
     parser.add_argument("--x", choices=("steps", "tokens", "hours"), default="steps", help="x axis (default: steps)")
     parser.epilog = "example: titanlite plot outputs other_run --out curves.png --x hours"
 

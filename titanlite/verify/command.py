@@ -46,12 +46,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description = DESCRIPTION
     parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
-    about = "same as --model.name (default flavor: the one to debug with)"
-    parser.add_argument("--model", metavar="NAME", help=about)
-    product = "every layout with every recomputation, accumulation and variant; continues where a stopped run ended"
-    parser.add_argument("--full", action="store_true", help=product)
-    about = "all rows of the further layouts and of inductor; without options only the first of each runs"
-    parser.add_argument("--beyond", action="store_true", help=about)
+    parser.add_argument(
+        "--model", metavar="NAME", help="same as --model.name (default flavor: the one to debug with)"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every layout with every recomputation, accumulation and variant; continues where a stopped run ended",
+    )
+    parser.add_argument(
+        "--beyond",
+        action="store_true",
+        help="all rows of the further layouts and of inductor; without options only the first of each runs",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
     about = "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; 1 is the layout, #1 the row"
     parser.add_argument("--only", metavar="ROW,…", help=about)
