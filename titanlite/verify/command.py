@@ -84,8 +84,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     name = [f"--model.name={arguments.model}"] if arguments.model else []
     model = read_model([*overrides, *name], os.environ)
     if arguments.fault:
-        return _run_rows(model, numbered(fault_rows(model, arguments.fault)), arguments)
-    if arguments.full:
+        rows = numbered(fault_rows(model, arguments.fault))
+    elif arguments.full:
         rows = full_table(model)
     elif arguments.only is not None:
         rows = selected(model, table(model), arguments.only)

@@ -145,8 +145,13 @@ def prefetch_reversed(set_order: Any, groups: Any, plan: fsdp_schedule.Schedule)
     set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
 
 
-def _gradients(runner: StepRunner) -> list[Tensor]:
-    return [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
+def _between_micro_batches(change: Any, *call: Any) -> Tensor:
+    def before(runner: StepRunner) -> None:
+        for parameter in runner.parameters:
+            if parameter.grad is not None:
+                change(parameter.grad)
+
+    return one_at_a_time(before, *call)
 
 
 @fault(
@@ -156,11 +161,7 @@ def _gradients(runner: StepRunner) -> list[Tensor]:
     Row("dp2", accumulation="3"),
 )
 def accumulation_in_bf16(*call: Any) -> Tensor:
-    def round_off(runner: StepRunner) -> None:
-        for gradient in _gradients(runner):
-            gradient.copy_(gradient.bfloat16())
-
-    return one_at_a_time(round_off, *call)
+    return _between_micro_batches(lambda gradient: gradient.copy_(gradient.bfloat16()), *call)
 
 
 @fault(
@@ -170,11 +171,7 @@ def accumulation_in_bf16(*call: Any) -> Tensor:
     Row("dp2", accumulation="3"),
 )
 def accumulation_forgotten(*call: Any) -> Tensor:
-    def forget(runner: StepRunner) -> None:
-        for gradient in _gradients(runner):
-            gradient.zero_()
-
-    return one_at_a_time(forget, *call)
+    return _between_micro_batches(Tensor.zero_, *call)
 
 
 @fault(

@@ -89,7 +89,9 @@ class Pool:
             ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return answers, failure or self._describe_late(pending, timeout)
-            for rank in [rank for rank in pending if self._connections[rank] in ready]:
+            for rank in pending:
+                if self._connections[rank] not in ready:
+                    continue
                 try:
                     error, answers[rank] = self._connections[rank].recv()
                 except EOFError:
