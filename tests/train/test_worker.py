@@ -13,6 +13,7 @@ import torch
 
 from tests.jobs import TINY
 from titanlite.errors import RunFailed, UserError
+from titanlite.runtime.rank_files import FAILED_MARK
 from titanlite.train import worker
 from titanlite.train.guard import NonFinite
 
@@ -24,7 +25,7 @@ from titanlite.train.guard import NonFinite
         (RunFailed("the data ended"), 1, "titanlite: the data ended\n"),
         (NonFinite("at step 3"), 1, "titanlite: at step 3\n"),
         (OSError(errno.ENOSPC, "No space", "logs"), 1, "titanlite: [Errno 28] No space: 'logs'\n"),
-        (ValueError("a bug"), 1, "Traceback"),
+        (ValueError("a bug"), 1, f"{FAILED_MARK}\nTraceback"),
     ],
     ids=["user error", "failed run", "loss not finite", "full disk", "bug"],
 )
