@@ -19,8 +19,8 @@ from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, read_manifest
 from titanlite.checkpoint.resume import saved_model
+from titanlite.checkpoint.rules import check_model
 from titanlite.config.load import ConfigError
-from titanlite.config.rules.weights import check_model
 from titanlite.errors import UserError
 from titanlite.models import gpt2, llama3
 

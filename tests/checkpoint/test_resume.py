@@ -14,7 +14,7 @@ from tests.jobs import QUIET, job, trainer
 from tests.lanes import sample
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position, read_state
 from titanlite.checkpoint.resume import Resume
-from titanlite.config.rules.resume import batch_changes
+from titanlite.checkpoint.rules import batch_changes
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError

@@ -41,8 +41,8 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.checkpoint.resume import DATA, Resume, excluded
+from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.state import TrainingState
-from titanlite.config.rules.resume import require_step
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.runtime.distributed import gather_objects, rank_in
 

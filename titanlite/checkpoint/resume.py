@@ -21,9 +21,8 @@ from titanlite.checkpoint.manifest import (
     latest_complete,
     step_folder,
 )
+from titanlite.checkpoint.rules import batch_changes, excluded
 from titanlite.config.job import Job
-from titanlite.config.rules.resume import batch_changes
-from titanlite.config.rules.weights import excluded
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError, command_line

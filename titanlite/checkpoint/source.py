@@ -15,8 +15,8 @@ from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.resume import Resume, saved_model
+from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
-from titanlite.config.rules.weights import check_model
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import restore_metrics
 from titanlite.runtime.distributed import gather_objects

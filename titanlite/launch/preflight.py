@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
 from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.rules import require_step
 from titanlite.config.job import Job
 from titanlite.config.load import Fault, Loaded
 from titanlite.config.needs import is_streamed
-from titanlite.config.rules.resume import require_step
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability

@@ -17,10 +17,10 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.checkpoint.resume import checkpoint_root, saved_model
+from titanlite.checkpoint.rules import check_model
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
-from titanlite.config.rules.weights import check_model
 from titanlite.errors import UserError, some_of
 from titanlite.tools.checkpoint import find_checkpoint, saved_root
 
