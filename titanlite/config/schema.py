@@ -27,7 +27,7 @@ from titanlite.config.section import (
 )
 
 
-class Job(Section):
+class JobSection(Section):
     """Where the run writes, and the device it runs on."""
 
     dump_folder: str = "./outputs"
@@ -308,7 +308,7 @@ class Comm(Section):
     """Folder for the recorder's dumps inside job.dump_folder."""
 
 
-class Fault(Section):
+class FaultSection(Section):
     """Failures, preemption and hangs."""
 
     grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
@@ -357,7 +357,7 @@ class Debug(Section):
 class JobConfig(Section):
     """All sections."""
 
-    job: Job = Job()
+    job: JobSection = JobSection()
     model: Model = Model()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
@@ -372,7 +372,7 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
-    fault: Fault = Fault()
+    fault: FaultSection = FaultSection()
     debug: Debug = Debug()
 
 

@@ -24,7 +24,7 @@ from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
-from titanlite.config.schema import Fault
+from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
@@ -213,7 +213,7 @@ class Launch:
 
         config = self.job.config
         say(f"titanlite: {_describe_start(self.nodes, self.device, self.processes, os.environ)}")
-        if self.nodes.count == 1 and config.fault.rejoin_seconds != Fault().rejoin_seconds:
+        if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
             say(f"titanlite: {line}")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Fault
+from titanlite.config.schema import FaultSection
 from titanlite.errors import GivenUp
 from titanlite.train.late_copy import late_copy
 
@@ -32,7 +32,7 @@ class Spike(Exception):
         self.step = step
 
 
-def skips_updates(settings: Fault) -> bool:
+def skips_updates(settings: FaultSection) -> bool:
     """Return whether a bad step may be skipped."""
     if settings.on_nonfinite == "skip":
         return True
@@ -42,7 +42,7 @@ def skips_updates(settings: Fault) -> bool:
 class Window:
     """The values of the last good steps, on the device: NaN until full, as is the limit."""
 
-    def __init__(self, settings: Fault, device: torch.device) -> None:
+    def __init__(self, settings: FaultSection, device: torch.device) -> None:
         self._sigma = settings.spike_sigma
         self._size = settings.spike_window if settings.spike_sigma > 0 else 0
         self._values = torch.full((self._size,), math.nan, dtype=torch.float64, device=device)
@@ -70,8 +70,8 @@ class Window:
 class BadSteps:
     """Judge every step; the run goes on after a bad one."""
 
-    def __init__(self, settings: Fault, device: torch.device, note: Note) -> None:
-        self._settings: Fault = settings
+    def __init__(self, settings: FaultSection, device: torch.device, note: Note) -> None:
+        self._settings: FaultSection = settings
         self._note = note
         self._norms = Window(settings, device)
         self._losses = Window(settings, device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Fault
+from titanlite.config.schema import FaultSection
 from titanlite.errors import RunFailed
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.bad_steps import BadSteps, Note
@@ -32,7 +32,7 @@ class StepGuard:
     """
 
     def __init__(
-        self, settings: Fault, device: torch.device, tp: int, note: Note = lambda *_: None
+        self, settings: FaultSection, device: torch.device, tp: int, note: Note = lambda *_: None
     ) -> None:
         self._tp = tp
         self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
