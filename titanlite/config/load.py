@@ -32,7 +32,7 @@ _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a tab
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigFault:
     """One error: the key (or file, or flag), the reason, the value and where the value comes from."""
 
     key: str
@@ -44,7 +44,7 @@ class Fault:
 class ConfigError(UserError):
     """All faults of a configuration."""
 
-    def __init__(self, faults: list[Fault]) -> None:
+    def __init__(self, faults: list[ConfigFault]) -> None:
         super().__init__()
         self.faults = faults
 
@@ -69,8 +69,8 @@ class Entry:
     value: Any
     origin: str
 
-    def fault(self, key: str, why: str) -> Fault:
-        return Fault(key, why, self.value, self.origin)
+    def fault(self, key: str, why: str) -> ConfigFault:
+        return ConfigFault(key, why, self.value, self.origin)
 
 
 @dataclass
@@ -79,14 +79,14 @@ class CommandLine:
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ConfigFault] = field(default_factory=list)
 
 
 def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLine:
     """Split `--config FILE…` from `--section.key value` overrides."""
     line = CommandLine()
     rest = [argument.encode(errors="replace").decode() for argument in argv]
-    line.faults = [Fault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv]
+    line.faults = [ConfigFault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
@@ -97,7 +97,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             elif argument.startswith("-"):
                 hint = f"did you mean --{argument.lstrip('-')}?"
                 del rest[: bool(rest) and not rest[0].startswith("-")]  # its value
-            line.faults.append(Fault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
@@ -107,16 +107,16 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             values.append(rest.pop(0))
         if name in ("config", "job.config_file"):
             if "" in (values or [""]):
-                line.faults.append(Fault(argument, "needs the name of a TOML file"))
+                line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
             line.files += filter(None, values)
         elif "." not in name:
             matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}") or key == OTHER_NAMES.get(name)]
             hint = f"did you mean {' or '.join(matches)}?" if matches else "use --config or --section.key VALUE"
-            line.faults.append(Fault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
         elif values:
             line.overrides[name] = _read_value(name, values[0])
         elif name in KEYS and "true or false" not in (values_of := legal(KEYS[name].annotation, KEYS[name].metadata)):
-            line.faults.append(Fault(argument, f"needs a value: {values_of}"))
+            line.faults.append(ConfigFault(argument, f"needs a value: {values_of}"))
         else:  # --section.key switches on, --section.no_key switches off
             on = name in KEYS or ".no_" not in name
             line.overrides[name if on else name.replace(".no_", ".")] = on
@@ -147,7 +147,7 @@ class Loaded:
     config: JobConfig
     entries: dict[str, Entry]
     invalid: set[str]
-    faults: list[Fault]
+    faults: list[ConfigFault]
 
     @property
     def given(self) -> list[str]:
@@ -165,11 +165,13 @@ def load(line: CommandLine) -> Loaded:
             path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
             if path is None:
                 why = f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"
-                faults.append(Fault(name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why))
+                faults.append(
+                    ConfigFault(name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why)
+                )
                 continue
             _flatten(read_toml(path), "", name, tree)
         except (UserError, OSError) as error:
-            faults.append(Fault(name, str(error)))
+            faults.append(ConfigFault(name, str(error)))
     _flatten(line.overrides, "", "command line", tree)
     faults += _remove_unknown(tree)
     _apply_converters(tree)
@@ -208,7 +210,7 @@ def _is_known(key: str) -> bool:
     return key in KEYS or any(key.startswith(f"{table}.") for table in _TABLES)
 
 
-def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
+def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
     """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and switches nothing on.
 
     Unknown sections are one fault, however many keys they have.
@@ -231,7 +233,7 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[Fault]:
             unknown[f"[{section or key}]"] = entry.origin
     if unknown:
         why = f"unknown section{'s' * (len(unknown) > 1)}; known are: {', '.join(SECTIONS)}"
-        yield Fault(", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values())))
+        yield ConfigFault(", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values())))
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:

@@ -16,7 +16,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, 
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.config.job import Job
-from titanlite.config.load import Fault, Loaded
+from titanlite.config.load import ConfigFault, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
@@ -74,12 +74,12 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
     return gpu_bytes() if on_gpu else machine_bytes() // processes
 
 
-def data_faults(loaded: Loaded) -> list[Fault]:
+def data_faults(loaded: Loaded) -> list[ConfigFault]:
     """Return the faults of the data of an invalid config that are found without its model."""
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import load_tokenizer
 
-    config, found = loaded.config, list[Fault]()
+    config, found = loaded.config, list[ConfigFault]()
     checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
     for section, part in _datasets(config):
         if is_streamed(part.dataset) or (part.dataset in ("text", "tokens") and not part.dataset_path):
@@ -95,7 +95,7 @@ def data_faults(loaded: Loaded) -> list[Fault]:
             title, key, why = match.groups() if match else (f"{arguments[0]}", "", f"{error}")
             entry = loaded.entries.get(key)
             is_given = entry and title == f'{key} = "{entry.value}"'  # not in a mixture
-            found.append(entry.fault(key, why) if entry and is_given else Fault(title, why))
+            found.append(entry.fault(key, why) if entry and is_given else ConfigFault(title, why))
     return found
 
 

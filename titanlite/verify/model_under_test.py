@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, Fault, load, parse_command_line
+from titanlite.config.load import ConfigError, ConfigFault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
 from titanlite.registry import get_model, get_optimizer
@@ -105,7 +105,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
     for key in line.overrides:
         if not key.startswith("model.") and key != "optimizer.name":
-            line.faults.append(Fault(f"--{key}", reason))
+            line.faults.append(ConfigFault(f"--{key}", reason))
     loaded = load(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from titanlite.config.load import Fault, Loaded
+from titanlite.config.load import ConfigFault, Loaded
 from titanlite.config.schema import value_of
 from titanlite.config.section import Section
 from titanlite.config.stages import Stages
@@ -52,12 +52,12 @@ class RuleContext:
     def __getattr__(self, name: str) -> Any:
         raise InvalidField(name)
 
-    def fault(self, key: str, why: str) -> Fault:
+    def fault(self, key: str, why: str) -> ConfigFault:
         """Return the fault of a key, with its value and where the value comes from."""
         value = value_of(self.loaded.config, key)
         entries = [entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")]
         origin = entries[-1].origin if entries else "default"
-        return Fault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
+        return ConfigFault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
 
 
 Rule = Callable[[RuleContext], Faults]
