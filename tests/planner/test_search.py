@@ -41,7 +41,7 @@ def test_a_search_tries_only_what_the_rules_allow_and_keeps_the_global_batch():
 
 def test_nothing_is_rehearsed_that_the_state_of_training_alone_rules_out():
     found = search(job(SMALL, 4), hardware_of(1000), max_seconds=1000)
-    assert not found.best and not found.rehearsed and not found.not_reached and found.ruled_out
+    assert not found.best and [what for what, number in found.counts.items() if number] == ["ruled out"]
 
 
 def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
@@ -61,7 +61,9 @@ def found() -> Found:
 
 
 def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
-    assert 1 <= found.rehearsed <= 6 and found.not_reached > 10, "those that share the first model"
+    assert 1 <= found.counts["rehearsed"] <= 6 and found.counts["not reached in time"] > 10, (
+        "those that share the first model"
+    )
     best = found.best[0]
     (tmp_path / "best.toml").write_text(overlay(best.settings))
     line = parse_command_line(["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {})
@@ -76,7 +78,7 @@ def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_
     given, hardware = job(SMALL, 4), load_hardware("h100-80g")
     space = [other for settings in searching._space(given, hardware) if (other := changed(given, settings))]
     best = [replace(found.best[0], job=other) for other in space]
-    table = search_table(Found(best, rehearsed=2, ruled_out=0, not_reached=0), hardware, 4)
+    table = search_table(Found(best, {"rehearsed": 2, "ruled out": 0, "not reached in time": 0}), hardware, 4)
     assert len({row[-1] for row in table.rows}) == len(space) > 30
     assert "replicate2 dp2, batch 1, selective, kept, 8 chunks" in {row[-1] for row in table.rows}
     above, _, assumed = str(table).partition("  assumed:\n")
@@ -84,7 +86,9 @@ def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_
     assert (
         "reached" not in above and "ruled out" not in above and "measured" not in above and "assumed" not in assumed
     )
-    timed = Found([replace(best[0], measured=0.25), *best], rehearsed=2, ruled_out=1, not_reached=7)
+    timed = Found(
+        [replace(best[0], measured=0.25), *best], {"rehearsed": 2, "ruled out": 1, "not reached in time": 7}
+    )
     text = str(search_table(timed, hardware, 4))
     assert "measured s" in text and " 0.250 " in text and "2 rehearsed, 1 ruled out, 7 not reached in time" in text
 
@@ -106,15 +110,17 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
 def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew():
     given = job([*SMALL, "--training.global_batch_size=2"], 1)
     everything = search(given, load_hardware("h100-80g"), max_seconds=1000, most=1000)
-    assert not everything.not_reached and not everything.ruled_out
+    assert [what for what, number in everything.counts.items() if number] == ["rehearsed"]
     facts = searching._Facts(given, load_hardware("h100-80g"))
     assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best), "what rules out"
     estimates = [candidate.speed.estimate for candidate in everything.best]
-    assert estimates == sorted(estimates) and len(estimates) == everything.rehearsed
+    assert estimates == sorted(estimates) and len(estimates) == everything.counts["rehearsed"]
     peaks = sorted(candidate.peak for candidate in everything.best)
     usable = peaks[len(peaks) // 4]
     some = search(given, hardware_of(usable), max_seconds=1000, most=1000)
-    assert some.ruled_out and {c.option for c in some.best} == {c.option for c in everything.best if c.peak <= usable}
+    assert some.counts["ruled out"] and {c.option for c in some.best} == {
+        c.option for c in everything.best if c.peak <= usable
+    }
     slowest_first = iter([3.0, 1.0, 2.0])
     ranked = measured(everything, 3, lambda settings: next(slowest_first))
     assert [c.measured for c in ranked.best[:4]] == [1.0, 2.0, 3.0, 0.0]

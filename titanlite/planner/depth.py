@@ -132,15 +132,17 @@ def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: in
     """Extrapolate a section: its operations pair off from the start and from the end, and those between repeat."""
     extra, short_keys, long_keys = len(long) - len(short), [_key(o) for o in short], [_key(o) for o in long]
     a, b = _values(short), _values(long)
-    if not extra:
-        return _operations(short_keys, a + (b - a) * steps) if short_keys == long_keys else None
     start = _interior(short, long, edge)
     end = start + extra
     repeated = short_keys[start:end]
     if extra < 0 or end > len(short) or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]:
         return None
     costs = slice(2, 5)  # of blocks: FLOPs, bytes that are moved and communicated
-    if _number(short[0]) >= 0 and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any():
+    if (
+        extra
+        and _number(short[0]) >= 0
+        and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any()
+    ):
         return None
     one, first, second = a[start:end], b[start:end], b[end : end + extra]
     keys = [*short_keys[:start], *repeated * (steps + 1), *short_keys[end:]]

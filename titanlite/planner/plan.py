@@ -3,21 +3,22 @@
 `to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the names.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS
+from titanlite.observe.throughput import flops_per_token
+from titanlite.parallel.build import build_model
+from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import Hardware, with_source
 from titanlite.planner.record import KINDS, Recording
-from titanlite.planner.speed import Speed, ranks_in_a_node, speed_of
-
-if TYPE_CHECKING:
-    from titanlite.planner.search import Candidate
+from titanlite.planner.search import Candidate, changes
+from titanlite.planner.speed import Speed, is_upper_bound, ranks_in_a_node, speed_of_job
 
 VERSION = 1
 """Of the JSON; another one if a name goes or changes its meaning."""
@@ -55,7 +56,7 @@ class Plan:
     """Of the model, as MFU counts them: recomputation is left out."""
     tokens: float = 0
     """To train on; 0 if not given."""
-    changes: Sequence["Candidate"] = ()
+    changes: Sequence[Candidate] = ()
     """What would fit, if this does not."""
 
     @property
@@ -77,7 +78,7 @@ class Plan:
         eager = "at most: compiled blocks are rehearsed eagerly, which keeps more (not measured how much)"
         return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
 
-    def rates(self, seconds: float) -> dict[str, float | None]:
+    def rates(self, seconds: float) -> dict[str, Any]:
         """Return the rates of a step that takes so long."""
         per_gpu = self.speed.tokens_per_gpu(seconds)
         return {
@@ -98,7 +99,7 @@ class Plan:
                 "flavor": config.model.flavor,
                 "description": config.job.description,
                 "world": layout.world,
-                "layout": {name: degree for name, degree in asdict(layout).items() if name in DIMENSIONS},
+                "layout": dict(zip(DIMENSIONS, layout.degrees, strict=True)),
                 "batch": {**asdict(batch), "total": batch.total},
                 "seq_len": config.training.seq_len,
                 "tokens_per_step": speed.tokens,
@@ -112,7 +113,7 @@ class Plan:
                 "peak": recording.peak,
                 "moment": recording.moment,
                 "usable": self.hardware.usable_bytes,
-                "at_peak": {kind: recording.at_peak.get(kind, 0) for kind in KINDS},
+                "at_peak": {**dict.fromkeys(KINDS, 0), **recording.at_peak},
                 "static": dict(recording.static),
                 "phases": [*phases_of(recording)],
                 "assumptions": self.assumptions,
@@ -136,22 +137,11 @@ class Plan:
 
 def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
     """Rehearse a job's step; if it does not fit, also what would."""
-    from titanlite.observe.throughput import flops_per_token
-    from titanlite.parallel.build import build_model
-    from titanlite.planner.depth import plan_step
-    from titanlite.planner.search import changes
-
     recording = plan_step(job)
     model, table = build_model(job)
     flops = flops_per_token(model.named_parameters(), table, job.shape, job.config.training.seq_len)
     plan = Plan(job, hardware, recording, speed_of_job(job, recording, hardware), flops, tokens)
     return plan if plan.fits else replace(plan, changes=changes(job, hardware))
-
-
-def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
-    """Return the bound and the estimate of a job's recorded step."""
-    tokens = job.batch.total * job.config.training.seq_len
-    return speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
 
 
 def reserve_text(hardware: Hardware) -> str:
@@ -160,22 +150,17 @@ def reserve_text(hardware: Hardware) -> str:
     return with_source(f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source)
 
 
-def is_upper_bound(job: Job) -> bool:
-    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps more."""
-    return job.config.compile.enable and "model" in job.config.compile.components
-
-
 def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
     """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions first."""
-    sums: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+    order = [*DIMENSIONS, "world"]
+    numbers, sizes = Counter[Any](), Counter[Any]()
     for one, number in recording.collectives().items():
         near = ranks_in_a_node(one, job.layout, per_node)
-        found = sums[one.dimension, one.kind, one.ranks, near, one.dtype]
-        found[:] = found[0] + number, found[1] + number * one.bytes
-    order = [*DIMENSIONS, "world"]
-    return [
-        Traffic(*key, *sums[key]) for key in sorted(sums, key=lambda key: (order.index(key[0].split(" x ")[0]), *key))
-    ]
+        place = order.index(one.dimension.split(" x ")[0])
+        key = place, one.dimension, one.kind, one.ranks, near, one.dtype
+        numbers[key] += number
+        sizes[key] += number * one.bytes
+    return [Traffic(*key[1:], numbers[key], sizes[key]) for key in sorted(numbers)]
 
 
 def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:

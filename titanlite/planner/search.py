@@ -6,7 +6,7 @@ best ones found. The possibly fastest come first.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,9 +25,8 @@ from titanlite.parallel.build import build_model
 from titanlite.planner.depth import plan_steps
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.plan import is_upper_bound, speed_of_job
 from titanlite.planner.record import Collective
-from titanlite.planner.speed import Speed, transfer
+from titanlite.planner.speed import Speed, is_upper_bound, speed_of_job, transfer
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
@@ -63,11 +62,9 @@ class Found:
 
     best: Sequence[Candidate]
     """Those that fit, the fastest by estimate first."""
-    rehearsed: int
-    ruled_out: int
-    """By their state alone, by a plan that needs less and did not fit, or as slower than the best can be."""
-    not_reached: int
-    """In the time that it had."""
+    counts: Mapping[str, int]
+    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and did not fit, or as
+    slower than the best can be), and "not reached in time"."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
@@ -78,7 +75,8 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
         if other := changed(job, settings):
             shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
             groups[shared].append((settings, other, facts.least_seconds(other)))
-    fitting, too_large, counts = list[Candidate](), list[Job](), Counter[str]()
+    fitting, too_large = list[Candidate](), list[Job]()
+    counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
     with FakeWorld() as world:
         for group in sorted(groups.values(), key=_first_what_may_be_fastest):
             slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else float("inf")
@@ -91,14 +89,14 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             ]
             counts["ruled out"] += len(group) - len(tried)
             if not tried or (counts["rehearsed"] and time.monotonic() > end):
-                counts["not reached"] += len(tried)
+                counts["not reached in time"] += len(tried)
                 continue
             counts["rehearsed"] += len(tried)
             found = _rehearse(job, tried, hardware, world)
             too_large += [candidate.job for candidate in found if candidate.peak > hardware.usable_bytes]
             fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
             fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
-    return Found(fitting[:most], counts["rehearsed"], counts["ruled out"], counts["not reached"])
+    return Found(fitting[:most], counts)
 
 
 def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> Any:

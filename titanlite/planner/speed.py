@@ -12,6 +12,7 @@ from functools import cache
 from itertools import product
 from math import prod
 
+from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import Collective, Operation, Recording
@@ -71,6 +72,17 @@ class Speed:
     def days(self, tokens: float, step_seconds: float) -> float:
         """Return how many days a number of tokens takes."""
         return tokens / self.tokens * step_seconds / 86400
+
+
+def is_upper_bound(job: Job) -> bool:
+    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps more."""
+    return job.config.compile.enable and "model" in job.config.compile.components
+
+
+def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
+    """Return the bound and the estimate of a job's recorded step."""
+    tokens = job.batch.total * job.config.training.seq_len
+    return speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
 
 
 def speed_of(

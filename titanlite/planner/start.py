@@ -8,9 +8,10 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, recognize
-from titanlite.planner.plan import is_upper_bound, speed_of_job, traffic_of
+from titanlite.planner.plan import traffic_of
 from titanlite.planner.record import Recording
 from titanlite.planner.search import changes
+from titanlite.planner.speed import is_upper_bound, speed_of_job
 
 
 def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:

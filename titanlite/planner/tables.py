@@ -91,7 +91,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     node = with_source(f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source)
     yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
 
-    columns = plan.rates(speed.bound), plan.rates(speed.estimate)
+    bound, estimate = plan.rates(speed.bound), plan.rates(speed.estimate)
     titles = {
         "seconds": ("seconds a step", 3),
         "tokens_per_second_per_gpu": ("tokens/s per GPU", 0),
@@ -99,10 +99,10 @@ def tables(plan: Plan) -> Iterator[Table]:
         "days": (f"days for {plan.tokens:.3g} tokens", 1),
     }
     rows = [
-        (title, *(Number(value, digits) for column in columns if (value := column[name]) is not None))
+        (title, Number(bound[name], digits), Number(estimate[name], digits))
         for name, (title, digits) in titles.items()
+        if bound[name] is not None
     ]
-    rows = [row for row in rows if len(row) == 3]
     yield Table("speed", "Speed", ("", "bound", "estimate"), rows, speed.assumptions, f"bound by {speed.binding}")
 
     units = {"compute": 1e12}
@@ -115,8 +115,7 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:
     """Return the ranking of a search."""
-    counts = {"rehearsed": found.rehearsed, "ruled out": found.ruled_out, "not reached in time": found.not_reached}
-    seen = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    seen = ", ".join(f"{number} {what}" for what, number in found.counts.items() if number)
     if not found.best:
         return Table("search", f"No plan fits on {world} x {hardware.name}: {seen}", (), ())
 
