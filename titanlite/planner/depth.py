@@ -36,28 +36,20 @@ def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
 def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -> list[Recording]:
     """Return the same for jobs that differ in nothing but batch and loss chunks: they share the rehearsed models."""
     shallow = _shallow_jobs(jobs[0])
-
-    def plan(role: str) -> tuple[bool, list[Recording]]:
+    plans: list[list[Recording]] = []
+    for role in ("first", "last"):
         rehearsals = [Rehearsal(one, world, role, as_on_cuda) for one in shallow or jobs[:1]]
-        return rehearsals[0].is_even, [_plan(job, shallow, rehearsals) or whole(job, role) for job in jobs]
-
-    def whole(job: Job, role: str) -> Recording:
-        return _repeat_middle(Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True), job)
-
-    is_even, first = plan("first")
-    if is_even:
-        return first
-    return [max(both, key=lambda recording: recording.peak) for both in zip(first, plan("last")[1], strict=True)]
-
-
-def _plan(job: Job, shallow: Sequence[Job], rehearsals: Sequence[Rehearsal]) -> Recording | None:
-    """Return a step by rehearsals of the shallow jobs, or of the job itself; None if they don't pair off."""
-    few, *more = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
-    if not more:
-        return _repeat_middle(few, job)
-    first, second = (one.shape.layers for one in shallow)
-    recording = extrapolate(few, more[0], (job.shape.layers - first) // (second - first), edge=_edge(job))
-    return recording and _repeat_middle(recording, job)
+        plans.append([])
+        for job in jobs:
+            recording, *deeper = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
+            if deeper:
+                steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
+                deep = extrapolate(recording, deeper[0], steps, _edge(job))
+                recording = deep or Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True)
+            plans[-1].append(_repeat_middle(recording, job))
+        if rehearsals[0].is_even:
+            break
+    return [max(ranks, key=lambda recording: recording.peak) for ranks in zip(*plans, strict=True)]
 
 
 def _shallow_jobs(job: Job) -> list[Job]:

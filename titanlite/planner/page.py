@@ -3,7 +3,8 @@
 The pictures are SVG, made here; hovering shows their titles. page.html has the style.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 from math import ceil
@@ -60,19 +61,18 @@ def _html(table: Table) -> str:
     """Return a table, numbers with their exact values."""
 
     def cell(value: str | Number) -> str:
-        if isinstance(value, str):
-            return f"<td>{escape(value)}</td>"
-        return f'<td><data value="{value.value}">{value}</data></td>'
+        shown = escape(f"{value}")
+        if isinstance(value, Number):
+            shown = f'<data value="{value.value}">{value}</data>'
+        return f"<td>{shown}</td>"
 
     heads = "".join(f"<th>{escape(head)}</th>" for head in table.header)
     rows = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
-    notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
-    return "".join(
-        [
-            f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>' if rows else "",
-            *(f'<p class="note">{escape(note)}</p>' for note in notes if note),
-        ]
-    )
+    notes = filter(None, [table.note, *(f"assumed: {text}" for text in table.assumed)])
+    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    if not rows:
+        return below
+    return f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{below}'
 
 
 def _phases(plan: Plan) -> Iterator[Row]:
@@ -82,49 +82,43 @@ def _phases(plan: Plan) -> Iterator[Row]:
     computing = [span for span in plan.speed.spans if span.what in names]
     visits = [(what, next(group).start) for what, group in groupby(computing, key=lambda span: span.what)]
     for phase in phases:
-        starts.append(visits.pop(0)[1] if visits and visits[0][0] == phase["phase"] else starts[-1])
+        if visits and visits[0][0] == phase["phase"]:
+            starts.append(visits.pop(0)[1])
+        else:
+            starts.append(starts[-1])
     starts = [*starts[1:], _end(plan)]
     each = ceil(len(phases) / MOST_COLUMNS)
     for first in range(0, len(phases), each):
         chunk = phases[first : first + each]
         fullest = max(chunk, key=lambda phase: phase["live"])
         name = " to ".join(dict.fromkeys([chunk[0]["phase"], chunk[-1]["phase"]]))
-        seconds = starts[first + len(chunk)] - starts[first]
-        memory = {kind: fullest["by_kind"].get(kind, 0) for kind in STACK}
-        yield {"phase": name, "live": fullest["live"], "start": starts[first], "seconds": seconds, **memory}
+        start = starts[first]
+        seconds = starts[first + len(chunk)] - start
+        when = f"from {start:.3f} s for {seconds:.3f} s"
+        memory = {**dict.fromkeys(STACK, 0), **fullest["by_kind"], "live": fullest["live"]}
+        yield {"phase": name, "start": start, "seconds": seconds, "when": when, **memory}
 
 
 def _end(plan: Plan) -> float:
     return max((span.end for span in plan.speed.spans), default=0.0)
 
 
-def _svg(name: str, parts: Sequence[str], height: float, label: str) -> str:
-    head = f'<svg id="{name}-picture" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
+def _svg(name: str, parts: Iterable[str], height: float, label: str) -> str:
+    head = f'<svg id="{name}-picture" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
     return f"{head}{''.join(parts)}</svg>"
 
 
-def _box(x: float, y: float, width: float, height: float, color: str, title: str = "") -> str:
-    """Return a rectangle, with what the mouse shows over it."""
-    about = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{color}">{about}</rect>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _legend(names: Sequence[str]) -> str:
-    return f"<p>{' '.join(f'<span><i class={_color(name)}></i>{escape(name)}</span>' for name in names)}</p>"
-
-
-def _color(name: str) -> str:
-    return name.replace(" ", "")
+def _legend(names: Iterable[str]) -> str:
+    entries = (f"<span><i class={name.replace(' ', '')}></i>{name}</span>" for name in names)
+    return f"<p>{' '.join(entries)}</p>"
 
 
 def _draw_memory(plan: Plan, phases: Sequence[Row]) -> str:
     """Draw the bytes alive by kind, a column for each phase, below the GPU's limit."""
     peak, usable = plan.recording.peak, plan.hardware.usable_bytes
-    top = max(1.05 * peak, usable if peak > usable / 5 else 0)
+    top = 1.05 * peak
+    if peak > usable / 5:
+        top = max(top, usable)
     scale, width = HEIGHT / top, WIDTH / len(phases)
     parts, low = [], [HEIGHT] * len(phases)
     for kind in STACK:
@@ -133,48 +127,54 @@ def _draw_memory(plan: Plan, phases: Sequence[Row]) -> str:
         under = "".join(f"V{y:.1f}H{n * width:.1f}" for n, y in reversed([*enumerate(low)]))
         parts.append(f'<path class="{kind}" d="M0,{low[0]:.1f}{over}{under}Z"/>')
         low = high
-    y, far = HEIGHT - usable * scale, "" if usable <= top else ", far above"
-    parts.append(
-        _box(0, max(y, 0), WIDTH, 1, "limit") + _text(4, max(y, 0) + 14, f"{usable / GIB:.2f} GiB usable{far}")
-    )
-    x = 0
+    y = max(HEIGHT - usable * scale, 0)
+    far = "" if usable <= top else ", far above"
+    parts.append(f'<rect x="0" y="{y:g}" width="{WIDTH}" height="1" class="limit"></rect>')
+    parts.append(f'<text x="4" y="{y + 14:g}" text-anchor="start">{usable / GIB:.2f} GiB usable{far}</text>')
+    x = 0.0
     for name, group in groupby(phases, key=lambda phase: phase["phase"].rstrip("0123456789 ")):
-        columns = len([*group])
-        parts.append(_text((x + columns / 2) * width, HEIGHT + 16, name, "middle") if columns * width > 60 else "")
-        x += columns
+        wide = len([*group]) * width
+        if wide > 60:
+            parts.append(f'<text x="{x + wide / 2:g}" y="{HEIGHT + 16}" text-anchor="middle">{name}</text>')
+        x += wide
     for n, phase in enumerate(phases):
         alive = "".join(f"\n{kind}: {gib(phase[kind])} GiB" for kind in reversed(STACK) if phase[kind])
-        times = f"\nstarts at {phase['start']:.3f} s, takes {phase['seconds']:.3f} s"
-        title = f"{phase['phase']}: {gib(phase['live'])} GiB{alive}{times}"
-        parts.append(_box(n * width, 0, width, HEIGHT, "hit", title))
+        title = f"{phase['phase']}: {gib(phase['live'])} GiB{alive}\n{phase['when']}"
+        parts.append(_hit(n * width, width, HEIGHT, title))
     return _svg("memory", parts, HEIGHT + 24, f"Memory over the phases of a step, at most {gib(peak)} GiB")
+
+
+def _hit(x: float, width: float, height: float, title: str) -> str:
+    """Return an area that shows a title under the mouse."""
+    area = f'x="{x:g}" y="0" width="{width:g}" height="{height}"'
+    return f'<rect {area} class="hit"><title>{escape(title)}</title></rect>'
 
 
 def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
     """Draw when each lane is busy, and when compute waits."""
-    end, boxes = _end(plan), dict[str, list[list[float]]]()
+    end, height = _end(plan), 40 * len(LANES)
+    busy = defaultdict[str, list[list[float]]](list)
     spans = [*plan.speed.spans, *_waiting(plan.speed.spans)]
     for span in sorted(spans, key=lambda span: span.start):
-        start, stop = (WIDTH * second / end for second in (span.start, span.end))
-        line = boxes.setdefault(span.lane, [])
+        start, stop = WIDTH * span.start / end, WIDTH * span.end / end
+        line = busy[span.lane]
         if line and start - line[-1][1] < 0.1:  # too near to be seen apart
             line[-1][1] = max(stop, line[-1][1])
         else:
             line.append([start, stop])
     parts = []
     for lane, name in enumerate(LANES):
-        path = "".join(
-            f"M{a:.2f},{40 * lane}h{max(b - a, 0.3):.2f}v30h{-max(b - a, 0.3):.2f}z" for a, b in boxes.get(name, [])
-        )
+        boxes = ((start, max(stop - start, 0.3)) for start, stop in busy[name])
+        path = "".join(f"M{x:.2f},{40 * lane}h{width:.2f}v30h{-width:.2f}z" for x, width in boxes)
         parts.append(f'<path class="{name}" d="{path}"/>')
-    for n in range(5):
-        anchor = ("start", "middle", "middle", "middle", "end")[n]
-        parts.append(_text(WIDTH * n / 4, 40 * len(LANES) + 8, f"{end * n / 4:.2f} s", anchor))
+    for n, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
+        place = f'x="{WIDTH * n / 4:g}" y="{height + 8}" text-anchor="{anchor}"'
+        parts.append(f"<text {place}>{end * n / 4:.2f} s</text>")
     for phase in phases:
-        x, width = (WIDTH * phase[key] / end for key in ("start", "seconds"))
-        title = f"{phase['phase']}: from {phase['start']:.3f} s for {phase['seconds']:.3f} s"
-        parts.append(_box(x, 0, width, 40 * len(LANES), "hit", title) if width else "")
-    return _svg("speed", parts, 40 * len(LANES) + 12, "When a GPU computes, gathers, reduces, and waits")
+        if width := WIDTH * phase["seconds"] / end:
+            title = f"{phase['phase']}: {phase['when']}"
+            parts.append(_hit(WIDTH * phase["start"] / end, width, height, title))
+    return _svg("speed", parts, height + 12, "When a GPU computes, gathers, reduces, and waits")
 
 
 def _waiting(spans: Sequence[Span]) -> Iterator[Span]:
@@ -197,20 +197,24 @@ def _draw_mesh(plan: Plan) -> str:
     width, height = SQUARE * across + 8, SQUARE * ceil(node.gpus / across) + 8
     in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)  # a power of two, so that groups end where rows do
     nodes = ceil(layout.world / node.gpus)
-    for rank in range(min(layout.world, MOST_NODES * node.gpus)):
-        down, right = divmod(rank // node.gpus, in_a_row)
-        left, top = right * (width + 8), down * (height + 8)
-        if rank % node.gpus == 0:
-            parts.append(_box(left, top, width, height, "node"))
-        row, column = divmod(rank % node.gpus, across)
-        places = layout.coordinates(rank)
-        differs = [name for name, place in places.items() if place]
-        color = ["rank0", *differs][len(differs)] if len(differs) < 2 else "rank"
-        title = f"rank {rank}: " + ", ".join(
-            f"{name} {places[name]} of {getattr(layout, name)}" for name in _split(plan)
-        )
-        parts.append(_box(left + SQUARE * column + 5, top + SQUARE * row + 5, SQUARE - 2, SQUARE - 2, color, title))
-    rows = ceil(min(nodes, MOST_NODES) / in_a_row)
+    drawn = min(nodes, MOST_NODES)
+    split = _split(plan)
+    for rank in range(min(layout.world, drawn * node.gpus)):
+        number, place = divmod(rank, node.gpus)
+        x, y = number % in_a_row * (width + 8), number // in_a_row * (height + 8)
+        if not place:
+            parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" class="node"></rect>')
+        at = layout.coordinates(rank)
+        differs = [name for name in split if at[name]]
+        color = "rank"
+        if len(differs) < 2:
+            color = "".join(differs) or "rank0"
+        title = ", ".join(f"{name} {at[name]} of {getattr(layout, name)}" for name in split)
+        x += place % across * SQUARE + 5
+        y += place // across * SQUARE + 5
+        square = f'x="{x}" y="{y}" width="{SQUARE - 2}" height="{SQUARE - 2}" class="{color}"'
+        parts.append(f"<rect {square}><title>rank {rank}: {title}</title></rect>")
+    picture = _svg("mesh", parts, ceil(drawn / in_a_row) * (height + 8), f"{nodes} nodes")
     more = f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>" if nodes > MOST_NODES else ""
     links = f"In a node {node.link:g} GB/s of each GPU, between nodes {node.nics} x {plan.hardware.nic:g} GB/s."
-    return _svg("mesh", parts, rows * (height + 8), f"{nodes} nodes") + f"{more}<p>{escape(links)}</p>"
+    return f"{picture}{more}<p>{links}</p>"
