@@ -68,8 +68,8 @@ def _html(table: Table) -> str:
 
     heads = "".join(f"<th>{escape(head)}</th>" for head in table.header)
     rows = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
-    notes = filter(None, [table.note, *(f"assumed: {text}" for text in table.assumed)])
-    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
+    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
     if not rows:
         return below
     return f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{below}'

@@ -160,7 +160,7 @@ def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
         key = place, one.dimension, one.kind, one.ranks, near, one.dtype
         numbers[key] += number
         sizes[key] += number * one.bytes
-    return [Traffic(*key[1:], numbers[key], sizes[key]) for key in sorted(numbers)]
+    return [Traffic(*key[1:], number=numbers[key], bytes=sizes[key]) for key in sorted(numbers)]
 
 
 def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
