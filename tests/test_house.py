@@ -39,10 +39,10 @@ MAY_USE_PRIVATE_NAMES = {
     "titanlite/verify/pool.py",
 }
 MAX_LINES_OF_A_FILE = 500
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 174_800}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 173_300}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed it:
 
-titanlite: what stands after the issue of defects; 145,000 is the limit at the end of the issue of rings.
+titanlite: what stands while the issue of rings goes on, whose limit at its end is 145,000.
 """
 RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
