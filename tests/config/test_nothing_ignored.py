@@ -219,6 +219,7 @@ ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
+DECIDE = "tests/faults/test_decide.py::"
 RESTART = "tests/faults/test_restart.py::"
 BAD_STEP = "tests/optim/test_skip.py::"
 EXPERT = "tests/parallel/test_expert.py::"
@@ -298,7 +299,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "fault.spike_window": BAD_STEP + "test_a_spike_is_warned_of_and_kept",
     "fault.on_spike": BAD_STEP + "test_a_run_that_skips_a_step_equals_one_that_never_made_its_update",
     "fault.rollback_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
-    "fault.rejoin_seconds": RESTART + "test_without_enough_nodes_the_run_ends_and_names_the_missing",
+    "fault.rejoin_seconds": DECIDE + "test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits",
     "fault.min_nodes": RESTART + "test_a_lost_node_is_left_behind_where_fewer_are_enough",
     "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations",
 }

@@ -81,7 +81,6 @@ class Heart(threading.Thread):
                 board.is_waiting = True
                 wait_until(lambda: _have_ended(board.statuses), BEAT_SECONDS)
             board.end()
-            board.join(BEAT_SECONDS)
 
     def _open_board(self) -> Board | None:
         """Join the board of all ranks in their own store; rank 0 decides."""

@@ -154,9 +154,10 @@ class Board(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
-        """End the thread after one more exchange."""
+        """End the thread after one more exchange, and wait for it: torch aborts a process that exits meanwhile."""
         self._ended.set()
         self._wake.set()
+        self.join(2 * ANSWER_SECONDS)
 
     def run(self) -> None:
         is_last = False

@@ -6,6 +6,7 @@ its launcher has the store where all meet, and decides. A node may be lost and c
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -79,6 +80,7 @@ class Node:
         decide = self._decider.look if self._decider else None
         self._board = Board(link, self.rank, nodes.count, own, self._look, self._inspect, decide)
         self._board.start()
+        atexit.register(self._board.end)
 
     @property
     def decision(self) -> Decision:
