@@ -100,9 +100,12 @@ def run_on_all_ranks(
 
 def run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[], None]) -> None:
     """Run an action on rank 0; if it fails, raise the same error on all ranks."""
-    if rank_in(group) > 0:
-        action = lambda: None  # noqa: E731
-    run_on_all_ranks(group, what, action)
+
+    def action_on_rank_0() -> None:
+        if rank_in(group) == 0:
+            action()
+
+    run_on_all_ranks(group, what, action_on_rank_0)
 
 
 def describe(error: BaseException) -> str:
