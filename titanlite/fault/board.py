@@ -42,6 +42,13 @@ class Gone(Unreachable):
         super().__init__("node 0's launcher, which hosts the store of the run, has ended")
 
 
+def connect(host: str, port: int) -> dist.TCPStore:
+    """Return a connection to a store; raise OSError at once where nothing listens."""
+    socket.create_connection((host, port), CONNECT_SECONDS).close()  # torch would try again, and print its frames
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
 class Link:
     """A connection to the store of one thread, made again when it fails."""
 
@@ -91,9 +98,7 @@ class Link:
         return answer  # type: ignore[return-value]
 
     def _connect(self) -> dist.Store:
-        socket.create_connection((self._host, self._port), CONNECT_SECONDS).close()  # torch tries again if refused
-        limit = timedelta(seconds=CONNECT_SECONDS)
-        store = dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = connect(self._host, self._port)
         if self._run and store.get("run").decode() != self._run:
             raise Gone  # another run is there now
         return self._prefixed(store)
@@ -116,11 +121,11 @@ class Board(threading.Thread):
         decide: Callable[[Mapping[int, Status], float], Decision] | None = None,
         interval: float = EXCHANGE_SECONDS,
     ) -> None:
-        """Be `number` of `count`. `look` adds the news of this node's ranks to a status; number 0 has `decide`."""
+        """Be `number` of `count`. `look` adds the beats of this node's ranks to a status; number 0 has `decide`."""
         super().__init__(name="board", daemon=True)
         self._link, self._number, self._count = link, number, count
         self._look, self._inspect, self._decide, self._interval = look, inspect, decide, interval
-        self._own = own
+        self.own = own
         self._lock = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._lost_at = 0.0
@@ -139,10 +144,6 @@ class Board(threading.Thread):
         """What ended the thread before its time."""
 
     @property
-    def own(self) -> Status:
-        return self._own
-
-    @property
     def lost_seconds(self) -> float:
         """Return the seconds since node 0 answered."""
         return time.monotonic() - self._lost_at if self._lost_at else 0.0
@@ -150,7 +151,7 @@ class Board(threading.Thread):
     def put(self, **changes: object) -> None:
         """Change the own status, and show it at once."""
         with self._lock:
-            self._own = replace(self._own, **changes)  # type: ignore[arg-type]
+            self.own = replace(self.own, **changes)  # type: ignore[arg-type]
         self._wake.set()
 
     def end(self) -> None:
@@ -180,7 +181,7 @@ class Board(threading.Thread):
     def exchange(self) -> None:
         """Put the own status, read the decision; number 0 makes it."""
         with self._lock:
-            own = self._own = replace(self._own, count=self._own.count + 1)
+            own = self.own = replace(self.own, count=self.own.count + 1)
         own = self._look(own)
         if self.decision.hangs and own.found is None:
             found = self._inspect()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, OK, STOPPED
 from titanlite.runtime.cluster import RankInfo, read_number
-from titanlite.runtime.page import OWN_PAGE, EarlyExit, read_pages
+from titanlite.runtime.page import OWN_PAGE, EarlyExit, early_exits
 from titanlite.runtime.rank_files import (
     LAUNCHED,
     PAGE,
@@ -87,7 +87,7 @@ class Stop(threading.Thread):
 
     def others_may_have_left(self) -> bool:
         """Whether other ranks may have exited after the stop request, making this error a consequence."""
-        if self._page and any(page.ending for page in read_pages(self._page.parent).values()):
+        if self._page and early_exits(self._page.parent):
             return True
         return time.monotonic() > self._asked_at + self._grace / 2  # on other nodes
 

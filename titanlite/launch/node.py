@@ -22,7 +22,7 @@ import torch.distributed as dist
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, UserError, first_line
 from titanlite.fault.beat import beat_of
-from titanlite.fault.board import Board, Gone, Link, open_board
+from titanlite.fault.board import Board, Gone, Link, connect, open_board
 from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Saved
 from titanlite.fault.inspection import RankProcess, inspect
 from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status, Verdict
@@ -156,7 +156,7 @@ class Node:
             self._board.put(stop=reason)
 
     def _look(self, status: Status) -> Status:
-        """Add the news of this node's ranks."""
+        """Add the beats and the requests of this node's ranks."""
         pages = read_pages(self._private)
         beats = {rank: beat_of(self._config, page, self._host) for rank, page in pages.items() if page.heartbeat}
         asked = next((page.asked for page in pages.values() if page.asked), "")
@@ -267,8 +267,7 @@ def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
     within = f"within {seconds:g} s (comm.init_timeout_seconds)"
     while True:
         try:
-            socket.create_connection((host, port), 2).close()  # torch would print its frames
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            store = connect(host, port)
             store.set_timeout(timedelta(seconds=seconds))
             return store
         except (dist.DistError, RuntimeError, OSError) as error:

@@ -23,7 +23,7 @@ from titanlite.fault.status import Ended
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
 from titanlite.runtime import store
-from titanlite.runtime.page import EarlyExit, read_pages
+from titanlite.runtime.page import EarlyExit, early_exits, read_pages
 from titanlite.runtime.rank_files import SAME_REQUEST_SECONDS, STARTED, STOP, STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class Stopping:
                 file.write(self.reason.encode())
             if self.reason == CTRL_C:
                 say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
-        endings = [page.ending for page in read_pages(private).values() if page.ending]
-        if any(ending.code == CUT_SHORT for ending in endings):  # no other rank can save any more
+        if any(ending.code == CUT_SHORT for ending in early_exits(private)):  # no other rank can save any more
             raise Stopped(self._early())
         grace = self._config.fault.grace_seconds
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
@@ -105,9 +104,8 @@ class Stopping:
         The most reliable record counts. One that has saved its last step is enough: no other has taken a later one.
         """
         assert self._private
-        endings = [page.ending for page in read_pages(self._private).values() if page.ending]
-        if endings:
-            best = min(endings, key=lambda ending: ending.order)
+        best = min(early_exits(self._private), key=lambda ending: ending.order, default=None)
+        if best:
             return Ended(early=best, over=best.code == CUT_SHORT)
         codes = {exit.code or 0 for exit in exits.values() if not exit.ended} - {0}
         signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS

@@ -144,6 +144,11 @@ def read_pages(private: Path) -> dict[int, Page]:
     return {rank: page for rank, page in sorted(pages.items()) if page}
 
 
+def early_exits(private: Path) -> list[EarlyExit]:
+    """Return the early exits of this node's workers."""
+    return [page.ending for page in read_pages(private).values() if page.ending]
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Name a part of a step, for the profiler too; an error leaves the name as it is, for its report."""
