@@ -4,8 +4,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
+from titanlite.config.options import positive_int
 from titanlite.errors import format_bytes, format_table, nearest, some_of
-from titanlite.tools.config import positive_int
 
 
 def test_a_table_has_aligned_columns_and_no_trailing_spaces():

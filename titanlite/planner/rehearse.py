@@ -59,31 +59,20 @@ class Rehearsal:
             self._parameters = [item.parameter for item in trained]
             self._optimizer = build_optimizer(trained, job.config)
             self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
-            self._counting = Counting(job.layout)
-            with self._counting:  # what a first step leaves: the optimizer's state, flags, cached meshes
-                runner, zero = self._runner(job), torch.zeros((), dtype=torch.float64)
-                self._guard.exchange(zero.long())
-                for parameter in self._parameters:
-                    parameter.grad = torch.zeros_like(parameter)
-                norm = runner.clip_gradients()
-                runner.update(1, norm, self._guard.record(1, zero, norm))
-                del norm
-        if not self.is_even:
-            self.step(job)  # at its first use, FSDP2 pads a shard that is smaller than others
+        self._counting = Counting(job.layout)
+        self.step(job, middle_once=True)  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
 
     def step(self, job: Job, middle_once: bool = False) -> Recording:
         """Return a step of this job, or of one that differs only in batch and loss chunks.
 
         With `middle_once` it runs its first, second and last micro-batch: those between are like the second.
         """
+        context, rank = replace(self._context, job=_eager(job)), dist.get_rank()
         with self._device(self._parts), self._fake, waiting_as_on_a_device():
+            runner = StepRunner(context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank)
             batches = blank_batches(job)
             run = [*batches[:2], batches[-1]] if middle_once and len(batches) > 3 else batches
-            return _count_step(2, self._runner(job), batches, self._guard, self._counting, run)
-
-    def _runner(self, job: Job) -> StepRunner:
-        context = replace(self._context, job=_eager(job))
-        return StepRunner(context, self._parts, self._parameters, self._optimizer, seed=0, rank=dist.get_rank())
+            return _count_step(2, runner, batches, self._guard, self._counting, run)
 
 
 def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:

@@ -39,6 +39,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.resume import saved_model
 from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
+from titanlite.config.options import Options, declare_commands
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, tomllib
 from titanlite.data.tokenizer import printable
@@ -52,73 +53,21 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.hf.names import HFTensor
     from titanlite.data.tokenizer import Tokenizer
 
-Command = Callable[[Namespace, list[str]], int]
 _SHOWN_DIFFERENCES = 10
 _DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
-_FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder"
+_FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder", Path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the sub-commands."""
-    commands = parser.add_subparsers(metavar="ls|verify|show|diff|export|import|rm", required=True)
-
-    def command(name: str, run: Command, about: str, example: str, *folders: str) -> ArgumentParser:
-        epilog = f"example: titanlite checkpoint {example}"
-        sub = commands.add_parser(name, help=about, description=about, epilog=epilog)
-        sub.set_defaults(run=run)
-        for folder in folders:
-            sub.add_argument(folder, type=Path, metavar=folder.upper(), help=_FOLDER)
-        return sub
-
-    ls = command("ls", _ls, "list steps, size, mesh, age and state", "ls outputs --full")
-    ls.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_FOLDER)
-    ls.add_argument("--full", action="store_true", help="read every byte")
-    about = "read every byte; exit code 1 if a checksum differs"
-    verify = command("verify", _verify, about, "verify outputs")
-    verify.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=_FOLDER)
-    about = "print the step, the position in the data, tensors and config"
-    command("show", _show, about, "show outputs", "folder")
-    about = "print the first tensors that differ; exit code 1 if any does"
-    command("diff", _diff, about, "diff outputs/a outputs/b", "a", "b")
-
-    about = "write the weights in Hugging Face's format, or as plain safetensors"
-    out = command("export", _export, about, "export outputs hf", "folder")
-    out.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist")
-    out.add_argument("--format", choices=("hf", "safetensors"), default="hf", help="default: hf")
-    dtypes = ("float32", "bfloat16", "float16")
-    out.add_argument("--dtype", choices=dtypes, help="default: the config's checkpoint.export_dtype")
-    out.add_argument("--tokenizer", default="", metavar="FOLDER", help="default: the run's own")
-    checks = ("full", "sizes")
-    out.add_argument("--verify", choices=checks, default="full", help="what to check first (default: full)")
-    out.add_argument(
-        "--model.package",
-        dest="package",
-        default="",
-        metavar="NAME",
-        help="the package the model is in; needed if the checkpoint's config names one",
-    )
-
-    about = "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path"
-    into = command("import", _import, about, "import Llama-3.2-1B start")
-    more = (
-        "The model is that of config.json, unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]"
-    )
-    into.epilog = f"{into.epilog}\n\n{more}"
-    into.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and *.safetensors")
-    into.add_argument("out", type=Path, metavar="OUT", help="where step-0 is written")
-    into.set_defaults(takes_overrides=True)
-
-    about = "remove checkpoints, but never the last complete one"
-    rm = command("rm", _rm, about, "rm outputs/checkpoint/step-500")
-    rm.add_argument("folders", nargs="+", type=Path, metavar="STEP_FOLDER", help="named step-N")
-    rm.add_argument("--dry-run", action="store_true", help="only print what would be removed")
-    rm.add_argument("--force", action="store_true", help="even the last complete one")
+    commands = declare_commands(parser, _COMMANDS)
+    commands["import"].set_defaults(takes_overrides=True)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run a sub-command."""
-    return arguments.run(arguments, overrides)
+    return arguments.run(arguments, *overrides)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -152,7 +101,7 @@ def find_checkpoint(path: Path) -> Path:
     return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
 
 
-def _ls(arguments: Namespace, overrides: list[str]) -> int:
+def _ls(arguments: Namespace) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
@@ -172,9 +121,9 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s ago"
 
 
-def _verify(arguments: Namespace, overrides: list[str]) -> int:
+def _verify(arguments: Namespace) -> int:
     damaged = False
-    for folder in (folder for path in arguments.folders for folder in find_checkpoints(path)):
+    for folder in (folder for path in arguments.folder for folder in find_checkpoints(path)):
         _, problems = _check(folder, full=True)
         damaged |= bool(problems)
         print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
@@ -190,7 +139,7 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
         return None, [str(error)]
 
 
-def _show(arguments: Namespace, overrides: list[str]) -> int:
+def _show(arguments: Namespace) -> int:
     folder = find_checkpoint(arguments.folder)
     manifest, (mesh, versions) = read_manifest(folder), _environment(folder)
     if problems := faults(folder, manifest, _DOCUMENTS):
@@ -215,7 +164,7 @@ def _show(arguments: Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _diff(arguments: Namespace, overrides: list[str]) -> int:
+def _diff(arguments: Namespace) -> int:
     from titanlite.checkpoint.load import load_tensors
 
     sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
@@ -248,7 +197,7 @@ def _diff(arguments: Namespace, overrides: list[str]) -> int:
     return 1
 
 
-def _export(arguments: Namespace, overrides: list[str]) -> int:
+def _export(arguments: Namespace) -> int:
     folder, target = find_checkpoint(arguments.folder), arguments.out
     _refuse_existing(target)
     if committed(target.absolute().parent):
@@ -331,7 +280,7 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     return None
 
 
-def _import(arguments: Namespace, overrides: list[str]) -> int:
+def _import(arguments: Namespace, *overrides: str) -> int:
     import torch
 
     from titanlite.checkpoint.commit import clear_leftovers
@@ -339,11 +288,11 @@ def _import(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
 
-    source, target = arguments.folder, arguments.out
+    source, target = arguments.hf_folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
     read_config(source)  # without one the error would name model.flavor
-    config = _load_config(_of_folder(source, overrides, os.environ), os.environ)
+    config = _load_config(_of_folder(source, [*overrides], os.environ), os.environ)
     if config.checkpoint.initial_load_path == str(source):
         unset = {"initial_load_path": "", "initial_load_in_hf": False}
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=unset)})
@@ -370,10 +319,10 @@ def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> lis
     return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
 
 
-def _rm(arguments: Namespace, overrides: list[str]) -> int:
+def _rm(arguments: Namespace) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
-    folders = [Path(os.path.abspath(path)) for path in arguments.folders]  # a link is removed, not its target
+    folders = [Path(os.path.abspath(path)) for path in arguments.step_folder]  # a link is removed, not its target
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
             raise UserError(f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}")
@@ -420,3 +369,66 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, on a terminal with damaged checkpoints in red."""
     for line in format_table([[printable(cell) for cell in row] for row in rows], header).splitlines():
         print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)
+
+
+_COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
+    "ls": (
+        _ls,
+        "list steps, size, mesh, age and state",
+        "ls outputs --full",
+        {"[FOLDER]": (*_FOLDER, Path("outputs")), "--full": "read every byte"},
+    ),
+    "verify": (
+        _verify,
+        "read every byte; exit code 1 if a checksum differs",
+        "verify outputs",
+        {"FOLDER …": _FOLDER},
+    ),
+    "show": (
+        _show,
+        "print the step, the position in the data, tensors and config",
+        "show outputs",
+        {"FOLDER": _FOLDER},
+    ),
+    "diff": (
+        _diff,
+        "print the first tensors that differ; exit code 1 if any does",
+        "diff outputs/a outputs/b",
+        {"A": _FOLDER, "B": _FOLDER},
+    ),
+    "export": (
+        _export,
+        "write the weights in Hugging Face's format, or as plain safetensors",
+        "export outputs hf",
+        {
+            "FOLDER": _FOLDER,
+            "OUT": ("a folder that does not exist", Path),
+            "--format hf|safetensors": ("default: hf", str, "hf"),
+            "--dtype float32|bfloat16|float16": "default: the config's checkpoint.export_dtype",
+            "--tokenizer FOLDER": ("default: the run's own", str, ""),
+            "--verify full|sizes": ("what to check first (default: full)", str, "full"),
+            "--model.package NAME": (
+                "the package the model is in; needed if the checkpoint's config names one",
+                str,
+                "",
+            ),
+        },
+    ),
+    "import": (
+        _import,
+        "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path",
+        "import Llama-3.2-1B start\n\nThe model is that of config.json, unless config keys name it: "
+        "[--config FILE.toml …] [--model.KEY VALUE …]",
+        {"HF_FOLDER": ("config.json and *.safetensors", Path), "OUT": ("where step-0 is written", Path)},
+    ),
+    "rm": (
+        _rm,
+        "remove checkpoints, but never the last complete one",
+        "rm outputs/checkpoint/step-500",
+        {
+            "STEP_FOLDER …": ("named step-N", Path),
+            "--dry-run": "only print what would be removed",
+            "--force": "even the last complete one",
+        },
+    ),
+}

@@ -1,11 +1,12 @@
 """`titanlite config`: the resolved config, its mesh, and the schema of all configs."""
 
 import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.options import declare, positive_int
 from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
@@ -28,13 +29,6 @@ _SHOWS = {
 }
 
 
-def positive_int(text: str) -> int:
-    """Return a command-line option's whole number >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"must be a whole number >= 1, not {text!r}")
-    return int(text)
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.set_defaults(takes_overrides=True)
@@ -42,10 +36,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = "example: titanlite config --config llama_8b.toml --world 8 --placements"
     about = "check and show the config for N ranks: degrees of -1 and the batch follow from N. "
     about += "Default: the fewest ranks that the degrees allow"
-    parser.add_argument("--world", type=positive_int, metavar="N", help=about)
-    shows = parser.add_mutually_exclusive_group()
-    for name, about in _SHOWS.items():
-        shows.add_argument(name, action="store_true", help=about)
+    declare(parser, {"--world N": (about, positive_int)})
+    declare(parser.add_mutually_exclusive_group(), _SHOWS)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

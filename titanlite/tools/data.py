@@ -11,6 +11,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
+from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.data.documents import SUFFIXES, text_files
 from titanlite.data.prepare import Progress, prepare
@@ -18,25 +19,23 @@ from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
 from titanlite.errors import UserError, format_table
 from titanlite.runtime.cluster import cores
-from titanlite.tools.config import positive_int
 from titanlite.tools.exclusive import writing
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
-    commands = parser.add_subparsers(title="commands", metavar="prepare|show", required=True)
+    making: Options = {
+        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
+        "--out FOLDER": ("where the shards are written", Path, None, True),
+        "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
+        "--workers N": ("default: all cores", positive_int, cores()),
+    }
     about = "tokenize text into shards; a stopped run continues where it stopped"
-    making = commands.add_parser("prepare", help=about, description=about)
-    making.epilog = "example: titanlite data prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
-    making.add_argument("sources", nargs="+", metavar="SRC", help=f"{', '.join(SUFFIXES)} files, or folders of them")
-    making.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the shards are written")
-    making.add_argument("--tokenizer", default="", metavar="FOLDER", help="has tokenizer.json (default: bytes)")
-    making.add_argument("--workers", type=positive_int, default=cores(), metavar="N", help="default: all cores")
-    making.set_defaults(run=_prepare, resumable=True)
-    about = "print the counts, the share of each source, and a few decoded windows"
-    showing = commands.add_parser("show", help=about, description=about, epilog="example: titanlite data show shards")
-    showing.add_argument("folder", type=Path, metavar="FOLDER", help="made by `titanlite data prepare`")
-    showing.set_defaults(run=_show)
+    example = "prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
+    shown = "print the counts, the share of each source, and a few decoded windows"
+    folder: Options = {"FOLDER": ("made by `titanlite data prepare`", Path)}
+    commands = {"prepare": (_prepare, about, example, making), "show": (_show, shown, "show shards", folder)}
+    declare_commands(parser, commands, title="commands")
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -45,8 +44,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _prepare(arguments: Namespace) -> int:
+    arguments.resumable = True
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
-    documents = {source: text_files(source, source) for source in arguments.sources}
+    documents = {source: text_files(source, source) for source in arguments.src}
     for notice in filter(None, (found.notice for found in documents.values())):
         _print_notice(notice)
     with writing(arguments.out), _progress_bar() as report:

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.options import declare
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanlite.errors import UserError, format_table
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
-    parser.add_argument("--dataset", metavar="NAME", help="a data set by name (default: the run's validation set)")
-    parser.add_argument("--dataset-path", metavar="PATH", help="its folder or file")
-    about = (
-        "batches of validation.local_batch_size windows (default: all of --dataset, or the run's validation.steps)"
-    )
-    parser.add_argument("--steps", metavar="N", help=about)
+    about = "batches of validation.local_batch_size windows "
+    about += "(default: all of --dataset, or the run's validation.steps)"
+    options = {
+        "--dataset NAME": "a data set by name (default: the run's validation set)",
+        "--dataset-path PATH": "its folder or file",
+        "--steps N": about,
+    }
+    declare(parser, options)
     add_checkpoint(parser)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import read_state
+from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError
-from titanlite.tools.config import positive_int
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 if TYPE_CHECKING:
@@ -23,27 +23,18 @@ _KEYS["seed"] = "debug.seed"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = 'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
-    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    parser.add_argument("--tokens", metavar="N", help="tokens to generate")
-    parser.add_argument("--temperature", metavar="T", help="sampling temperature; 0 = greedy")
-    parser.add_argument(
-        "--samples",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="texts to sample, each with a seed of its own: --seed and those after it (default: 1)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only (default: from all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)",
-    )
-    parser.add_argument("--seed", metavar="N", help="another one gives another text (default: the run's seed)")
+    samples = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
+    nucleus = "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
+    options = {
+        "--prompt TEXT": "the text to continue",
+        "--tokens N": "tokens to generate",
+        "--temperature T": "sampling temperature; 0 = greedy",
+        "--samples N": (samples, positive_int, 1),
+        "--top-k K": ("draw from the K likeliest tokens only (default: from all)", int),
+        "--top-p P": (nucleus, float, 1.0),
+        "--seed N": "another one gives another text (default: the run's seed)",
+    }
+    declare(parser, options)
     add_checkpoint(parser)
 
 

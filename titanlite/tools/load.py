@@ -21,6 +21,7 @@ from titanlite.checkpoint.rules import check_model
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
+from titanlite.config.options import declare
 from titanlite.errors import UserError, some_of
 from titanlite.tools.checkpoint import find_checkpoint, saved_root
 
@@ -37,7 +38,7 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     about = "a checkpoint, a folder of them, or a run's dump folder (default: the latest complete one of ./outputs, "
     about += "or of --config's job.dump_folder). It is read with its own config, unless there is --config"
-    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
+    declare(parser, {"--checkpoint PATH": (about, Path)})
 
 
 def load(

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
+from titanlite.config.options import declare
 from titanlite.config.toml import toml_value
 from titanlite.errors import UserError, format_table
 from titanlite.registry import ModelSpec, get_model, model_names
@@ -47,11 +48,12 @@ stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights have non
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = "example: titanlite models llama3"
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a registered model (default: all)")
-    parser.add_argument(
-        "--model.package", dest="package", default="", metavar="NAME", help="a package that registers models"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print docs/models.md")
+    options = {
+        "[NAME]": "a registered model (default: all)",
+        "--model.package NAME": ("a package that registers models", str, ""),
+        "--markdown": "print docs/models.md",
+    }
+    declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

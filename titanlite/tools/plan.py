@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from titanlite.config.hardware_table import hardware_table
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.options import declare, positive_int
 from titanlite.config.toml import toml_value
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import gpu_bytes, gpu_name
-from titanlite.tools.config import positive_int
 
 if TYPE_CHECKING:
     from titanlite.config.job import Job
@@ -55,42 +55,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.set_defaults(takes_overrides=True)
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument(
-        "--world", type=positive_int, metavar="N", help="number of GPUs (default: the fewest that the config allows)"
-    )
-    parser.add_argument("--gpu", metavar="NAME", help="GPU to plan for, such as h100-80g (default: this machine's)")
-    parser.add_argument(
-        "--hardware",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a TOML file with further GPUs, nodes or networks, or other numbers of known ones",
-    )
-    parser.add_argument(
-        "--tokens", type=_tokens, default=0.0, metavar="N", help="also print the days that N tokens take"
-    )
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures of the step")
-    search = "look for the fastest mesh, batch and recomputation that fit"
-    parser.add_argument("--search", action="store_true", help=search)
-    parser.add_argument(
-        "--max-seconds", type=positive_int, metavar="S", help="time for --search in seconds (default: 60)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="with --search: write the best as a config to lay over the given one"
-    )
-    parser.add_argument(
-        "--measure",
-        type=positive_int,
-        metavar="K",
-        help="with --search: train the best K for a few steps on this machine, and rank by that",
-    )
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        help="compare plans with real steps of small models on this machine's CPU, to the byte",
-    )
+    options = {
+        "--world N": ("number of GPUs (default: the fewest that the config allows)", positive_int),
+        "--gpu NAME": "GPU to plan for, such as h100-80g (default: this machine's)",
+        "--hardware FILE …": (
+            "a TOML file with further GPUs, nodes or networks, or other numbers of known ones",
+            Path,
+        ),
+        "--tokens N": ("also print the days that N tokens take", _tokens, 0.0),
+        "--json": "print all of it as JSON instead",
+        "--html FILE": ("also write a page with pictures of the step", Path),
+        "--search": "look for the fastest mesh, batch and recomputation that fit",
+        "--max-seconds S": ("time for --search in seconds (default: 60)", positive_int),
+        "--out FILE": ("with --search: write the best as a config to lay over the given one", Path),
+        "--measure K": (
+            "with --search: train the best K for a few steps on this machine, and rank by that",
+            positive_int,
+        ),
+        "--selftest": "compare plans with real steps of small models on this machine's CPU, to the byte",
+    }
+    declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

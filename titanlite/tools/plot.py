@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanlite.config.options import declare
 from titanlite.errors import UserError, format_table, install_command
 
 if TYPE_CHECKING:
@@ -60,21 +61,18 @@ class Run:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the runs, the file to write, and the x axis."""
-    parser.add_argument("dumps", metavar="DUMP", nargs="+", type=Path, help="dump folder of a run, or metrics.jsonl")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=Path("curves.html"),
-        help="an .html (default: curves.html), .png, .svg or .pdf",
-    )
-    parser.add_argument("--x", choices=("steps", "tokens", "hours"), default="steps", help="x axis (default: steps)")
+    options = {
+        "DUMP …": ("dump folder of a run, or metrics.jsonl", Path),
+        "--out FILE": ("an .html (default: curves.html), .png, .svg or .pdf", Path, Path("curves.html")),
+        "--x steps|tokens|hours": ("x axis (default: steps)", str, "steps"),
+    }
+    declare(parser, options)
     parser.epilog = "example: titanlite plot outputs other_run --out curves.png --x hours"
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Draw the runs into a file, and print how far each has come."""
-    out, runs, svg = arguments.out, read_runs(arguments.dumps), io.StringIO()
+    out, runs, svg = arguments.out, read_runs(arguments.dump), io.StringIO()
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
     figure, table = draw(runs, arguments.x), summarize(runs)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import latest_complete
+from titanlite.config.options import declare
 from titanlite.errors import UserError, install_command
 
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
@@ -45,7 +46,7 @@ with torch.no_grad():
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="an empty folder (default: a temporary one)")
+    declare(parser, {"--to FOLDER": ("an empty folder (default: a temporary one)", Path)})
     parser.epilog = "example: titanlite tour --to tour"
 
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.config.options import declare
 from titanlite.errors import UserError, nearest
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import (
@@ -46,23 +47,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description = DESCRIPTION
     parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
-    parser.add_argument(
-        "--model", metavar="NAME", help="same as --model.name (default flavor: the one to debug with)"
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="every layout with every recomputation, accumulation and variant; continues where a stopped run ended",
-    )
-    parser.add_argument(
-        "--beyond",
-        action="store_true",
-        help="all rows of the further layouts and of inductor; without options only the first of each runs",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="page of --full (default: parity-MODEL.md)")
-    about = "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; 1 is the layout, #1 the row"
-    parser.add_argument("--only", metavar="ROW,…", help=about)
-    parser.add_argument("--fault", metavar="NAME", help="put in a known fault, to see it detected; list prints them")
+    options = {
+        "--model NAME": "same as --model.name (default flavor: the one to debug with)",
+        "--full": "every layout with every recomputation, accumulation and variant; "
+        "continues where a stopped run ended",
+        "--beyond": "all rows of the further layouts and of inductor; without options only the first of each runs",
+        "--out FILE.md": ("page of --full (default: parity-MODEL.md)", Path),
+        "--only ROW,…": "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; "
+        "1 is the layout, #1 the row",
+        "--fault NAME": "put in a known fault, to see it detected; list prints them",
+    }
+    declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:

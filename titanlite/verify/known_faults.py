@@ -1,10 +1,15 @@
 """Known faults: mistakes that real trainers shipped, and that the table must detect.
 
-Each names the function that it replaces, and the rows that can show it.
+Each replaces a function of the trainer on every rank, and never in the reference, in the rows that can show it. A
+replacement takes the original function, then its arguments.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -14,103 +19,182 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
-from titanlite.data.loader import MicroBatch
-from titanlite.optim import grad_norm
-from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.parallel import (
-    context_parallel,
-    fsdp,
-    fsdp_schedule,
-    init,
-    parallelize,
-    pipeline_parallel,
-    tensor_parallel,
-)
+from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.pipeline_parallel import Pipeline
-from titanlite.parallel.stage import Stage
-from titanlite.train import loss, report, step, trainer
-from titanlite.train.guard import StepGuard
-from titanlite.train.step import StepRunner
-from titanlite.verify import expert_faults  # noqa: F401 (registers faults)
-from titanlite.verify.fault_patch import FAULTS, fault, one_at_a_time
+from titanlite.parallel.expert_parallel import is_router
+from titanlite.parallel.init import shared_names
+from titanlite.train.loss import count_valid
 from titanlite.verify.table import Row
 
-__all__ = ["FAULTS"]
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: its description, the function it replaces, the rows that show it, and the replacement."""
+
+    summary: str
+    target: str
+    rows: tuple[Row, ...]
+    replacement: Callable[..., Any]
+
+    def put_in(self) -> AbstractContextManager[Any]:
+        owner, _, attribute = self.target.rpartition(".")
+        original = getattr(resolve_name(owner), attribute)
+        if isinstance(original, property):
+            return patch(self.target, property(partial(self.replacement, original.fget)))
+        # A lambda binds to an object, as a partial does not.
+        return patch(self.target, lambda *args, **how: self.replacement(original, *args, **how))
 
 
-@fault(
-    "one block's gradients are not summed over the replicas",
-    fsdp,
-    "_sum_gradients",
-    Row("hsdp2x2"),
-    Row("replicate4"),
-)
-def reduction_dropped(set_sums: Any, model: Any, context: Any, experts: Any) -> None:
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(target: str, *layouts: str, **columns: str) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated replacement of a function of titanlite, and the rows that show it.
+
+    Its docstring describes the fault.
+    """
+    rows = tuple(Row(layout, **columns) for layout in layouts)
+
+    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        name = replacement.__name__.replace("_", "-")
+        FAULTS[name] = Fault(replacement.__doc__ or "", f"titanlite.{target}", rows, replacement)
+        return replacement
+
+    return register
+
+
+def one_at_a_time(before, run, runner, step, batches, valid_tokens):
+    """Run micro-batches one by one instead of all at once, with a change before each."""
+    total = 0.0 * valid_tokens
+    for batch in batches:
+        before(runner)
+        total = total + run(runner, step, [batch], valid_tokens)
+    return total
+
+
+@fault("parallel.fsdp._sum_gradients", "ep2 of dp4")
+def expert_sum_over_ep(set_sums, model, context, experts):
+    """gradients of experts are averaged over the ranks that have tokens for them"""
     set_sums(model, context, experts)
-    block: Any = next(iter(context.blocks(model).values()))
-    block.set_requires_all_reduce(False)
+    layout = context.job.layout
+    for module in experts:
+        module.set_gradient_divide_factor(float(layout.expert_fsdp * layout.ep))
 
 
-@fault(
-    "gradients are averaged over the ranks after the loss was divided by the global token count",
-    fsdp,
-    "_sum_gradients",
-    Row("dp2"),
-)
-def divided_twice(set_sums: Any, model: Any, context: Any, experts: Any) -> None:
+@fault("parallel.tensor_parallel.forward_with_converted_params", "ep2 of tp2")
+def router_unsummed(replace_forward, convert, module, own):
+    """each rank of tensor parallel keeps its own tokens' gradient of the router"""
+    replace_forward(local_part if is_router(module) else convert, module, own)
+
+
+@fault("parallel.expert_parallel._dispatch", "ep2")
+def dispatch_shifted(dispatch, group, compute, tokens, counts):
+    """tokens go to the experts of the next rank"""
+    experts = len(counts) // group.size()
+    rows = int(counts[-experts:].sum())
+    return dispatch(group, compute, tokens.roll(rows, 0), counts.roll(experts)).roll(-rows, 0)
+
+
+@fault("parallel.expert_parallel.inverse", "ep2")
+def combine_unsorted(inverse, order):
+    """what experts make of tokens returns in the order of the experts"""
+    return torch.arange(len(order))
+
+
+@fault("parallel.balance.Balance.end_step", "dp2", variant="bias")
+def counts_per_rank(end_step, *call):
+    """biases follow the choices of each rank's own tokens"""
+    with patch.object(dist, "all_reduce", lambda *args, **how: None):
+        end_step(*call)
+
+
+@fault("train.step.StepRunner.forward_backward", "dp2", accumulation="3", variant="bias")
+def counts_per_microbatch(*call):
+    """biases move after every micro-batch"""
+    return one_at_a_time(lambda runner: runner.balance.end_step(torch.zeros((), dtype=torch.bool)), *call)
+
+
+@fault("parallel.expert_parallel.is_recomputing", "dp2", recompute="full")
+def recounted(is_recomputing):
+    """a recomputed forward pass counts its choices again"""
+    return False
+
+
+@fault("optim.muon.Muon._orthogonalize", "1")
+def experts_one_matrix(each, muon, names, shapes, parts):
+    """Muon orthogonalizes a stack of experts as one matrix"""
+    for part in parts:
+        part.copy_(orthogonalize(part.flatten(0, -2)).view_as(part))
+
+
+@fault("checkpoint.hf.names.Translation.read", "ep2", extra="imported")
+def expert_slices_swapped(read, names, name, region, read_hf):
+    """a Hugging Face folder's experts are imported in the opposite order"""
+    if names.table[name].tensor != "expert":
+        return read(names, name, region, read_hf)
+    experts = names.shapes[name][0]
+    own, *rest = region
+    other = slice(experts - own.stop, experts - own.start)
+    return read(names, name, (other, *rest), read_hf).flip(0)
+
+
+@fault("parallel.fsdp._sum_gradients", "hsdp2x2", "replicate4")
+def reduction_dropped(set_sums, model, context, experts):
+    """one block's gradients are not summed over the replicas"""
+    set_sums(model, context, experts)
+    first, *_ = context.blocks(model).values()
+    first.set_requires_all_reduce(False)
+
+
+@fault("parallel.fsdp._sum_gradients", "dp2")
+def divided_twice(set_sums, model, context, experts):
+    """gradients are averaged over the ranks after the loss was divided by the global token count"""
     set_sums(model, context, experts)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(context.job.layout.batch))
 
 
-@fault("every rank draws initial values with another seed", init, "fill", Row("dp2"), Row("replicate4"))
-def seed_per_rank(fill: Any, parameter: Any, name: str, rule: Any, seed: int) -> None:
+@fault("parallel.init.fill", "dp2", "replicate4")
+def seed_per_rank(fill, parameter, name, rule, seed):
+    """every rank draws initial values with another seed"""
     fill(parameter, name, rule, seed + dist.get_rank())
 
 
-@fault("every shard has the initial values of the first one", init, "shard_offset", Row("dp2"))
-def same_shards(offset: Any, tensor: Tensor) -> tuple[int, ...]:
+@fault("parallel.init.shard_offset", "dp2")
+def same_shards(offset, tensor):
+    """every shard has the initial values of the first one"""
     return (0,) * tensor.dim()
 
 
-@fault(
-    "the gradient norm is summed in float32",
-    grad_norm,
-    "_exact_norm",
-    Row("dp2", precision="float32", extra="large"),
-)
-def norm_in_float32(exact_norm: Any, part: Tensor, p: float) -> Tensor:
+@fault("optim.grad_norm._exact_norm", "dp2", precision="float32", extra="large")
+def norm_in_float32(exact_norm, part, p):
+    """the gradient norm is summed in float32"""
     return torch.linalg.vector_norm(part, p)
 
 
-@fault("HSDP shards within a replica but does not sum over the replicas", trainer, "build_mesh", Row("hsdp2x2"))
-def hsdp_made_fsdp(build: Any, *layout: Any) -> Any:
+@fault("train.trainer.build_mesh", "hsdp2x2")
+def hsdp_made_fsdp(build, *layout):
+    """HSDP shards within a replica but does not sum over the replicas"""
     mesh = build(*layout)
     return replace(mesh, fsdp=mesh.world["dp_shard"])
 
 
-@fault(
-    "under sequence parallel, gradients of norm weights are not summed over the ranks",
-    tensor_parallel,
-    "SequenceParallel",
-    Row("tp2"),
-)
-def norms_not_reduced(style: Any, **how: Any) -> Any:
-    return _Unsummed()
+@fault("parallel.tensor_parallel._split_module", "tp2")
+def norms_not_reduced(split, module, name, role, *how):
+    """under sequence parallel, gradients of norm weights are not summed over the ranks"""
+    if role != "norm":
+        split(module, name, role, *how)
+        return
+    with patch("titanlite.parallel.tensor_parallel._local", local_part):
+        split(module, name, "replicated", *how)
 
 
-class _Unsummed(tensor_parallel.ReplicatedModule):
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        with patch.object(tensor_parallel, "_local", local_part):
-            return super()._apply(module, device_mesh)
-
-
-@fault("a column row of the model's table says replicated", trainer, "build_model", Row("tp2"))
-def column_made_whole(build: Any, job: Any) -> Any:
+@fault("train.trainer.build_model", "tp2")
+def column_made_whole(build, job):
+    """a column row of the model's table says replicated"""
     model, table = build(job)
-    columns = [rule.pattern for rule in table.values() if rule.tensor == "column"]
+    columns = (rule.pattern for rule in table.values() if rule.tensor == "column")
     wrong = next(pattern for pattern in columns if pattern.endswith("weight"))
     for name, rule in table.items():
         if rule.pattern == wrong:
@@ -118,10 +202,11 @@ def column_made_whole(build: Any, job: Any) -> Any:
     return model, table
 
 
-@fault("the output layer does not share the embedding's weight", trainer, "build_model", Row("dp2", variant="tied"))
-def tie_broken(build: Any, job: Any) -> Any:
+@fault("train.trainer.build_model", "dp2", variant="tied")
+def tie_broken(build, job):
+    """the output layer does not share the embedding's weight"""
     model, table = build(job)
-    for second, first in init.shared_names(model).items():
+    for second, first in shared_names(model).items():
         module, _, attribute = second.rpartition(".")
         own = nn.Parameter(model.get_parameter(first).detach().clone())
         setattr(model.get_submodule(module), attribute, own)
@@ -129,24 +214,21 @@ def tie_broken(build: Any, job: Any) -> Any:
     return model, table
 
 
-@fault("frozen parameters are trained", trainer, "build_model", Row("dp2", variant="frozen"))
-def frozen_thawed(build: Any, job: Any) -> Any:
+@fault("train.trainer.build_model", "dp2", variant="frozen")
+def frozen_thawed(build, job):
+    """frozen parameters are trained"""
     model, table = build(job)
     return model.requires_grad_(True), table
 
 
-@fault(
-    "the prefetch schedules of the forward and backward passes are swapped",
-    fsdp_schedule,
-    "set_prefetch",
-    Row("dp2", prefetch="2"),
-)
-def prefetch_reversed(set_order: Any, groups: Any, plan: fsdp_schedule.Schedule) -> None:
+@fault("parallel.fsdp_schedule.set_prefetch", "dp2", prefetch="2")
+def prefetch_reversed(set_order, groups, plan):
+    """the prefetch schedules of the forward and backward passes are swapped"""
     set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
 
 
-def _between_micro_batches(change: Any, *call: Any) -> Tensor:
-    def before(runner: StepRunner) -> None:
+def _between_micro_batches(change, *call):
+    def before(runner):
         for parameter in runner.parameters:
             if parameter.grad is not None:
                 change(parameter.grad)
@@ -154,166 +236,118 @@ def _between_micro_batches(change: Any, *call: Any) -> Tensor:
     return one_at_a_time(before, *call)
 
 
-@fault(
-    "gradients are rounded to bfloat16 between micro-batches",
-    StepRunner,
-    "forward_backward",
-    Row("dp2", accumulation="3"),
-)
-def accumulation_in_bf16(*call: Any) -> Tensor:
+@fault("train.step.StepRunner.forward_backward", "dp2", accumulation="3")
+def accumulation_in_bf16(*call):
+    """gradients are rounded to bfloat16 between micro-batches"""
     return _between_micro_batches(lambda gradient: gradient.copy_(gradient.bfloat16()), *call)
 
 
-@fault(
-    "each micro-batch's gradients replace those of the previous one",
-    StepRunner,
-    "forward_backward",
-    Row("dp2", accumulation="3"),
-)
-def accumulation_forgotten(*call: Any) -> Tensor:
+@fault("train.step.StepRunner.forward_backward", "dp2", accumulation="3")
+def accumulation_forgotten(*call):
+    """each micro-batch's gradients replace those of the previous one"""
     return _between_micro_batches(Tensor.zero_, *call)
 
 
-@fault(
-    "gradients are clipped by the norm of the rank's shards instead of the global norm",
-    step,
-    "clip_grad_norm",
-    Row("dp2"),
-    Row("tp2"),
-)
-def clip_by_local_norm(clip: Any, parameters: Any, max_norm: float, p: float, *stages: Any) -> Tensor:
+@fault("train.step.clip_grad_norm", "dp2", "tp2")
+def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
+    """gradients are clipped by the norm of the rank's shards instead of the global norm"""
     norm = nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters], p)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-@fault(
-    "Muon orthogonalizes each rank's shard instead of the whole matrix",
-    Muon,
-    "_orthogonalize",
-    Row("dp2"),
-    Row("tp2"),
-)
-def parts_orthogonalized(whole: Any, muon: Muon, names: Any, shapes: Any, parts: list[Tensor]) -> None:
+@fault("optim.muon.Muon._orthogonalize", "dp2", "tp2")
+def parts_orthogonalized(whole, muon, names, shapes, parts):
+    """Muon orthogonalizes each rank's shard instead of the whole matrix"""
     for part in parts:
         part.copy_(orthogonalize(part))
 
 
-@fault(
-    "the loss is divided by the rank's valid tokens instead of the global count",
-    StepGuard,
-    "exchange",
-    Row("dp3"),
-    Row("replicate4"),
-)
-def labels_per_rank(exchange: Any, guard: StepGuard, valid_tokens: Tensor, stop: bool = False) -> Tensor:
+@fault("train.guard.StepGuard.exchange", "dp3", "replicate4")
+def labels_per_rank(exchange, guard, valid_tokens, stop=False):
+    """the loss is divided by the rank's valid tokens instead of the global count"""
     return valid_tokens
 
 
-@fault(
-    "gradients are reduced in bfloat16 instead of float32",
-    fsdp,
-    "MixedPrecisionPolicy",
-    Row("dp2", precision="float32"),
-)
-def reduction_in_bf16(policy: Any, **how: Any) -> Any:
+@fault("parallel.fsdp.MixedPrecisionPolicy", "dp2", precision="float32")
+def reduction_in_bf16(policy, **how):
+    """gradients are reduced in bfloat16 instead of float32"""
     return policy(**(how | {"reduce_dtype": torch.bfloat16}))
 
 
-@fault("attention crosses from one document to the next", MicroBatch, "documents", Row("tp2", documents="on"))
-def documents_mixed(documents: Any, batch: MicroBatch) -> None:
-    return None
+@fault("data.loader.MicroBatch.documents", "tp2", documents="on")
+def documents_mixed(documents, batch):
+    """attention crosses from one document to the next"""
 
 
-@fault(
-    "each rank keeps the gradients of its own tokens' attention to other ranks' keys and values",
-    context_parallel,
-    "Partial",
-    Row("cp2"),
-)
-def keys_not_summed(partial: Any) -> Replicate:
+@fault("parallel.context_parallel.Partial", "cp2")
+def keys_not_summed(partial):
+    """each rank keeps the gradients of its own tokens' attention to other ranks' keys and values"""
     return Replicate()
 
 
-@fault("gathered keys and values stay in the order of the ranks", context_parallel, "_in_order", Row("cp2"))
-def order_forgotten(in_order: Any, chunks: Any, balanced: bool) -> Any:
+@fault("parallel.context_parallel._in_order", "cp2")
+def order_forgotten(in_order, chunks, balanced):
+    """gathered keys and values stay in the order of the ranks"""
     return chunks
 
 
-@fault(
-    "each rank counts positions from 0",
-    MicroBatch,
-    "positions",
-    Row("cp2"),
-    Row("cp2 x tp2", sequence="ulysses"),
-)
-def positions_restart(positions: Any, batch: MicroBatch) -> Tensor:
+@fault("data.loader.MicroBatch.positions", "cp2", "cp2 x tp2", sequence="ulysses")
+def positions_restart(positions, batch):
+    """each rank counts positions from 0"""
     return torch.arange(batch.tokens.size(1))[None]
 
 
-@fault(
-    "the tokens of a sequence are counted by each of the ranks that split it",
-    StepRunner,
-    "forward_backward",
-    Row("cp2"),
-)
-def tokens_counted_whole(run: Any, runner: StepRunner, number: int, batches: Any, valid_tokens: Tensor) -> Tensor:
-    whole = loss.count_valid(torch.stack([batch.rows[:, 1] for batch in batches]))
+@fault("train.step.StepRunner.forward_backward", "cp2")
+def tokens_counted_whole(run, runner, number, batches, valid_tokens):
+    """the tokens of a sequence are counted by each of the ranks that split it"""
+    whole = count_valid(torch.stack([batch.rows[:, 1] for batch in batches]))
     dist.all_reduce(whole, group=runner.context.mesh.loss)
     return run(runner, number, batches, whole)
 
 
-@fault(
-    "parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp",
-    trainer,
-    "build_mesh",
-    Row("dp2 x cp2"),
-)
-def context_not_reduced(build: Any, *layout: Any) -> Any:
+@fault("train.trainer.build_mesh", "dp2 x cp2")
+def context_not_reduced(build, *layout):
+    """parameters are sharded over dp_shard alone, so that nothing sums over the ranks of cp"""
     return hsdp_made_fsdp(build, *layout)
 
 
-@fault("the documents are cut like the tokens", MicroBatch, "documents", Row("cp2", documents="on"))
-def documents_cut(documents: Any, batch: MicroBatch) -> Tensor:
+@fault("data.loader.MicroBatch.documents", "cp2", documents="on")
+def documents_cut(documents, batch):
+    """the documents are cut like the tokens"""
     own = batch.rows[:, 2, batch.own_positions]
     return own.repeat(1, batch.rows.size(2) // own.size(1))
 
 
-@fault("gradients are divided by the number of micro-batches", Pipeline, "_schedule", Row("pp2"))
-def microbatch_averaged(build: Any, *call: Any) -> Any:
+@fault("parallel.pipeline_parallel.Pipeline._schedule", "pp2")
+def microbatch_averaged(build, *call):
+    """gradients are divided by the number of micro-batches"""
     schedule = build(*call)
     schedule.scale_grads = True
     return schedule
 
 
-@fault("each stage clips its gradients by its own norm", step, "clip_grad_norm", Row("pp2"))
-def stage_norm_local(clip: Any, parameters: Any, max_norm: float, p: float, stages: Any, copies: Any) -> Tensor:
+@fault("train.step.clip_grad_norm", "pp2")
+def stage_norm_local(clip, parameters, max_norm, p, stages, copies):
+    """each stage clips its gradients by its own norm"""
     return clip(parameters, max_norm, p, None, copies)
 
 
-@fault(
-    "the two stages of a tied weight do not sum its gradients",
-    Pipeline,
-    "sum_tied_gradients",
-    Row("pp2", variant="tied"),
-)
-def tie_unsummed(sum_gradients: Any, pipeline: Pipeline) -> None:
-    return None
+@fault("parallel.pipeline_parallel.Pipeline.sum_tied_gradients", "pp2", variant="tied")
+def tie_unsummed(sum_gradients, pipeline):
+    """the two stages of a tied weight do not sum its gradients"""
 
 
-@fault("a block's initial values follow its place in the stage", init, "fill", Row("pp2"))
-def seed_by_stage_number(fill: Any, parameter: Any, name: str, *more: Any) -> None:
+@fault("parallel.init.fill", "pp2")
+def seed_by_stage_number(fill, parameter, name, *more):
+    """a block's initial values follow its place in the stage"""
     of_two_blocks = re.sub(r"(?<=\.)\d+(?=\.)", lambda number: f"{int(number[0]) % 2}", name)
     fill(parameter, of_two_blocks, *more)
 
 
-@fault(
-    "gradients are taken before the last backward pass has added to them",
-    Stage,
-    "backward_one_chunk",
-    Row("pp2"),
-)
-def last_microbatch_lost(backward: Any, stage: Stage, *args: Any, last_backward: bool = False, **more: Any) -> None:
+@fault("parallel.stage.Stage.backward_one_chunk", "pp2")
+def last_microbatch_lost(backward, stage, *args, last_backward=False, **more):
+    """gradients are taken before the last backward pass has added to them"""
     before = [(p, None if p.grad is None else p.grad.clone()) for p in stage.submod.parameters()]
     backward(stage, *args, last_backward=last_backward, **more)
     if last_backward:
@@ -321,55 +355,45 @@ def last_microbatch_lost(backward: Any, stage: Stage, *args: Any, last_backward:
             parameter.grad = gradient
 
 
-@fault("later stages count positions in their part of the sequence", MicroBatch, "positions", Row("pp2 x cp2"))
-def positions_guessed(positions: Any, batch: MicroBatch) -> Tensor | None:
+@fault("data.loader.MicroBatch.positions", "pp2 x cp2")
+def positions_guessed(positions, batch):
+    """later stages count positions in their part of the sequence"""
     is_first = dist.get_rank() < dist.get_world_size() // 2
     return positions(batch) if is_first else positions_restart(positions, batch)
 
 
-@fault("two stages have each other's blocks", pipeline_parallel, "split", Row("pp2"))
-def blocks_swapped(split: Any, model: Any, spec: Any, stages: Any) -> Any:
-    other = {f"{spec.blocks}.{n}": f"{spec.blocks}.{(n + 2) % 4}" for n in range(4)}
-    swapped = []
-    for names in stages:
-        swapped.append([other.get(name, name) for name in names])
-    return split(model, spec, swapped)
+@fault("parallel.pipeline_parallel.split", "pp2")
+def blocks_swapped(split, model, spec, stages):
+    """two stages have each other's blocks"""
+
+    def other(name):
+        block = re.fullmatch(rf"{spec.blocks}\.(\d+)", name)
+        return f"{spec.blocks}.{(int(block[1]) + 2) % 4}" if block else name
+
+    return split(model, spec, [[*map(other, names)] for names in stages])
 
 
-@fault("the last stage's loss is not shared with the other stages", report, "loss_over_ranks", Row("pp2"))
-def loss_on_one_rank(shared: Any, loss: Tensor, *more: Any) -> tuple[float, float]:
+@fault("train.report.loss_over_ranks", "pp2")
+def loss_on_one_rank(shared, loss, *more):
+    """the last stage's loss is not shared with the other stages"""
     total = shared(loss, *more)
     return total if loss.item() else (0.0, 0.0)
 
 
-@fault(
-    "tensor parallel computes the loss in the logits' bfloat16",
-    loss,
-    "_sharded_loss_sum",
-    Row("tp2", precision="bfloat16"),
-)
-def loss_in_bf16(loss_sum: Any, *call: Any) -> Tensor:
+@fault("train.loss._sharded_loss_sum", "tp2", precision="bfloat16")
+def loss_in_bf16(loss_sum, *call):
+    """tensor parallel computes the loss in the logits' bfloat16"""
     with patch.object(torch, "promote_types", lambda logits, float32: logits):
         return loss_sum(*call)
 
 
-@fault(
-    "a wrapper around the blocks changes their parameters' names",
-    parallelize,
-    "split",
-    Row("dp2", recompute="full"),
-)
-def names_wrapped(split: Any, model: Any, context: Any) -> Any:
+@fault("parallel.parallelize.split", "dp2", recompute="full")
+def names_wrapped(split, model, context):
+    """a wrapper around the blocks changes their parameters' names"""
     blocks = model.get_submodule(context.job.spec.blocks)
-    for name, block in list(blocks.named_children()):
-        setattr(blocks, name, _Wrapper(block))
+    for name, block in [*blocks.named_children()]:
+        wrapper: Any = nn.Module()
+        wrapper.wrapped = block
+        wrapper.forward = block.__call__
+        blocks.register_module(name, wrapper)
     return split(model, context)
-
-
-class _Wrapper(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.wrapped = inner
-
-    def forward(self, *args: Any) -> Any:
-        return self.wrapped(*args)
