@@ -51,7 +51,7 @@ RING_1_MAY_IMPORT = {
         train.bad_steps train.chunked_loss train.forward
         """,
     "a job is its config, checked": """
-        config.load config.needs config.schema config.stages config.rules.context config.rules.data
+        config.load config.needs config.schema config.stages config.rules.facts config.rules.data
         config.rules.parallel config.rules.pipeline config.rules.run
         """,
     "the trainer starts, saves, validates, logs and stops": """

@@ -1,12 +1,16 @@
 """All errors of a config are named at once, each with its origin and the legal values."""
 
+import inspect
 import os
 
 import pytest
 
+import titanlite.config.job
 from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.rules import data, parallel, pipeline, run
+from titanlite.config.rules.facts import Facts
 from titanlite.config.schema import value_of
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
@@ -49,6 +53,24 @@ def test_a_rule_on_an_invalid_field_reports_nothing():
     assert "1 configuration error;" in faults(
         "--training.local_batch_size", "0", "--training.global_batch_size", "17", world=2
     )
+
+
+def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
+    made = []
+
+    class Recorded(Facts):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(titanlite.config.job, "Facts", Recorded)
+    job(world=1)
+    for module in (run, data, parallel, pipeline):
+        rules = [one for _, one in inspect.getmembers(module, inspect.isgeneratorfunction)]
+        own = [rule for rule in rules if rule.__module__ == module.__name__]
+        assert own, f"{module.__name__} has no rules"
+        for rule in own:
+            assert not inspect.signature(rule).parameters.keys() - set(dir(made[0])), f"{rule.__name__} never runs"
 
 
 @pytest.mark.parametrize(

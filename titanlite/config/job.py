@@ -1,14 +1,13 @@
 """The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.needs import keys_without_effect
 from titanlite.config.rules import data, parallel, pipeline, run
-from titanlite.config.rules.context import InvalidField, RuleContext
+from titanlite.config.rules.facts import Facts
 from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
 from titanlite.config.stages import Stages
 from titanlite.layout import Batch, Layout
@@ -70,26 +69,31 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     given = loaded.config
     section = given.job.model_copy(update={"device": device or given.job.device})
     loaded = replace(loaded, config=given.model_copy(update={"job": section}))
-    faults = list(loaded.faults)
-    context = RuleContext(loaded, world)
-    for rule in (*run.RULES, *parallel.RULES, *data.RULES, *pipeline.RULES):
-        # A field without a valid value has a fault already.
-        with suppress(InvalidField):
-            faults.extend(context.fault(key, why) for key, why in rule(context))
-    if unknown := [fault for fault in faults if fault.key == "model.name"]:  # the others would follow from it
-        faults = unknown
-    if faults:
+    facts = Facts(loaded, world)
+    facts.find("spec", run.find_spec)
+    facts.find("model", run.find_model)
+    facts.find("shape", lambda spec, model: spec.shape(model))
+    facts.apply(run)
+    facts.find("layout", parallel.find_layout)
+    facts.apply(parallel)
+    facts.find("batch", data.find_batch)
+    facts.apply(data)
+    facts.find("micro_batch", pipeline.find_micro_batch)
+    facts.find("order", pipeline.find_order)
+    facts.find("number_of_stages", pipeline.count_stages)
+    facts.find("modules", pipeline.find_modules)
+    facts.find("stages", pipeline.find_stages)
+    facts.apply(pipeline)
+    # Where there is no such model, all other faults follow from it.
+    if faults := [each for each in facts.faults if each.key == "model.name"] or facts.faults:
         raise ConfigError(faults)
-    resolved, layout = loaded.config, context.layout
-    local, total = resolved.training.local_batch_size, resolved.training.global_batch_size
-    batch = Batch(local, layout.batch, 1 if total == -1 else total // (local * layout.batch))
-    found = (context.spec, context.model, context.shape, context.stages)
+    resolved, layout, batch = loaded.config, facts.layout, facts.batch
     on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
     idle = on_this_mesh | on_any
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields
-        fields = {f"model.overrides.{name}": why for name, why in context.spec.idle(context.model).items()}
+        fields = {f"model.overrides.{name}": why for name, why in facts.spec.idle(facts.model).items()}
         idle |= {key: why for key, why in fields.items() if key in loaded.entries}
     # Other commands use what is off in a training, as `titanlite generate` uses [generate].
     dropped = idle if training else on_this_mesh
     config = config_of({key: value_of(resolved, key) for key in KEYS if key not in dropped})
-    return Job(config, given, idle, layout, batch, *found)
+    return Job(config, given, idle, layout, batch, facts.spec, facts.model, facts.shape, facts.stages)

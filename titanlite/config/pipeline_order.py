@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.config.stages import Stages
+from titanlite.config.stages import Rows, Stages
 from titanlite.errors import format_table
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -42,7 +42,7 @@ def parse(text: str) -> list[Action]:
     return found
 
 
-def read_csv(path: str) -> tuple[tuple[str, ...], ...]:
+def read_csv(path: str) -> Rows:
     """Return the rows of a file without empty cells; raise OSError or ValueError."""
     with Path(path).open(newline="", encoding="utf-8") as file:
         return tuple(tuple(filter(None, map(str.strip, row))) for row in csv.reader(file))

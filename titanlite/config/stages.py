@@ -17,13 +17,15 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 """Schedules that compute gradients of inputs and of weights apart."""
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that run about as many micro-batches at a time as there are ranks."""
+Rows = tuple[tuple[str, ...], ...]
+"""The modules of each stage, or the actions of each pipeline rank."""
 
 
 @dataclass(frozen=True)
 class Stages:
     """The stages of a job. Without pipeline parallel, one stage has everything, and there is no schedule."""
 
-    names: tuple[tuple[str, ...], ...]
+    names: Rows
     """The modules of each stage in the model's order, such as "tok_embeddings", "layers.0", "norm"."""
     ranks: tuple[tuple[int, ...], ...]
     """The stages of each pipeline rank."""
@@ -33,7 +35,7 @@ class Stages:
     """Micro-batches of a step: the whole step is one run of the schedule."""
     size: int
     """Sequences of a micro-batch."""
-    csv: tuple[tuple[str, ...], ...] = ()
+    csv: Rows = ()
     """The order that a CSV gives; empty without one."""
 
     @property

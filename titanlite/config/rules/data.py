@@ -1,10 +1,11 @@
 """Rules of data sets, batches and sequence lengths."""
 
+from titanlite.config.load import Loaded
 from titanlite.config.needs import is_streamed
-from titanlite.config.rules.context import Faults, RuleContext, Rules
+from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS
-
-RULES = Rules()
+from titanlite.layout import Batch, Layout
+from titanlite.registry import ModelDims
 
 BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
@@ -12,57 +13,54 @@ RETRIES = 5
 """Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
 
 
-@RULES.add
-def _batch_sizes_divide(context: RuleContext) -> Faults:
-    local, total = context.config.training.local_batch_size, context.config.training.global_batch_size
-    unit = local * context.layout.batch
-    if total != -1 and total % unit:
-        below, above = total // unit * unit, (total // unit + 1) * unit
-        why = f"must be a multiple of local_batch_size {local} x data-parallel degree {context.layout.batch} = {unit}"
-        yield "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
+def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | None:
+    """Return the samples of a step; refuse a global batch that is not a multiple of the smallest one."""
+    local, total = config.training.local_batch_size, config.training.global_batch_size
+    unit = local * layout.batch
+    if total == -1 or total % unit == 0:
+        return Batch(local, layout.batch, max(1, total // unit))
+    below, above = total // unit * unit, (total // unit + 1) * unit
+    why = f"must be a multiple of local_batch_size {local} x data-parallel degree {layout.batch} = {unit}"
+    refuse("training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}")
+    return None
 
 
-@RULES.add
-def _sequences_fit_the_model(context: RuleContext) -> Faults:
-    longest = context.shape.max_seq_len
+def _sequences_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
+    longest = shape.max_seq_len
     for section in ("training", "validation"):
-        if (getattr(context.config, section).seq_len or 0) > longest:
+        if (getattr(config, section).seq_len or 0) > longest:
             yield f"{section}.seq_len", f"the model has positions for {longest} tokens at most"
 
 
-@RULES.add
-def _chunks_have_tokens(context: RuleContext) -> Faults:
-    training, validation = context.config.training, context.config.validation
+def _chunks_have_tokens(config: ConfigView, layout: Layout) -> Refusals:
+    training, validation = config.training, config.validation
     shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
-    shortest //= context.layout.cp
+    shortest //= layout.cp
     if training.loss_chunks > shortest:
-        rank = " on a rank" * (context.layout.cp > 1)
+        rank = " on a rank" * (layout.cp > 1)
         yield "training.loss_chunks", f"a sequence has {shortest} tokens{rank}; at most {shortest}"
 
 
-@RULES.add
-def _byte_tokenizer_fits_the_vocabulary(context: RuleContext) -> Faults:
-    model, size = context.config.model, context.shape.vocab_size
-    if any(part.dataset == "tokens" for part in context.config.training.sources):
+def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) -> Refusals:
+    model, size = config.model, shape.vocab_size
+    if any(part.dataset == "tokens" for part in config.training.sources):
         return  # token shards bring a tokenizer or need none
     if not model.hf_assets_path and size < BYTE_VOCABULARY:
         why = f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
         yield "model.hf_assets_path", f"{why} {model.name} {model.flavor} with its vocabulary of {size}"
 
 
-@RULES.add
-def _data_sets_have_paths(context: RuleContext) -> Faults:
-    for section in ("training", "validation") if context.config.validation.enable else ("training",):
-        view = getattr(context.config, section)
+def _data_sets_have_paths(config: ConfigView) -> Refusals:
+    for section in ("training", "validation") if config.validation.enable else ("training",):
+        view = getattr(config, section)
         if view.dataset.startswith("python-stdlib") and view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; remove the key'
         if view.dataset in ("text", "tokens") and not view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
 
 
-@RULES.add
-def _streams_have_limits(context: RuleContext) -> Faults:
-    training, validation = context.config.training, context.config.validation
+def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
+    training, validation = config.training, config.validation
     for part in training.mixture:
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
@@ -75,17 +73,16 @@ def _streams_have_limits(context: RuleContext) -> Faults:
         why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
         yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
-    stall, limit = context.config.fault.stall_seconds, context.config.comm.train_timeout_seconds
+    stall, limit = config.fault.stall_seconds, config.comm.train_timeout_seconds
     key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
-    if streamed and key in context.loaded.entries and longest_wait >= (stall or limit):
+    if streamed and key in loaded.entries and longest_wait >= (stall or limit):
         why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
         limited = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
         yield key, f"{why} {limited}; raise that or lower this"
 
 
-@RULES.add
-def _mixtures_add_up(context: RuleContext) -> Faults:
-    training = context.config.training
+def _mixtures_add_up(config: ConfigView) -> Refusals:
+    training = config.training
     parts = training.mixture
     if not parts:
         return

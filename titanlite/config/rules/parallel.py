@@ -6,14 +6,14 @@ A rule refuses what contradicts something; a key that merely has nothing to do d
 import math
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
+from titanlite.config.load import Loaded
 from titanlite.config.needs import asks_for_sharding
-from titanlite.config.rules.context import Faults, InvalidField, RuleContext, Rules
+from titanlite.config.rules.facts import ConfigView, InvalidField, Refusals, Refuse
 from titanlite.config.stages import fills_stages
 from titanlite.layout import Layout, divisors
-from titanlite.registry import expert_paths
-
-RULES = Rules()
+from titanlite.registry import ModelDims, ModelSpec, expert_paths
 
 BUDGETING_BACKENDS = ("inductor", "aot_eager")
 """Compiler backends that honor an activation memory budget."""
@@ -29,21 +29,28 @@ DEGREES = {
 _FLOAT8 = "quantize.linear.float8."
 
 
-@RULES.add
-def _degrees_fill_the_world(context: RuleContext) -> Faults:
-    parallelism = context.config.parallelism
-    degree = {name: getattr(parallelism, key) for name, key in DEGREES.items()}
-    shard, others = parallelism.data_parallel_shard_degree, math.prod(degree.values())
-    # Without a world size: the smallest world where every key has an effect.
-    shards = asks_for_sharding(context.loaded.config)
-    ep, experts = parallelism.expert_parallel_degree, False
-    with suppress(InvalidField):  # without a valid model
-        experts = context.shape.experts > 0
-    for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
-    world = context.world or others * (max(2 if shards else 1, for_experts) if shard == -1 else shard)
+def find_layout(
+    refuse: Refuse,
+    config: ConfigView,
+    loaded: Loaded,
+    world: int,
+    spec: ModelSpec | None = None,
+    shape: ModelDims | None = None,
+) -> Layout | None:
+    """Return the mesh; refuse degrees that do not fill the world.
+
+    Without a world size, it is the smallest world where every key has an effect.
+    """
+    settings = config.parallelism
+    degree = {name: getattr(settings, key) for name, key in DEGREES.items()}
+    shard, others = settings.data_parallel_shard_degree, math.prod(degree.values())
+    ep, experts = settings.expert_parallel_degree, bool(shape and shape.experts)
+    if not world and shard == -1:
+        for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
+        shard = max(2 if asks_for_sharding(loaded.config) else 1, for_experts)
+    world = world or others * shard
     if world % others == 0 and shard in (-1, world // others):
-        context.layout = Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
-        return
+        return Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
     ranks = f"{world} rank" + "s" * (world > 1)
     keys = {key: degree[name] for name, key in DEGREES.items() if degree[name] > 1}
     if shard != -1:
@@ -52,28 +59,33 @@ def _degrees_fill_the_world(context: RuleContext) -> Faults:
     if more:  # which of them is wrong cannot be known
         product = " × ".join([f"{value}", *(f"{key} {number}" for key, number in more)])
         needed = others * max(shard, 1)
-        found = f"does not divide {ranks}" if shard == -1 else f"ranks are needed, and this run has {world}"
-        start = f"start {needed} (NGPU={needed} on one node), or change a degree"
-        yield f"parallelism.{first}", f"{product} = {needed} {found}; {start}"
+        why = f"does not divide {ranks}" if shard == -1 else f"ranks are needed, and this run has {world}"
+        why = f"{product} = {needed} {why}; start {needed} (NGPU={needed} on one node), or change a degree"
     elif shard != -1:
-        yield f"parallelism.{first}", f"{shard} is not the number of ranks, {world}; use -1 or {world}"
+        why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
-        yield f"parallelism.{first}", _does_not_divide(value, ranks, legal_degrees(context, first, world))
+        why = _does_not_divide(value, ranks, legal_degrees(first, world, config, spec, shape))
+    refuse(f"parallelism.{first}", why)
+    return None
 
 
-def legal_degrees(context: RuleContext, key: str, world: int) -> list[int]:
+def legal_degrees(
+    key: str, world: int, config: ConfigView, spec: ModelSpec | None, shape: ModelDims | None
+) -> list[int]:
     """Return the legal degrees: divisors of the remaining ranks (world 0: any) and of all that a degree splits."""
-    settings = context.config.parallelism
+    settings = config.parallelism
     others = math.prod(getattr(settings, other) for other in DEGREES.values() if other != key)
     sizes = [world // others if world % others == 0 else world]
-    with suppress(InvalidField):  # without a valid model
-        if key == "tensor_parallel_degree":
-            sizes += _split_by_tensor_parallel(context).values()
+    with suppress(InvalidField):
+        if not (spec and shape):
+            pass
+        elif key == "tensor_parallel_degree":
+            sizes += _split_by_tensor_parallel(config, shape).values()
         elif key == "context_parallel_degree":
-            sizes += _split_by_context_parallel(context).values() if context.spec.core else [1]
+            sizes += _split_by_context_parallel(config, shape).values() if spec.core else [1]
         elif key == "pipeline_parallel_degree":
-            degrees = divisors(sizes[0]) if world else range(1, context.shape.layers + 3)
-            return [degree for degree in degrees if fills_stages(settings, degree, context.shape.layers)]
+            degrees = divisors(sizes[0]) if world else range(1, shape.layers + 3)
+            return [degree for degree in degrees if fills_stages(settings, degree, shape.layers)]
     return divisors(math.gcd(*sizes))
 
 
@@ -81,9 +93,9 @@ def _does_not_divide(degree: int, what: str, legal: list[int]) -> str:
     return f"{degree} does not divide {what}; legal: {', '.join(map(str, legal))}"
 
 
-def _split_by_tensor_parallel(context: RuleContext) -> dict[str, int]:
+def _split_by_tensor_parallel(config: ConfigView, shape: ModelDims) -> dict[str, int]:
     """Return the sizes that a tensor-parallel degree must divide."""
-    shape, training, validation = context.shape, context.config.training, context.config.validation
+    training, validation = config.training, config.validation
     sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
     sizes["tokens in a sequence"] = training.seq_len
     if validation.enable and validation.seq_len:
@@ -91,9 +103,9 @@ def _split_by_tensor_parallel(context: RuleContext) -> dict[str, int]:
     return sizes
 
 
-def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
+def _split_by_context_parallel(config: ConfigView, shape: ModelDims) -> dict[str, int]:
     """Return the sizes that a context-parallel degree must divide; 1 where other splits leave nothing."""
-    settings, sizes = context.config.parallelism, _split_by_tensor_parallel(context)
+    settings, sizes = config.parallelism, _split_by_tensor_parallel(config, shape)
     tp, what = settings.tensor_parallel_degree, ""
     if settings.context_parallel_rotate_method == "allgather":
         sizes = {name: size for name, size in sizes.items() if "tokens" in name}
@@ -103,16 +115,16 @@ def _split_by_context_parallel(context: RuleContext) -> dict[str, int]:
     return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
 
-def _unsplit(context: RuleContext) -> str:
+def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
     """Return the rows that a model's table lacks for tensor parallel, or an empty string.
 
     Slices of sequences come from the embedding, and whole ones are seen behind column layers.
     """
-    spec, rules = context.spec, context.spec.rules(context.model)
+    rules = spec.rules(model)
     roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
     if missing := {"embedding", "head"} - roles:
         return f'no row of its table has the role "{min(missing)}"'
-    for number in range(context.shape.layers):
+    for number in range(shape.layers):
         path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
         length = len(path.split("."))
         inside = {r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))}
@@ -121,66 +133,68 @@ def _unsplit(context: RuleContext) -> str:
     return ""
 
 
-@RULES.add
-def _tensor_parallel_divides_the_model(context: RuleContext) -> Faults:
-    tp = context.config.parallelism.tensor_parallel_degree
-    if tp > 1 and (why := _unsplit(context)):
-        yield "parallelism.tensor_parallel_degree", f"{context.spec.name} cannot be split: {why}; legal: 1"
+def _tensor_parallel_divides_the_model(
+    config: ConfigView, world: int, spec: ModelSpec, model: Any, shape: ModelDims
+) -> Refusals:
+    tp = config.parallelism.tensor_parallel_degree
+    if tp > 1 and (why := _unsplit(spec, model, shape)):
+        yield "parallelism.tensor_parallel_degree", f"{spec.name} cannot be split: {why}; legal: 1"
         return
-    legal = legal_degrees(context, "tensor_parallel_degree", context.world or 0)
-    for what, size in _split_by_tensor_parallel(context).items():
+    legal = legal_degrees("tensor_parallel_degree", world, config, spec, shape)
+    for what, size in _split_by_tensor_parallel(config, shape).items():
         if size % tp:
             yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", legal)
 
 
-@RULES.add
-def _async_tensor_parallel_has_what_it_needs(context: RuleContext) -> Faults:
-    parallelism, compiler = context.config.parallelism, context.config.compile
+def _async_tensor_parallel_has_what_it_needs(config: ConfigView) -> Refusals:
+    parallelism, compiler = config.parallelism, config.compile
     if not parallelism.enable_async_tensor_parallel:
         return
     key = "parallelism.enable_async_tensor_parallel"
     if not (compiler.enable and "model" in compiler.components and compiler.backend == "inductor"):
         yield key, 'is done by the compiler: set compile.enable, "model" in compile.components, backend inductor'
-    if context.config.job.device == "cpu" and parallelism.tensor_parallel_degree > 1:
+    if config.job.device == "cpu" and parallelism.tensor_parallel_degree > 1:
         yield key, "needs GPUs that reach each other's memory, and job.device is cpu"
 
 
-@RULES.add
-def _context_parallel_divides_the_sequence(context: RuleContext) -> Faults:
-    cp, key = context.config.parallelism.context_parallel_degree, "context_parallel_degree"
-    if cp > 1 and not context.spec.core:
+def _context_parallel_divides_the_sequence(
+    config: ConfigView, world: int, spec: ModelSpec, shape: ModelDims
+) -> Refusals:
+    cp, key = config.parallelism.context_parallel_degree, "context_parallel_degree"
+    if cp > 1 and not spec.core:
         why = "its ModelSpec names no core, the part of attention that would have to see the tokens of all ranks"
-        yield f"parallelism.{key}", f"{context.spec.name} cannot split sequences: {why}; legal: 1"
+        yield f"parallelism.{key}", f"{spec.name} cannot split sequences: {why}; legal: 1"
         return
-    legal = legal_degrees(context, key, context.world or 0)
-    for what, size in _split_by_context_parallel(context).items():
+    legal = legal_degrees(key, world, config, spec, shape)
+    for what, size in _split_by_context_parallel(config, shape).items():
         if size % cp:
             yield f"parallelism.{key}", _does_not_divide(cp, what, legal)
 
 
-@RULES.add
-def _expert_parallel_divides_experts_and_ranks(context: RuleContext) -> Faults:
-    key, experts = "parallelism.expert_parallel_degree", context.shape.experts
-    ep = context.config.parallelism.expert_parallel_degree
-    if ep > 1 and not (experts and expert_paths(context.spec.rules(context.model), context.spec.blocks)):
-        yield key, f"the table of {context.spec.name} {context.config.model.flavor} has no experts; legal: 1"
-        return
-    ranks = context.layout.fsdp * context.layout.tp
-    for what in (f"{experts} experts", f"{ranks} ranks of data_parallel_shard x context x tensor parallel"):
-        if int(what.split()[0]) % ep:
-            yield key, _does_not_divide(ep, what, divisors(math.gcd(experts, ranks)))
+def _expert_parallel_finds_experts(config: ConfigView, spec: ModelSpec, model: Any, shape: ModelDims) -> Refusals:
+    ep = config.parallelism.expert_parallel_degree
+    if ep > 1 and not (shape.experts and expert_paths(spec.rules(model), spec.blocks)):
+        why = f"the table of {spec.name} {config.model.flavor} has no experts; legal: 1"
+        yield "parallelism.expert_parallel_degree", why
 
 
-@RULES.add
-def _groups_fit_the_model(context: RuleContext) -> Faults:
-    size, layers = context.config.parallelism.fsdp_blocks_per_group, context.shape.layers
+def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims) -> Refusals:
+    experts, ranks = shape.experts, layout.fsdp * layout.tp
+    sizes = {"experts": experts, "ranks of data_parallel_shard x context x tensor parallel": ranks}
+    for what, size in sizes.items():
+        if experts and size % layout.ep:
+            why = _does_not_divide(layout.ep, f"{size} {what}", divisors(math.gcd(experts, ranks)))
+            yield "parallelism.expert_parallel_degree", why
+
+
+def _groups_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
+    size, layers = config.parallelism.fsdp_blocks_per_group, shape.layers
     if size > layers:
         yield "parallelism.fsdp_blocks_per_group", f"the model has {layers} blocks"
 
 
-@RULES.add
-def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
-    reshard, layout = context.config.parallelism.fsdp_reshard_after_forward, context.layout
+def _resharding_splits_the_sharding_ranks(config: ConfigView, layout: Layout) -> Refusals:
+    reshard = config.parallelism.fsdp_reshard_after_forward
     if not isinstance(reshard, int) or layout.max_shard_degree == 1:
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
@@ -193,17 +207,15 @@ def _resharding_splits_the_sharding_ranks(context: RuleContext) -> Faults:
         yield "parallelism.fsdp_reshard_after_forward", f"must split {layout.fsdp} sharding ranks; {instead}"
 
 
-@RULES.add
-def _replicated_parameters_are_not_offloaded(context: RuleContext) -> Faults:
-    if context.config.parallelism.fsdp_keep_whole and context.config.training.enable_cpu_offload:
+def _replicated_parameters_are_not_offloaded(config: ConfigView) -> Refusals:
+    if config.parallelism.fsdp_keep_whole and config.training.enable_cpu_offload:
         why = "training.enable_cpu_offload only moves sharded parameters; use one or the other"
         yield "parallelism.fsdp_keep_whole", why
 
 
-@RULES.add
-def _compiler_honors_the_memory_budget(context: RuleContext) -> Faults:
-    compiler = context.config.compile
-    if context.config.activation_checkpoint.mode != "memory_budget":
+def _compiler_honors_the_memory_budget(config: ConfigView) -> Refusals:
+    compiler = config.compile
+    if config.activation_checkpoint.mode != "memory_budget":
         return
     why = "the compiler chooses which activations fit the budget"
     if not (compiler.enable and "model" in compiler.components):
@@ -213,43 +225,42 @@ def _compiler_honors_the_memory_budget(context: RuleContext) -> Faults:
         yield "compile.backend", f"{why}, which this backend does not do; use {listed}"
 
 
-@RULES.add
-def _recomputation_finds_blocks(context: RuleContext) -> Faults:
-    settings, layers = context.config.activation_checkpoint, context.shape.layers
+def _recomputation_finds_blocks(config: ConfigView, shape: ModelDims) -> Refusals:
+    settings, layers = config.activation_checkpoint, shape.layers
     option = settings.selective_ac_option
     if settings.mode == "selective" and option != "op" and int(option) > layers:
         yield "activation_checkpoint.selective_ac_option", f"the model has {layers} blocks; at most {layers}"
 
 
-@RULES.add
-def _float8_can_multiply(context: RuleContext) -> Faults:
-    float8, training = context.config.quantize.linear.float8, context.config.training
-    if not float8.enable:
-        return
-    if training.mixed_precision_param == "float64":
+def _float8_can_multiply(config: ConfigView) -> Refusals:
+    float8, training = config.quantize.linear.float8, config.training
+    if float8.enable and training.mixed_precision_param == "float64":
         yield _FLOAT8 + "enable", "float8 products come out in float32 or bfloat16, not in float64"
-    tokens = training.local_batch_size * training.seq_len // context.layout.cp
-    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
-        rank = " / context_parallel_degree" * (context.layout.cp > 1)
+
+
+def _float8_fills_its_rows(config: ConfigView, layout: Layout) -> Refusals:
+    float8, training = config.quantize.linear.float8, config.training
+    tokens = training.local_batch_size * training.seq_len // layout.cp
+    if float8.enable and tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
+        rank = " / context_parallel_degree" * (layout.cp > 1)
         why = f"a weight gradient sums over training.local_batch_size x training.seq_len{rank} = {tokens} tokens"
         yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 
-@RULES.add
-def _float8_can_be_gathered(context: RuleContext) -> Faults:
-    float8, key = context.config.quantize.linear.float8, _FLOAT8 + "enable_fsdp_float8_all_gather"
+def _float8_can_be_gathered(config: ConfigView) -> Refusals:
+    float8, key = config.quantize.linear.float8, _FLOAT8 + "enable_fsdp_float8_all_gather"
     if not float8.enable:
         return
     if float8.enable_fsdp_float8_all_gather:
         if float8.recipe_name != "tensorwise":
             why = f'"{float8.recipe_name}" scales rows, and a shard does not see the rows of other shards'
             yield key, f'{why}; remove the key, or use recipe_name = "tensorwise"'
-        if isinstance(context.config.parallelism.fsdp_reshard_after_forward, int):
+        if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
             why = f"weights that stay sharded over some ranks lose their float8 form; with {key}"
             yield "parallelism.fsdp_reshard_after_forward", f'{why} use "always" or "never"'
     if float8.precompute_float8_dynamic_scale_for_fsdp:
         precompute = _FLOAT8 + "precompute_float8_dynamic_scale_for_fsdp"
         if not float8.enable_fsdp_float8_all_gather:
             yield precompute, f"is for weights that are gathered in float8; set {key}"
-        if context.config.training.enable_cpu_offload:
+        if config.training.enable_cpu_offload:
             yield precompute, "a scale is lost in the copy from host memory; use it or training.enable_cpu_offload"

@@ -2,15 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import PurePosixPath
+from typing import Any
 
-from titanlite.config.rules.context import Faults, RuleContext, Rules
+from titanlite.config.load import Loaded
+from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
-from titanlite.registry import find_converter, get_model, get_optimizer
+from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer
 from titanlite.registry.register import import_package
-
-RULES = Rules()
 
 _FOLDERS = (
     "checkpoint.folder",
@@ -26,57 +26,61 @@ _PATHS = (
     *("training.dataset_path", "validation.dataset_path"),
 )
 _LONGEST_NAME = 255  # bytes
+_MAY_BE_0 = ("experts", "dense_layers")
 
 
-@RULES.add
-def _model_exists(context: RuleContext) -> Faults:
-    model = context.config.model
+def find_spec(refuse: Refuse, config: ConfigView) -> ModelSpec | None:
+    """Return the registered model."""
     key = "model.package"
     try:
-        import_package(model.package)
+        import_package(config.model.package)
         key = "model.name"
-        context.spec = get_model(model.name)
-        legal = [*context.spec.flavors, *["hf"] * bool(model.overrides)]
-        key = "model.overrides" if model.flavor in legal else "model.flavor"
-        context.model = context.spec.configure(model.flavor, model.overrides)
-        shape = context.spec.shape(context.model)
-        sizes = {name: size for name, size in asdict(shape).items() if name not in ("experts", "dense_layers")}
-        if empty := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
-            raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
-        context.shape = shape
+        return get_model(config.model.name)
     except UserError as error:
-        yield key, str(error)
+        refuse(key, f"{error}")
+    return None
+
+
+def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
+    """Return the flavor with its overrides."""
+    flavor, overrides = config.model.flavor, config.model.overrides
+    is_legal = flavor in spec.flavors or (flavor == "hf" and overrides)
+    key = "model.overrides" if is_legal else "model.flavor"
+    try:
+        model = spec.configure(flavor, overrides)
+        sizes = asdict(spec.shape(model))
+        if empty := [f"{name} {size}" for name, size in sizes.items() if size < 1 and name not in _MAY_BE_0]:
+            raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
+        return model
+    except UserError as error:
+        refuse(key, f"{error}")
     except ZeroDivisionError:
-        yield key, "a size of the model is 0; sizes are at least 1"
+        refuse(key, "a size of the model is 0; sizes are at least 1")
+    return None
 
 
-@RULES.add
-def _converters_exist(context: RuleContext) -> Faults:
-    assert context.spec  # model.package is imported, which may register converters
-    for name in context.config.model.converters:
+def _converters_exist(config: ConfigView, spec: ModelSpec) -> Refusals:  # once model.package is imported
+    for name in config.model.converters:
         try:
             find_converter("float8" if name in FLOAT8_CONVERTERS else name)
         except UserError as error:
             yield "model.converters", str(error)
 
 
-@RULES.add
-def _optimizer_has_the_keys(context: RuleContext) -> Faults:
-    assert context.spec  # model.package is imported, which may register the optimizer
+def _optimizer_has_the_keys(config: ConfigView, spec: ModelSpec) -> Refusals:  # once model.package is imported
     try:
-        spec = get_optimizer(context.config.optimizer.name, context.config.model.package)
+        optimizer = get_optimizer(config.optimizer.name, config.model.package)
     except UserError as error:
         yield "optimizer.name", str(error)
         return
-    for name in spec.unused:
-        if getattr(context.config.optimizer, name) != KEYS[f"optimizer.{name}"].default:
-            yield f"optimizer.{name}", f"{spec.name} does not use this key; remove it, or use AdamW"
+    for name in optimizer.unused:
+        if getattr(config.optimizer, name) != KEYS[f"optimizer.{name}"].default:
+            yield f"optimizer.{name}", f"{optimizer.name} does not use this key; remove it, or use AdamW"
 
 
-@RULES.add
-def _schedule_fits_the_steps(context: RuleContext) -> Faults:
-    schedule = context.config.lr_scheduler
-    total, warmup = schedule.total_steps or context.config.training.steps, schedule.warmup_steps
+def _schedule_fits_the_steps(config: ConfigView) -> Refusals:
+    schedule = config.lr_scheduler
+    total, warmup = schedule.total_steps or config.training.steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0))
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
@@ -86,10 +90,9 @@ def _schedule_fits_the_steps(context: RuleContext) -> Faults:
         yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
 
 
-@RULES.add
-def _spikes_can_be_judged(context: RuleContext) -> Faults:
-    fault, steps = context.config.fault, context.config.training.steps
-    is_given = "fault.spike_window" in context.loaded.entries
+def _spikes_can_be_judged(config: ConfigView, loaded: Loaded) -> Refusals:
+    fault, steps = config.fault, config.training.steps
+    is_given = "fault.spike_window" in loaded.entries
     if is_given and fault.spike_sigma and fault.spike_window >= steps:
         why = f"a step is judged after as many good ones, and the run has {steps}; legal: 2 to {steps - 1}"
         yield "fault.spike_window", why
@@ -112,22 +115,20 @@ def long_warmup(config: JobConfig) -> str:
     return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
-@RULES.add
-def _precisions_agree(context: RuleContext) -> Faults:
-    training = context.config.training
+def _precisions_agree(config: ConfigView) -> Refusals:
+    training = config.training
     for name in ("mixed_precision_param", "mixed_precision_reduce"):
         if (training.dtype == "float64") != (getattr(training, name) == "float64"):
             why = f'training.dtype is "{training.dtype}": use "float64" for all three types or for none of them'
             yield f"training.{name}", why
 
 
-@RULES.add
-def _folders_are_inside_the_dump_folder(context: RuleContext) -> Faults:
+def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
     taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
     for key in _FOLDERS:
-        if key in context.loaded.invalid:
+        if key in loaded.invalid:
             continue
-        folder = PurePosixPath(value_of(context.loaded.config, key))
+        folder = PurePosixPath(value_of(loaded.config, key))
         parts = folder.parts
         if not folder.name or folder.is_absolute() or ".." in parts:
             yield key, "must be the name of a folder inside job.dump_folder"
@@ -137,23 +138,21 @@ def _folders_are_inside_the_dump_folder(context: RuleContext) -> Faults:
         taken[parts] = key
 
 
-@RULES.add
-def _paths_can_exist(context: RuleContext) -> Faults:
-    paths = [(key, value_of(context.loaded.config, key)) for key in _PATHS]
-    paths += [("training.mixture", source.dataset_path) for source in context.loaded.config.training.mixture]
+def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
+    paths = [(key, value_of(loaded.config, key)) for key in _PATHS]
+    paths += [("training.mixture", source.dataset_path) for source in loaded.config.training.mixture]
     for key, path in paths:
         longest = max(len(name.encode()) for name in path.split("/"))
         if longest > _LONGEST_NAME:
             yield key, f"a name of {longest} bytes; files and folders have at most {_LONGEST_NAME}"
         if "\0" in path:
             yield key, "the zero character cannot be in a path"
-    if not context.config.job.dump_folder:
+    if not config.job.dump_folder:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
 
 
-@RULES.add
-def _cpu_has_what_is_used(context: RuleContext) -> Faults:
-    config = context.loaded.config  # an invalid field has its default here, which needs no GPU
+def _cpu_has_what_is_used(loaded: Loaded) -> Refusals:
+    config = loaded.config  # an invalid field has its default here, which needs no GPU
     if config.job.device != "cpu":
         return
     if config.training.dataloader.pin_memory:
@@ -165,9 +164,8 @@ def _cpu_has_what_is_used(context: RuleContext) -> Faults:
         yield "profiling.enable_memory_snapshot", why
 
 
-@RULES.add
-def _checkpoints_are_enabled(context: RuleContext) -> Faults:
-    settings, fault = context.config.checkpoint, context.config.fault
+def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
+    settings, fault = config.checkpoint, config.fault
     if settings.enable and 0 < 60 * fault.stop_after_minutes <= fault.grace_seconds:
         grace = f"{fault.grace_seconds / 60:g} minutes of it (fault.grace_seconds)"
         yield "fault.stop_after_minutes", f"the last {grace} are for saving; it must be more"
@@ -183,9 +181,8 @@ def _checkpoints_are_enabled(context: RuleContext) -> Faults:
         yield "checkpoint.last_save_in_hf", "nothing is saved with checkpoint.enable = false; set it to true"
 
 
-@RULES.add
-def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
-    settings, spec = context.config.checkpoint, context.spec
+def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:
+    settings = config.checkpoint
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(settings, name) and spec.hf is None:
             remedy = "`titanlite checkpoint export --format safetensors` writes plain files of any model's checkpoint"
@@ -194,14 +191,16 @@ def _hugging_face_knows_the_model(context: RuleContext) -> Faults:
         yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
         yield "checkpoint.initial_load_model_only", "a Hugging Face folder contains weights only; use true"
-    if settings.last_save_in_hf and getattr(context.model, "balance", "") == "bias":
+
+
+def _hugging_face_has_the_biases(config: ConfigView, model: Any) -> Refusals:
+    if config.checkpoint.last_save_in_hf and getattr(model, "balance", "") == "bias":
         remedy = 'use model.overrides.balance = "sequence" or "none", or export checkpoints as plain safetensors'
         yield "checkpoint.last_save_in_hf", f'Hugging Face has no biases of routers (balance = "bias"); {remedy}'
 
 
-@RULES.add
-def _traces_fit_between_their_steps(context: RuleContext) -> Faults:
-    profiling = context.config.profiling
+def _traces_fit_between_their_steps(config: ConfigView) -> Refusals:
+    profiling = config.profiling
     warmup, active, period = profiling.profiler_warmup, profiling.profiler_active, profiling.profile_freq
     if profiling.enable_profiling and period < warmup + active:
         why = f"{warmup} warm-up steps and {active} traced steps do not fit into {period}"
