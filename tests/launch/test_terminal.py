@@ -18,14 +18,14 @@ from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line
 from titanlite.errors import UserError
 from titanlite.launch.terminal import Follower, Terminal, known_facts
-from titanlite.observe.console import colored
+from titanlite.observe.console import colored, shortened
 from titanlite.runtime.cluster import shown_ranks
 
 
-def on_a_terminal(*command: str) -> str:
+def on_a_terminal(*command: str, width: int = 160) -> str:
     """Run a command on a pseudo-terminal and return its output."""
     controller, terminal = pty.openpty()
-    environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS="160")
+    environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS=str(width))
     process = subprocess.Popen(
         [sys.executable, *command], stdin=terminal, stdout=terminal, stderr=terminal, env=environ, cwd=ROOT
     )
@@ -47,6 +47,23 @@ def test_a_terminal_shows_progress_and_colors(tmp_path):
     out = on_a_terminal("-m", "titanlite", "train", *argv)
     assert "\033[32mloss:" in out and "starting" in out and "tokens/s per device" in out and "/40" in out
     assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
+
+
+def test_a_step_is_one_row_of_a_narrow_terminal_and_whole_elsewhere(tmp_path, capsys, monkeypatch):
+    line = "step:  1  loss:  8.04034  grad_norm:  1.3470  memory:  1.02GiB(1.08%)  tps: 27,483  tflops: 1.97"
+    (tmp_path / "log").write_text(f"{line}\nvalidation at step 1: {'x' * 60}\n")
+    code = (
+        "import sys, pathlib; from titanlite.launch.terminal import Terminal as T; f = pathlib.Path(sys.argv[1]); "
+        "t = T({n: f / 'log' for n in range(int(sys.argv[2]))}, f / 'metrics', 9, color=False)\nwith t: pass"
+    )
+    shown = {key: on_a_terminal("-c", code, str(tmp_path), str(key[1]), width=key[0]) for key in [(60, 1), (50, 2)]}
+    assert "grad_norm:  1.3470\r\n" in shown[60, 1] and "x" * 60 in shown[60, 1]
+    assert "[rank 1] step:  1  loss:  8.04034\r\n" in shown[50, 2]
+    assert shortened(line, 1000) == line and shortened(line, 3) == "step:  1  loss:  8.04034"
+    monkeypatch.setenv("COLUMNS", "60")
+    with Terminal({0: tmp_path / "log"}, tmp_path / "metrics", 9, color=False):
+        pass
+    assert capsys.readouterr().out.startswith(f"{line}\n")
 
 
 @pytest.mark.parametrize("color", [True, False])

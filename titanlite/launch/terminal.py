@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.console import colored
+from titanlite.errors import columns
+from titanlite.observe.console import colored, shortened
 from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
@@ -128,8 +129,10 @@ class Terminal:
                     continue
                 if line.startswith("step:"):
                     self._show_unchanged(show)
-                line = colored(line) if self._color else line
-                show(line if len(self._logs) == 1 else f"[rank {rank}] {line}")
+                prefix = f"[rank {rank}] " if len(self._logs) > 1 else ""
+                if self._live:
+                    line = shortened(line, columns() - len(prefix))
+                show(prefix + (colored(line) if self._color else line))
         if last:
             self._show_unchanged(show)
         for line in self._metrics.lines():

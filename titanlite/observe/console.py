@@ -35,3 +35,13 @@ def colored(line: str) -> str:
     if not line.startswith("step:"):
         return line
     return re.sub(r"(\w+):( +)(\S+)", lambda m: f"\033[{_ANSI_COLORS.get(m[1], _GRAY)}m{m[0]}\033[0m", line)
+
+
+def shortened(line: str, width: int) -> str:
+    """Return a step's line without the last fields that exceed the width; any other line unchanged."""
+    if not line.startswith("step:"):
+        return line
+    fields = re.split(r"  (?=\w+: )", line)
+    while len("  ".join(fields)) > width and len(fields) > 2:  # step and loss stay
+        fields.pop()
+    return "  ".join(fields)
