@@ -113,6 +113,28 @@ def test_a_silent_node_is_not_counted_in():
     assert board.look(2 + SILENCE_SECONDS).members == ()
 
 
+def test_the_time_to_meet_again_begins_when_node_0_is_ready(tmp_path):
+    board = Board().running()
+    for node in range(2):
+        board.put(node, ended=Ended(KILL, over=True))
+    assert board.look(2).attempt == 2
+    board.put(1, attempt=2, ended=None)
+    assert not board.look(2 + 31).is_final and not board.look(2 + 60).members, "node 0 is still moving logs"
+    board.put(0, attempt=2, ended=None)
+    board.put(1, attempt=1)
+    assert not board.look(2 + 89).is_final
+    verdict = board.look(2 + 91).verdict
+    assert verdict and verdict.code == FAILED and "missing: NODE_RANK 1" in verdict.why
+
+
+def test_a_launcher_that_ends_while_nodes_meet_ends_the_run():
+    board = (
+        Board().put(0).put(1, left=True, ended=Ended(failure(None, "the launcher has ended: x", code=75), over=True))
+    )
+    verdict = board.look(1).verdict
+    assert verdict and (verdict.code, verdict.why) == (75, "the launcher has ended: x")
+
+
 # ---------------------------------------------------------------- how an attempt ends
 
 
@@ -193,6 +215,19 @@ def test_the_end_of_node_0s_launcher_ends_the_run():
     board = Board().running().put(0, left=True, ended=Ended(failure(None, "no space left", code=28), over=True))
     verdict = board.look(2).verdict
     assert verdict and (verdict.code, verdict.why) == (28, "node 0: no space left")
+
+
+def test_where_node_0_leaves_after_its_ranks_saved_the_others_end_as_it_did():
+    saved = EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
+    verdict = Board().running().put(0, left=True, ended=Ended(early=saved)).look(2).verdict
+    assert verdict and (verdict.code, verdict.early) == (STOPPED, saved)
+
+
+def test_the_end_of_an_earlier_attempt_is_not_that_of_this_one():
+    board = Board().running().put(0, ended=Ended(KILL, over=True)).put(1, ended=Ended(KILL, over=True))
+    assert board.look(2).attempt == 2
+    board.running(2, 3.0)
+    assert not board.put(1, attempt=1, ended=Ended(KILL, over=True)).look(4).failed, "a delayed exchange wrote it"
 
 
 # ---------------------------------------------------------------- a request to stop

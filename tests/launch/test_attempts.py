@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,16 @@ import pytest
 
 from tests.jobs import TINY, job, run_to_end
 from tests.launch.run import left_over
+from tests.launch.test_nodes import free_port
 from titanlite.config.schema import JobConfig, config_of
-from titanlite.errors import CUT_SHORT, STOPPED
+from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
-from titanlite.fault.status import Decision, Ended
+from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
-from titanlite.launch.attempts import Attempts, saved_since
+from titanlite.launch.attempts import Attempts, leaving, saved_since
 from titanlite.launch.failure import Exit
+from titanlite.launch.node import Node
+from titanlite.launch.nodes import Nodes
 from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
 from titanlite.launch.workers import Workers
 from titanlite.runtime.cluster import RankInfo
@@ -42,11 +47,12 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start
     options = ["--checkpoint.enable", "--checkpoint.load_step=7", '--checkpoint.exclude_from_loading=["optimizer"]']
     given = job([*TINY, *options], world=2).given
     attempts = Attempts(launcher(), given, tmp_path, lambda attempt, poll: None)  # type: ignore[arg-type]
-    first, later = (attempts._begin((0, 1, 2), resumes) for resumes in (False, True))
+    restart = Verdict(None, resumes=True)
+    first, later = (attempts._begin(Decision(3, (0, 1, 2), verdict=before)) for before in (None, restart))
     assert (first.number, first.ranks, first.world) == (3, range(2, 4), 6)
     assert first.config == given
     assert later.config.checkpoint.load_step == -1 and later.config.checkpoint.exclude_from_loading == []
-    assert attempts._begin((1, 2), False).ranks == range(2), "without node 0 the ranks move up"
+    assert attempts._begin(Decision(3, (1, 2))).ranks == range(2), "without node 0 the ranks move up"
 
 
 def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
@@ -60,7 +66,136 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     assert (found.step, found.by_this_run) == (2, False)
 
 
+# ---------------------------------------------------------------- nodes
+
+
+class Together:
+    """Two launchers in threads of this process, with a real store between them."""
+
+    def __init__(self, folder: Path, max_restarts: int = 3, **values: Any) -> None:
+        config = config_of({"job.dump_folder": str(folder), "fault.rejoin_seconds": 30, **values})
+        port = int(free_port())
+        self.threads = ThreadPoolExecutor(8)
+        for number in range(2):
+            (folder / f"{number}").mkdir(parents=True)
+        made = [
+            self.threads.submit(
+                Node, Nodes(2, number, "127.0.0.1", port, ""), 1, config, folder / f"{number}", max_restarts
+            )
+            for number in range(2)
+        ]
+        self.nodes = [each.result(30) for each in made]
+
+    def all(self, *calls: Callable[[], Any]) -> list[Any]:
+        """Return the results of calls at the same time."""
+        return [each.result(60) for each in [self.threads.submit(call) for call in calls]]
+
+    def running(self) -> Together:
+        decisions = self.all(*(node.meet for node in self.nodes))
+        assert [decision.members for decision in decisions] == [(0, 1), (0, 1)]
+        return self
+
+
+LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (Signal 9 (SIGKILL))", "", known=False)
+ASKED = "SIGTERM to the launcher"
+
+
+def test_a_request_that_comes_while_workers_end_after_a_failure_is_in_the_verdict(tmp_path):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    ended = Ended(LOST, over=True)
+    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(ended, lambda: ASKED))
+    for verdict in verdicts:
+        assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), "no restart, which would begin first"
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(tmp_path, asked):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(Ended(LOST, over=True)))
+    assert [verdict.code for verdict in verdicts] == [None, None]
+    node = together.nodes[asked]
+    found = together.all(lambda: together.nodes[1 - asked].meet(), lambda: node.meet(lambda: ASKED))
+    for decision in found:
+        assert decision.is_final and decision.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
+
+
+def test_a_second_signal_to_a_launcher_does_not_end_ranks_of_other_nodes_that_still_save(tmp_path):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    early = EarlyExit(STOPPED, 7, ASKED, 0)
+
+    def stop_twice() -> None:
+        def asked() -> str:
+            raise Stopped(early)
+
+        with leaving(second):
+            second._board.put(stop=ASKED, ended=Ended(early=early))
+            second.settle(Ended(early=early), asked)
+
+    with pytest.raises(Stopped):
+        together.all(stop_twice)
+    first.poll()
+    verdict = first.settle(Ended(early=early))
+    assert (verdict.code, verdict.early) == (STOPPED, early)
+
+
+def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(tmp_path):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+
+    def prepare() -> None:
+        with leaving(first):
+            raise OSError(28, "no space left")
+
+    waiting = together.threads.submit(second.prepare)
+    with pytest.raises(OSError, match="no space"):
+        together.all(prepare)
+    decision = waiting.result(20)
+    assert (
+        decision.is_final and "no space left" in decision.verdict.why and decision.verdict.why.startswith("node 0: ")
+    )
+
+
+def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may_take(tmp_path):
+    together = Together(tmp_path, **{"comm.init_timeout_seconds": 2}).running()
+    with pytest.raises(RunFailed, match="did not prepare the dump folder within 2 s"):
+        together.nodes[1].prepare()
+
+
+@pytest.mark.long
+def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(tmp_path):
+    together = Together(tmp_path).running()
+    first = together.nodes[0]
+    config = config_of({"job.dump_folder": str(tmp_path)})
+    together.nodes[1]._board.end()  # it is dead
+    third = Node(Nodes(2, 1, *first.address, ""), 1, config, tmp_path / "1")
+    meeting = together.threads.submit(third.meet)
+    with pytest.raises(RunFailed, match="another node has failed"):
+        while True:
+            first.poll()
+            assert not meeting.done(), "it must not be in attempt 1, whose logs it would empty"
+            time.sleep(0.01)
+    first.settle(Ended(over=True))
+    assert first.meet().attempt == meeting.result(20).attempt == 2
+
+
 # ---------------------------------------------------------------- a request to stop
+
+
+def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_once(tmp_path):
+    request = stopping(tmp_path)
+    page(tmp_path, 0, completed=6)
+    request.finish()
+    (tmp_path / "0.page").unlink()
+    request._catch(signal.SIGTERM, None)
+    request._catch(signal.SIGTERM, None)
+    assert request.reason == ASKED, "the second came at the same time: another sender's"
+    request._signaled_at -= 60
+    with pytest.raises(Stopped) as caught:
+        request._catch(signal.SIGTERM, None)
+    assert caught.value.early == EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
 
 
 def stopping(private: Path, reason: str = "", seconds_ago: float = 0.0) -> Stopping:

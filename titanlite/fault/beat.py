@@ -59,6 +59,7 @@ class Heart(threading.Thread):
     ) -> None:
         """`asked` returns this rank's reason to stop, for the launchers and through them for the other ranks."""
         super().__init__(name="beat", daemon=True)
+        self._interval = max(BEAT_SECONDS, rank.world / BEATS_PER_SECOND)
         self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
         self._environ, self._ended = environ, threading.Event()
         folder = launcher_folder(environ)
@@ -88,15 +89,14 @@ class Heart(threading.Thread):
         address = store_address(self._environ, world)
         if address is None:
             return None
-        interval = max(BEAT_SECONDS, world / BEATS_PER_SECOND)
         link = Link(*address, prefix=f"{attempt_prefix(self._environ)}/board")
         decide = None
         if number == 0:
             link.ask(lambda store: open_board(store, world), self._config.comm.init_timeout_seconds)
             attempt = attempt_number(self._environ)
-            hangs = Hangs(self._config, attempt, world, time.monotonic(), interval)
+            hangs = Hangs(self._config, attempt, world, time.monotonic(), self._interval)
             decide = partial(_decide, hangs)
-        board = Board(link, number, world, Status(), self._look, self._inspect, decide, interval)
+        board = Board(link, number, world, Status(), self._look, self._inspect, decide, self._interval)
         board.start()
         return board
 
@@ -112,7 +112,7 @@ class Heart(threading.Thread):
     def _end_after_hang(self, report: str) -> None:
         if self._rank.rank == 0:
             print(f"titanlite: {report}", file=sys.stderr, flush=True)  # before the others end
-            time.sleep(2 * BEAT_SECONDS)  # they read from a store that may be this process's
+            time.sleep(2 * self._interval)  # they read from a store that may be this process's
         else:
             time.sleep(BEAT_SECONDS / 2)  # or rank 0 could fail for the loss of this one before it has printed
         os._exit(FAILED)

@@ -195,7 +195,7 @@ class Board(threading.Thread):
             return
         self.statuses = {node: parse(Status, text) for node, text in enumerate(texts) if text}
         decision = self._decide(self.statuses, time.monotonic())
-        if decision != self.decision:
+        if decision != self.decision or self.problem:  # an exchange that timed out may have written an older one
             self._link.ask(lambda store: store.set("decision", dump(decision)), 0)
             self.decision = decision
 

@@ -48,6 +48,8 @@ class Decider:
     ) -> None:
         self._config, self._nodes, self._max_restarts = config, nodes, max_restarts
         self._fits, self._saved = fits, saved
+        self._completed = 0
+        """The last complete step of the attempt that failed."""
         self.decision = Decision()
         self._deadline = now + config.comm.init_timeout_seconds
         self._moved: dict[int, tuple[tuple[int, int], float]] = {}
@@ -69,9 +71,7 @@ class Decider:
         own = statuses[0]
         self.decision = replace(self.decision, stop=self.decision.stop or stop, prepared=own.prepared)
         if own.left:
-            failure = own.ended.failure if own.ended else None
-            words, code = (failure.words, failure.code) if failure else ("its launcher has left", FAILED)
-            self._end(code, f"node 0: {words}")
+            self._end_with_node_0(own.ended or Ended())
         elif self.decision.members:
             self._follow_attempt(statuses, now)
         else:
@@ -80,6 +80,14 @@ class Decider:
 
     def _end(self, code: int, why: str) -> None:
         self.decision = replace(self.decision, failed=True, verdict=Verdict(code, why))
+
+    def _end_with_node_0(self, ended: Ended) -> None:
+        if ended.early:
+            self.decision = replace(self.decision, failed=True, verdict=Verdict(ended.early.code, early=ended.early))
+        elif ended.failure:
+            self._end(ended.failure.code, f"node 0: {ended.failure.words}")
+        else:
+            self._end(FAILED, "node 0: its launcher has left")
 
     def _follow(self, statuses: Mapping[int, Status], now: float) -> None:
         for node, status in statuses.items():
@@ -93,11 +101,21 @@ class Decider:
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
         """Begin the attempt once its nodes are there: all for the first; for later ones those that come in time."""
         number, fault = self.decision.attempt, self._config.fault
+        for status in statuses.values():
+            failure = status.ended.failure if status.ended and status.left else None
+            if failure:
+                return self._end(failure.code, failure.words)
+        if stop := self.decision.stop:  # there is no rank that could save
+            verdict = stopped(self._saved(), self._completed, stop)
+            self.decision = replace(self.decision, verdict=verdict)
+            return None
         here = {
             node: status.processes
             for node, status in sorted(statuses.items())
             if status.attempt == number and not status.left and self.silent[node] <= SILENCE_SECONDS
         }
+        if 0 not in here:  # the others' time begins when node 0 itself is ready
+            self._deadline = now + fault.rejoin_seconds
         if len(here) < self._nodes and now <= self._deadline:
             return None
         missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
@@ -131,7 +149,11 @@ class Decider:
         if self._judge.is_hung and not self._judge.report:
             return  # ranks may die while their stacks are taken
         replaced = [node for node, status in members.items() if status.incarnation != self._begun[node]]
-        ended = {node: status.ended for node, status in members.items() if status.ended and node not in replaced}
+        ended = {
+            node: status.ended
+            for node, status in members.items()
+            if status.ended and status.attempt == self.decision.attempt and node not in replaced
+        }
         rest = [node for node in members if node not in ended and node not in replaced]
         lost = [node for node in rest if self.silent[node] > SILENCE_SECONDS]
         accounted = {*replaced, *lost, *ended}
@@ -165,10 +187,10 @@ class Decider:
         beats = {rank: beat for node in self._begun for rank, beat in statuses[node].beats.items()}
         if failure.step is None and failure.rank in beats:
             failure = replace(failure, step=beats[failure.rank].step)
-        completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
+        self._completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
         earlier = self._failures[:]
         self._failures.append(failure)
-        return after(failure, earlier, self._max_restarts, self._saved(), completed, self.decision.stop)
+        return after(failure, earlier, self._max_restarts, self._saved(), self._completed, self.decision.stop)
 
     def _settle(self, verdict: Verdict, now: float) -> None:
         if verdict.code is not None:
@@ -191,13 +213,19 @@ def after(
         return Verdict(FAILED, why, failure)
     if len(earlier) >= max_restarts:
         return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}", failure)
-    lost = max(0, completed - saved.step)
     if stop:
-        early = EarlyExit(CUT_SHORT if lost else STOPPED, saved.step + lost, stop, lost)
-        return Verdict(early.code, failure=failure, early=early)
+        return replace(stopped(saved, completed, stop), failure=failure)
+    lost = max(0, completed - saved.step)
     steps = "step" if lost == 1 else "steps"
     why = f"restart {len(earlier) + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"
     return Verdict(None, why, failure, resumes=saved.by_this_run, first_step=saved.step + 1)
+
+
+def stopped(saved: Saved, completed: int, stop: str) -> Verdict:
+    """Return the end of a run by a request that came when no rank could save any more."""
+    lost = max(0, completed - saved.step)
+    early = EarlyExit(CUT_SHORT if lost else STOPPED, saved.step + lost, stop, lost)
+    return Verdict(early.code, early=early)
 
 
 def _of_launcher(words: str, seconds: float) -> Failure:

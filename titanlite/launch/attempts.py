@@ -6,8 +6,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from titanlite.checkpoint.resume import checkpoint_root, last_saved_message
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, first_line
 from titanlite.fault.decide import Saved
-from titanlite.fault.status import Ended, Failure, Verdict
+from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.launch.node import Node
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
@@ -36,38 +36,49 @@ class Attempt:
     """As given; a later attempt starts from the newest checkpoint of the run."""
 
 
+@contextmanager
+def leaving(node: Node) -> Iterator[None]:
+    """Show the other nodes an error that ends this launcher: they should not wait for it."""
+    try:
+        yield
+    except RunFailed:  # the other launchers have it, or cannot get it
+        raise
+    except BaseException as error:  # a signal, a full disk
+        host = socket.gethostname()
+        number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+        cause = signal.Signals(number).name if number else first_line(error)
+        words = f"the launcher on {host} has ended: {cause}"
+        code = 128 + number if number else getattr(error, "code", FAILED)
+        node.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
+        raise
+
+
 class Attempts:
     """The attempts of a run on this node."""
 
     def __init__(
-        self, node: Node, given: JobConfig, private: Path, work: Callable[[Attempt, Callable[[], None]], Ended]
+        self,
+        node: Node,
+        given: JobConfig,
+        private: Path,
+        work: Callable[[Attempt, Callable[[], None]], Ended],
+        asked: Callable[[], str] = str,
     ) -> None:
-        """`work` runs an attempt's workers, with their files in `private`, and calls a function while they run."""
+        """`work` runs an attempt's workers, with their files in `private`, and calls a function while they run.
+
+        `asked` returns this launcher's reason to stop.
+        """
         self._node, self._given, self._private, self._work = node, given, private, work
+        self._asked = asked
         self._folder = Path(given.job.dump_folder)
         self._last: Verdict | None = None
         """The failure that the current attempt follows, until its first step is done."""
 
-    def run(self, members: tuple[int, ...]) -> Verdict:
-        """Run attempts, the first on these nodes, until one succeeds or none is worth a try; return the verdict."""
-        try:
-            return self._run(members)
-        except RunFailed:  # the other launchers have it, or cannot get it
-            raise
-        except BaseException as error:  # a signal, a full disk: the others should not wait for this launcher
-            host = socket.gethostname()
-            number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
-            cause = signal.Signals(number).name if number else first_line(error)
-            words = f"the launcher on {host} has ended: {cause}"
-            code = 128 + number if number else getattr(error, "code", FAILED)
-            self._node.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
-            raise
-
-    def _run(self, members: tuple[int, ...]) -> Verdict:
-        resumes = False
-        while True:
-            attempt = self._begin(members, resumes)
-            verdict = self._node.settle(self._work(attempt, self._poll))
+    def run(self, decision: Decision) -> Verdict:
+        """Run attempts, first the one decided on, until one succeeds or none is worth a try; return the verdict."""
+        while not decision.is_final:
+            attempt = self._begin(decision)
+            verdict = self._node.settle(self._work(attempt, self._poll), self._asked)
             self._say_first_step(reached=verdict.code == 0)
             logs = self._folder / "logs" if verdict.code is not None else _keep_logs(self._folder, attempt)
             self._report(verdict, logs)
@@ -75,14 +86,17 @@ class Attempts:
                 return verdict
             for path in self._private.iterdir():
                 path.unlink()
-            members, resumes = self._node.meet().members, verdict.resumes
+            decision = self._node.meet(self._asked)
             self._last = verdict if self._node.rank == 0 else None
+        assert decision.verdict
+        self._report(decision.verdict, self._folder / "logs")
+        return decision.verdict
 
-    def _begin(self, members: tuple[int, ...], resumes: bool) -> Attempt:
-        processes = self._node.processes
+    def _begin(self, decision: Decision) -> Attempt:
+        processes, members = self._node.processes, decision.members
         first = members.index(self._node.rank) * processes
         config = self._given
-        if resumes:
+        if decision.verdict and decision.verdict.resumes:
             saving = config.checkpoint.model_copy(update={"load_step": -1, "exclude_from_loading": []})
             config = config.model_copy(update={"checkpoint": saving})
         return Attempt(self._node.attempt, range(first, first + processes), len(members) * processes, config)

@@ -208,7 +208,7 @@ class Launch:
             return self._end_at_once(getattr(error, "number", signal.SIGINT))
 
     def _run(self, private: Path) -> Verdict:
-        from titanlite.launch.attempts import Attempts, saved_since
+        from titanlite.launch.attempts import Attempts, leaving, saved_since
         from titanlite.launch.node import Node
 
         config = self.job.config
@@ -220,14 +220,19 @@ class Launch:
         max_restarts = _max_restarts(self.loaded, self.job, os.environ)
         saved = saved_since(config)
         node = Node(self.nodes, self.processes, config, private, max_restarts, self._fits, saved)
-        members = node.meet().members
+        with leaving(node):
+            decision = node.meet()
+            if not decision.is_final:
+                self._take_folder()
+                decision = node.prepare()
+            work = partial(self._work, node, private)
+            return Attempts(node, self.job.given, private, work, lambda: self.stopping.reason).run(decision)
+
+    def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}
         if self.nodes.rank == 0 and (message := take_folder(self.job.given)):
             say(f"titanlite: {message}")
         self.moved = {*self.folder.glob("previous/*")} - archives
-        node.prepare()
-        work = partial(self._work, node, private)
-        return Attempts(node, self.job.given, private, work).run(members)
 
     def _fits(self, world: int) -> str:
         """Return why the job cannot go on with so many ranks, or nothing."""

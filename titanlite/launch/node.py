@@ -38,14 +38,6 @@ OVER_SECONDS = 5.0
 """For the verdict on an attempt that a second signal has ended."""
 
 
-class RunEnded(RunFailed):
-    """There is no next attempt; the code is the exit code."""
-
-    def __init__(self, why: str, code: int) -> None:
-        super().__init__(why)
-        self.code = code
-
-
 class Node:
     """One launcher's part in a run."""
 
@@ -75,7 +67,9 @@ class Node:
         self.address = nodes.master_addr, self._store.port
         """Host and port of the store, which the workers use too."""
         run_id = self._store.get("run").decode()  # set when the board is open
-        own = Status(self._claim(), processes=processes)
+        claims = self._claim()
+        # A launcher that takes another's place must not seem to be in the attempt that runs.
+        own = Status(claims, attempt=1 if claims == 1 else 0, processes=processes)
         link = Link(*self.address, run_id, store=self._store)
         decide = self._decider.look if self._decider else None
         self._board = Board(link, self.rank, nodes.count, own, self._look, self._inspect, decide)
@@ -105,13 +99,17 @@ class Node:
 
     # ---------------------------------------------------------------- meet
 
-    def meet(self) -> Decision:
-        """Return the decision that makes this node a member of the next attempt; RunEnded if there is none."""
+    def meet(self, asked: Callable[[], str] = str) -> Decision:
+        """Return the decision that makes this node a member of the next attempt, or the final one.
+
+        `asked` returns a reason to stop, which ends the run.
+        """
         board = self._board
         board.put(ended=None, found=None)
         exchanges = board.exchanges
 
         def is_member() -> bool:
+            self.request_stop(asked())
             decision = board.decision
             if board.exchanges == exchanges or decision.is_final:
                 return decision.is_final
@@ -123,18 +121,23 @@ class Node:
             return False
 
         self._wait(is_member)
-        verdict = board.decision.verdict
-        if not board.decision.is_final or not verdict or verdict.code is None:
-            return board.decision
-        self._leave()
-        raise RunEnded(verdict.why or "the run has ended; see node 0", verdict.code)
+        return self._leave_if_final()
 
-    def prepare(self) -> None:
-        """Show on node 0 that the dump folder is ready; wait for that elsewhere."""
+    def prepare(self) -> Decision:
+        """Show on node 0 that the dump folder is ready; wait for that elsewhere. Return the newest decision."""
         self._board.put(prepared=True)
-        self._wait(lambda: self.decision.prepared or self.decision.is_final)
-        if not self.decision.prepared:
-            raise RunFailed("node 0 did not prepare the dump folder; see that node's log")
+        seconds = self._config.comm.init_timeout_seconds
+        try:
+            self._wait(lambda: self.decision.prepared or self.decision.is_final, seconds)
+        except TimeoutError:
+            within = f"within {seconds} s (comm.init_timeout_seconds)"
+            raise RunFailed(f"node 0 did not prepare the dump folder {within}; see that node's log") from None
+        return self._leave_if_final()
+
+    def _leave_if_final(self) -> Decision:
+        if self.decision.is_final:
+            self._leave()
+        return self.decision
 
     # ---------------------------------------------------------------- run
 
@@ -151,8 +154,8 @@ class Node:
             raise RunFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
 
     def request_stop(self, reason: str) -> None:
-        """Request that all nodes stop; the first reason stays."""
-        if not self._board.own.stop:
+        """Request that all nodes stop, if there is a reason; the first one stays."""
+        if reason and not self._board.own.stop:
             self._board.put(stop=reason)
 
     def _look(self, status: Status) -> Status:
@@ -180,18 +183,20 @@ class Node:
 
     # ---------------------------------------------------------------- settle
 
-    def settle(self, ended: Ended) -> Verdict:
-        """Show how the attempt ended here, and return the verdict on it."""
+    def settle(self, ended: Ended, asked: Callable[[], str] = str) -> Verdict:
+        """Show how the attempt ended here, and return the verdict on it. `asked` returns a reason to stop."""
         number = self.attempt
+        self.request_stop(asked())  # before the end: no attempt follows a request
         self._board.put(ended=ended)
         is_killed = bool(ended.early and ended.over)
 
         def is_settled() -> bool:
+            self.request_stop(asked())
             return self.decision.attempt > number or self.decision.is_final
 
         try:
             self._wait(is_settled, OVER_SECONDS if is_killed else None)
-        except RunFailed:
+        except (RunFailed, TimeoutError):
             if not ended.early:
                 raise
         verdict = self.decision.verdict if is_settled() else None
@@ -202,8 +207,10 @@ class Node:
         return verdict
 
     def leave(self, failure: Failure) -> None:
-        """Show, as far as a few seconds allow, that this launcher ends, and why."""
-        self._board.put(ended=Ended(failure, over=True))
+        """Show, as far as a few seconds allow, that this launcher ends, and why, unless its ranks have left early."""
+        ended = self._board.own.ended
+        if not ended or not ended.early:
+            self._board.put(ended=Ended(failure, over=True))
         with suppress(RunFailed):
             self._leave()
 
@@ -211,7 +218,7 @@ class Node:
         """Leave when the others have read the decision: their store ends with node 0."""
         board, exchanges = self._board, self._board.exchanges
         board.put(left=True)
-        with suppress(RunFailed):
+        with suppress(RunFailed, TimeoutError):
             self._wait(lambda: board.exchanges > exchanges + 1, OVER_SECONDS)
             self._wait(self._are_others_gone, LEAVE_SECONDS)
         board.end()
@@ -234,7 +241,7 @@ class Node:
             raise RunFailed(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
 
     def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait for a condition; raise RunFailed if node 0 does not answer, or the time is over."""
+        """Wait for a condition; raise RunFailed if node 0 does not answer, TimeoutError if the time is over."""
         board, began = self._board, time.monotonic()
         board.is_waiting = True
         try:
@@ -244,7 +251,7 @@ class Node:
                 if board.problem and (is_gone or board.lost_seconds > self._config.fault.rejoin_seconds):
                     raise board.problem
                 if seconds is not None and time.monotonic() > began + seconds:
-                    raise RunFailed(f"no decision of node 0 in {seconds:.0f} s")
+                    raise TimeoutError
                 time.sleep(0.02)
         finally:
             board.is_waiting = False

@@ -46,20 +46,23 @@ class Stopping:
     """A request to stop, to this launcher, another one, or a rank."""
 
     def __init__(self, config: JobConfig) -> None:
-        """Catch signals from now on. While there are no workers, they raise Stopped."""
+        """Catch signals from now on. Before the first workers, they raise Stopped."""
         self._config = config
+        self._has_begun = False
         self._private: Path | None = None
         """Where the workers' files are while they run."""
         self.reason = ""
         """Why to stop; empty without a request."""
         self._asked_at, self._signaled_at = 0.0, math.inf
+        self._completed = 0
+        """The last complete step of workers that have ended."""
         os.environ[STARTED] = str(time.time())
         for number in (*STOP_SIGNALS, signal.SIGINT) if config.checkpoint.enable else ():
             signal.signal(number, self._catch)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _catch(self, number: int, _: Any) -> None:
-        if number == signal.SIGINT and not self._private:
+        if number == signal.SIGINT and not self._has_begun:
             raise KeyboardInterrupt
         name, now = signal.Signals(number).name, time.monotonic()
         if now > self._signaled_at + SAME_REQUEST_SECONDS:
@@ -68,15 +71,18 @@ class Stopping:
         if not self.reason:
             self.reason = CTRL_C if number == signal.SIGINT else f"{name} to the launcher"
             self._asked_at = now
-        if not self._private:
+        if not self._has_begun:
             raise Stopped(self._early())
 
     def begin(self, private: Path) -> None:
         """Leave a request to the workers that start now, with their files in `private`."""
+        self._has_begun = True
         self._private = private
+        self._completed = 0
 
     def finish(self) -> None:
-        """The workers have ended."""
+        """Signals are requests still: after a failure, none of them lets another attempt begin."""
+        self._completed = self._last_step()
         self._private = None
 
     def poll(self, node: Node) -> None:
@@ -122,10 +128,13 @@ class Stopping:
                 os.kill(page.pid, signal.SIGKILL)
         raise Stopped(self._early())
 
+    def _last_step(self) -> int:
+        pages = read_pages(self._private).values() if self._private else ()
+        return max([self._completed, *(page.completed for page in pages)])
+
     def _early(self) -> EarlyExit:
         """Return the early exit of ranks that could not record it."""
-        pages = read_pages(self._private).values() if self._private else ()
-        step = max((page.completed for page in pages), default=0)
+        step = self._last_step()
         saved = latest_complete(checkpoint_root(self._config)) or 0
         lost = max(0, step - saved)
         return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)

@@ -4,17 +4,19 @@ One value for the process, with the names of the profiler's regions. The file is
 process is stopped, keeps the GIL, or is dead. No torch before the first phase.
 """
 
+import faulthandler
 import json
 import mmap
 import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from titanlite.runtime.rank_files import PAGE
+from titanlite.runtime.rank_files import PAGE, STACK, own_file
 
 HALF_BYTES = 2048
 """A page is two halves, written in turn: a process that is stopped or killed while it writes leaves one whole."""
@@ -118,6 +120,14 @@ class OwnPage(Page):
 
 
 OWN_PAGE = OwnPage()
+
+
+def share_own_page(environ: Mapping[str, str]) -> None:
+    """Show this worker's page to its launcher, which signals processes that have one for their stacks."""
+    page, stack = own_file(environ, PAGE), own_file(environ, STACK)
+    if page and stack:
+        faulthandler.register(signal.SIGUSR2, stack.open("w"))
+        OWN_PAGE.share(page)
 
 
 def read_page(file: Path) -> Page | None:

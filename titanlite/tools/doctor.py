@@ -14,17 +14,18 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, format_bytes, format_table
+from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
+from titanlite.runtime.page import share_own_page
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
@@ -61,38 +62,46 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     environ = dict(os.environ)
     job, nodes, device, processes = launcher.find_job(load(parse_command_line(overrides, environ)), environ)
     from titanlite.fault.status import Ended
+    from titanlite.launch.attempts import Attempt, Attempts, leaving
     from titanlite.launch.failure import first_failure
     from titanlite.launch.node import Node
     from titanlite.launch.workers import Signaled, Workers
 
-    ranks = range(nodes.rank * processes, (nodes.rank + 1) * processes)
     environ = {DEVICE: device, ATTEMPT: "1", **launcher.worker_environment(nodes, processes, environ)}
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
         folder = Path(name)
-        node = Node(nodes, processes, job.config, folder)
-        node.meet()
-        part = to_toml(job.given), ranks, job.layout.world, node.address
-        workers = Workers(overrides, *part, folder, folder, environ, __name__)
+        here = job.config.job.model_copy(update={"dump_folder": name})
+        config = job.config.model_copy(update={"job": here})
+        node = Node(nodes, processes, config, folder)
+
+        def work(attempt: Attempt, watch: Callable[[], None]) -> Ended:
+            part = to_toml(job.given), attempt.ranks, attempt.world, node.address
+            workers = Workers(overrides, *part, folder, folder, environ, __name__)
+            exits, reason = workers.run(watch)
+            failure = first_failure(exits, folder, folder, socket.gethostname())
+            if 0 in attempt.ranks:
+                log = rank_log(folder, 0).read_text(encoding="utf-8", errors="replace")
+                print(log.partition(FAILED_MARK)[0], end="", flush=True)
+            elif not failure and not reason:
+                print("titanlite: node 0 prints the result")
+            return Ended(failure, over=bool(failure or reason))
+
         try:
-            exits, _ = workers.run(node.poll)
+            with leaving(node):
+                verdict = Attempts(node, config, folder, work).run(node.meet())
         except Signaled as signaled:
             return 128 + signaled.number
-        failure = first_failure(exits, folder, folder, socket.gethostname())
-        if 0 in ranks:
-            log = rank_log(folder, 0).read_text(encoding="utf-8", errors="replace")
-            print(log.partition(FAILED_MARK)[0], end="")
-        if failure:
-            print(failure.describe(rank_log(folder, failure.rank)), file=sys.stderr)
-        elif 0 not in ranks:
-            print("titanlite: node 0 prints the result")
-        verdict = node.settle(Ended(failure, over=bool(failure)))
-    return FAILED if verdict.code is None else verdict.code
+        for stacks in folder.glob("logs/hang-*.txt"):
+            print(stacks.read_text(encoding="utf-8"))
+    assert verdict.code is not None  # it is not tried again
+    return verdict.code
 
 
 def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     """Be a worker: print on rank 0 a table of the ranks and the times of their network."""
     import torch
 
+    from titanlite.fault.beat import Heart
     from titanlite.observe.memory import machine_bytes
     from titanlite.observe.run_folder import git_revision
     from titanlite.parallel.mesh import build_mesh
@@ -102,6 +111,8 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
 
     device, private = pick_device(job.config.job.device, rank.local_rank), Path(environ[RESOLVED_CONFIG]).parent
     with process_group(rank, device, job.config.comm, private, dict(environ)):
+        heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
+        heart.start()
         revision = git_revision() if rank.local_rank == 0 else None
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
         facts = gather_facts(facts_of(job, rank, device, revision, machine), rank.world)
@@ -116,6 +127,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         if rank.rank == 0:
             wrong = any(line.startswith("warning") for line in lines)
             print("\n".join([f"mesh       {job.layout}", *lines, *["nothing looks wrong"] * (not wrong)]))
+    heart.end()
 
 
 def facts_table(facts: Sequence[Facts]) -> str:
@@ -166,6 +178,7 @@ def _read_traces(folder: Path) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    share_own_page(os.environ)
     from titanlite.train import worker
 
     code = worker.main(sys.argv[1:], examine)

@@ -14,14 +14,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
-    from titanlite.runtime.page import OWN_PAGE
-    from titanlite.runtime.rank_files import PAGE, STACK, own_file
+    from titanlite.runtime.page import share_own_page
 
     replace_unprintable()
-    if (page := own_file(os.environ, PAGE)) and (stack := own_file(os.environ, STACK)):
-        # Before torch takes its seconds: the launcher signals processes that have a page.
-        faulthandler.register(signal.SIGUSR2, stack.open("w"))
-        OWN_PAGE.share(page)
+    share_own_page(os.environ)  # before torch takes its seconds
     from titanlite.train.worker import main
 
     code = main(sys.argv[1:])
