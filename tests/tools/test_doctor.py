@@ -2,15 +2,17 @@
 
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, environment, finish, start
+from tests.launch.run import ROOT, descendants, environment, finish, start
 from tests.launch.test_nodes import free_port
 from titanlite.tools.doctor import shown_variables
 
@@ -47,6 +49,27 @@ def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tmp_path):
     code, out = finish(start([*TINY, "--training.stepz=1"], tmp_path, "titanlite doctor", NGPU="2"))
     assert code == 2 and "did you mean training.steps?" in out
     assert "environment of rank 0" not in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_under_the_doctor_is_named_with_its_stack_and_no_file_is_left(tmp_path):
+    options = [*TINY, "--model.package=injured", "--comm.init_timeout_seconds=12"]
+    run = start(options, tmp_path / "none", "titanlite doctor", NGPU="2", INJURY="sleep:start:1:0")
+    code, out = finish(run)
+    assert code == 1 and "the run hangs: no rank moved for 12 s (comm.init_timeout_seconds). " in out, out
+    assert "in suffer" in out and "Traceback" not in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_doctor_with_130_and_without_a_traceback(tmp_path):
+    run = start([*TINY, "--model.package=injured"], tmp_path, "titanlite doctor", INJURY="sleep:start:0:0", NGPU="1")
+    while len(descendants(run.pid)) < 1:
+        time.sleep(0.1)
+    time.sleep(1)
+    run.send_signal(signal.SIGINT)
+    code, out = finish(run)
+    assert code == 130 and "Traceback" not in out, out
 
 
 @pytest.mark.long
