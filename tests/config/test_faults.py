@@ -86,6 +86,7 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (["--model.overrides.dim", "100"], "      dim 100 must be a multiple of 2 x n_heads 8"),
         (["--model.overrides.n_heads", "0"], "n_heads: must be greater than or equal to 1"),
         (["--model.overrides.n_layers", "0"], "n_layers: must be greater than or equal to 1"),
+        (["--model.overrides.norm_eps", "0"], "norm_eps: must be greater than or equal to 1e-30"),
         (["--model.overrides.vocab_size", "128"], "byte tokenizer's 256 tokens do not fit"),
         (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
         (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD does not use this key"),
@@ -336,7 +337,8 @@ def test_a_key_given_twice_is_named_with_its_file_and_line(text, says, tmp_path)
         (b"training:\n  steps: 3\n", "a.toml", "is YAML; titanlite reads TOML in UTF-8"),
         (b"steps: 3\n", "a.yaml", "is YAML"),
         ("[training]\nsteps = 3".encode("utf-16"), "a.toml", "is text in UTF-16"),
-        (b"# caf\xe9\n[training]\n", "a.toml", "cannot be read as TOML: 'utf-8' codec can't decode"),
+        (b"[job]\n# caf\xe9\n", "a.toml", "line 2 is not UTF-8 (byte 0xe9); save the file as UTF-8"),
+        (b"\xef\xbb\xbf[job]\r\n\r\n# caf\xe9\r\n", "a.toml", "line 3 is not UTF-8 (byte 0xe9)"),
     ],
 )
 def test_a_file_in_another_format_is_named_as_such(tmp_path, content, name, says):

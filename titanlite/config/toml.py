@@ -27,7 +27,11 @@ def read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(text := file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        what = f"line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
+        raise UserError(f"{what}; save the file as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise UserError(_given_twice(f"{error}", text) or f"cannot be read as TOML: {error}") from None
 
 

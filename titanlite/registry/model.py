@@ -208,9 +208,10 @@ class ModelSpec:
                 ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"]
                 for e in error.errors()
             )
-            raise UserError(
-                faults.replace("Value error, ", "").replace("Input should be", "must be")
-            ) from None
+            faults = faults.replace("Value error, ", "").replace("Input should be", "must be")
+            # pydantic writes 1e-30 with thirty digits.
+            faults = re.sub(r"0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", faults)
+            raise UserError(faults) from None
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
