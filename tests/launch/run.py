@@ -21,9 +21,10 @@ CLEARED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"
 
 
 def environment(**extra: str) -> dict[str, str]:
+    """Return the variables of a command that is started: without GPUs, which tests that want some give it."""
     variables = {k: v for k, v in os.environ.items() if k not in CLEARED and not k.startswith(("SLURM_", "PET_"))}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), OUTSIDE])
-    return {**variables, "OMP_NUM_THREADS": "1", **extra}
+    return {**variables, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 def start(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,19 +131,25 @@ def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(p
 @pytest.mark.parametrize("technique", [*TECHNIQUES, *JUDGED])
 def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled):
     options = (TECHNIQUES | JUDGED)[technique].split()
+    if technique.startswith("experts"):  # in float32 grouped_mm is a loop, whose sizes the host reads
+        options.append("--training.mixed_precision_param=bfloat16")
     argv = [*TINY, *STEPS, *options, "--job.device=cuda", f"--job.dump_folder={tmp_path}"]
     tested = job([*argv, *["--compile.enable"] * compiled], 1)
     rank_info, device = RankInfo(0, 1, 0, "localhost"), torch.device("cuda", 0)
-    with process_group(rank_info, device, tested.config.comm, Path(tmp_path), {}):
-        run = Trainer(tested, rank_info, device, logging.Logger("quiet"))
-        original = run.train_step
+    try:
+        with process_group(rank_info, device, tested.config.comm, Path(tmp_path), {}):
+            run = Trainer(tested, rank_info, device, logging.Logger("quiet"))
+            original = run.train_step
 
-        def checked() -> None:
-            torch.cuda.set_sync_debug_mode("error" if run.step in (3, 4) else "default")
-            try:
-                original()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            def checked() -> None:
+                torch.cuda.set_sync_debug_mode("error" if run.step in (3, 4) else "default")
+                try:
+                    original()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
 
-        run.train_step = checked  # type: ignore[method-assign]
-        run.train()
+            run.train_step = checked  # type: ignore[method-assign]
+            run.train()
+    finally:  # of a test that fails too, or all that follow it would
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""On GPUs, ranks call the same collectives in the same order, and a step waits for the device as often as stated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.gpu.fake_gpu import Event, Trace, mismatches
+from tests.lanes import sample
+
+STEPS = "--training.steps=4 --training.seq_len=64 --training.local_batch_size=4"  # steps 2 and 3 are not logged
+MOE = "--config debug_moe.toml --training.global_batch_size=-1 --parallelism.expert_parallel_degree=2"
+PIPELINE = "--config debug_pp.toml"
+SKIPPING = "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip --fault.spike_window=2"
+FLAGS = {"event": 1}
+"""The flags of the step before, which bound the host's lead to one step."""
+READS = {"stream": 1, "D2H of pageable memory": 1}
+"""The sizes of an all-to-all."""
+ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
+    # name: (GPUs, options, waits of a step that is not logged)
+    "FSDP": (2, "", FLAGS),
+    "HSDP": (4, "--parallelism.data_parallel_replicate_degree=2", FLAGS),
+    "tensor parallel": (2, "--parallelism.tensor_parallel_degree=2", FLAGS),
+    "context parallel": (2, "--parallelism.context_parallel_degree=2", FLAGS),
+    "Ulysses": (
+        2,
+        "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses",
+        FLAGS,
+    ),
+    "expert parallel": (2, MOE, FLAGS | dict.fromkeys(READS, 4)),
+    "expert parallel, recomputed": (
+        2,
+        f"{MOE} --activation_checkpoint.mode=full",
+        FLAGS | dict.fromkeys(READS, 8),
+    ),
+    "GPipe": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=GPipe", FLAGS),
+    "1F1B": (2, PIPELINE, FLAGS),
+    "Interleaved1F1B": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B", FLAGS),
+    "ZBVZeroBubble": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=ZBVZeroBubble", FLAGS),
+    "DualPipeV": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=DualPipeV", FLAGS),
+    "float8": (2, "--quantize.linear.float8.enable", FLAGS),
+    "float8 rowwise": (
+        2,
+        "--quantize.linear.float8.enable --quantize.linear.float8.recipe_name=rowwise",
+        FLAGS,
+    ),
+    "float8 gathered": (
+        2,
+        "--quantize.linear.float8.enable --quantize.linear.float8.enable_fsdp_float8_all_gather "
+        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        FLAGS,
+    ),
+    # FSDP2's own: each gradient comes down, and the norm goes up to be summed.
+    "offload": (2, "--training.enable_cpu_offload", {"event": 40, "stream": 1, "H2D of pageable memory": 1}),
+    "Muon": (2, "--optimizer.name=Muon", FLAGS),
+    "bfloat16 state": (2, "--optimizer.state_dtype=bfloat16", FLAGS),
+    "skipping": (2, f"{SKIPPING} --training.steps=6", {"event": 2}),
+    "accumulation": (2, "--training.global_batch_size=16", FLAGS),
+    "documents": (2, "--training.document_mask", FLAGS),
+    "HSDP x tensor parallel": (
+        4,
+        "--parallelism.data_parallel_replicate_degree=2 --parallelism.tensor_parallel_degree=2",
+        FLAGS,
+    ),
+    "1F1B x FSDP": (4, f"{PIPELINE} --parallelism.data_parallel_shard_degree=2", FLAGS),
+    "1F1B x tensor parallel": (4, f"{PIPELINE} --parallelism.tensor_parallel_degree=2", FLAGS),
+    "context x tensor parallel": (
+        4,
+        "--parallelism.context_parallel_degree=2 --parallelism.tensor_parallel_degree=2",
+        FLAGS,
+    ),
+    "expert x tensor parallel": (4, f"{MOE} --parallelism.tensor_parallel_degree=2", FLAGS | dict.fromkeys(READS, 4)),
+}
+
+
+@pytest.mark.parametrize("row", sample(ROWS, "FSDP"))
+def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_gpus, tmp_path, row):
+    gpus, options, waits = ROWS[row]
+    ran = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()])
+    assert ran.code == 0, ran.out
+    assert len(ran.traces) == gpus
+    assert mismatches(ran.traces) == []
+    for trace in ran.traces:
+        assert trace.step(3).waits() == waits
+
+
+SAVE = "--checkpoint.enable --checkpoint.interval=2 --checkpoint.async_mode="
+ONCE_IN_A_WHILE = {
+    "validation and a sample": "--validation.enable --validation.freq=2 --validation.steps=2 --generate.at_end",
+    "saves": f"{SAVE}disabled",
+    "saves from page-locked memory": f"{SAVE}async_with_pinned_mem",
+    "a probe of the network and the replicas": "--fault.preflight --parallelism.data_parallel_replicate_degree=2",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ONCE_IN_A_WHILE)
+def test_ranks_agree_on_collectives_of_what_happens_between_steps(train_on_gpus, tmp_path, what):
+    ran = train_on_gpus(tmp_path, 2, [*STEPS.split(), "--generate.tokens=4", *ONCE_IN_A_WHILE[what].split()])
+    assert ran.code == 0, ran.out
+    assert mismatches(ran.traces) == []
+
+
+def _trace(*calls: tuple[str, str, str]) -> Trace:
+    """Return the trace of a rank that made these calls, on a communicator of two."""
+    trace = Trace([Event("communicator", "c", {"ranks": "2"}, "")])
+    for kind, name, count in calls:
+        facts: dict[str, Any] = {"comm": "c", "count": count, "type": "9", "more": "0", "from": "0", "to": "1"}
+        trace.events.append(Event(kind, name, facts, ""))
+    return trace
+
+
+GATHER, REDUCE = ("collective", "all_gather", "8"), ("collective", "all_reduce", "8")
+
+
+@pytest.mark.parametrize(
+    ("calls", "others", "words"),
+    [
+        ([GATHER, REDUCE], [REDUCE, GATHER], "c, collective 0"),
+        ([GATHER], [("collective", "all_gather", "16")], "all_gather of 16"),
+        ([GATHER, REDUCE], [GATHER], "'nothing'"),
+        ([GATHER], [], "only [0] called"),
+        ([("send", "", "8")], [], "+1 sends without a receive"),
+        ([("send", "", "8")], [("receive", "", "4")], "-1 sends without a receive"),
+    ],
+)
+def test_what_ranks_do_not_have_in_common_is_found(calls, others, words):
+    assert words in " ".join(mismatches([_trace(*calls), _trace(*others)]))
+    assert mismatches([_trace(*calls), _trace(*calls)]) == [] or calls[0][0] == "send"
+
+
+def test_waits_are_counted_by_what_the_host_waits_for():
+    copied = {"way": "D2H", "memory": "pageable", "waits": "1"}
+    events = [Event("wait", "", {"for": "event"}, "3 1 forward"), Event("copy", "", copied, "3 2 step")]
+    assert Trace(events).step(3).waits() == Counter({"event": 1, "D2H of pageable memory": 1})
+    assert Trace(events).step(2).waits() == Counter()

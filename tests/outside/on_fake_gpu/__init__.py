@@ -1,0 +1,85 @@
+"""Help a run on fake GPUs (tests/gpu), with --model.package=on_fake_gpu.
+
+The traces get the phases of a step, and at the end the allocator's peaks. Kernels compute nothing, so that the host
+reads zeros: where it needs another value to go on, it gets that here, after the wait for the zeros.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import injured  # noqa: F401
+import torch
+
+from titanlite.parallel import expert_parallel
+from titanlite.runtime.page import OwnPage
+from titanlite.train import trainer
+
+
+def mark(text: str) -> None:
+    ctypes.CDLL("libcuda.so.1").fake_gpu_mark(text.encode())
+
+
+def mark_phases() -> None:
+    stand_in = OwnPage.stand_in
+
+    def marked(self: Any, phase: str) -> None:
+        mark(f"{self.step} {self.sequence} {phase}")
+        if phase == "end":
+            mark(f"peak {torch.cuda.max_memory_allocated()} {torch.cuda.max_memory_reserved()}")
+        stand_in(self, phase)
+
+    mock.patch.object(OwnPage, "stand_in", marked).start()
+
+
+def reading(method: str, value: Any, function: Callable, *arguments: Any) -> Any:
+    """Call the function, in which this method of tensors on the device returns the value."""
+    original = getattr(torch.Tensor, method)
+
+    def read(tensor: torch.Tensor) -> Any:
+        zeros = original(tensor)
+        return value if tensor.is_cuda else zeros
+
+    with mock.patch.object(torch.Tensor, method, read):
+        return function(*arguments)
+
+
+def choose_experts_evenly() -> None:
+    dispatch = expert_parallel._dispatch
+
+    def even(group: Any, compute: Any, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        sizes = [len(tokens) // group.size()] * group.size()
+        return reading("tolist", [sizes, sizes], dispatch, group, compute, tokens, counts)
+
+    mock.patch.object(expert_parallel, "_dispatch", even).start()
+
+
+def find_tokens_to_validate() -> None:
+    validate = trainer.validation_loss
+
+    def validated(*arguments: Any) -> float | None:
+        return reading("tolist", [1.0, 1.0], validate, *arguments)
+
+    mock.patch.object(trainer, "validation_loss", validated).start()
+
+
+def vote_for_known_shapes() -> None:
+    """Since torch 2.14 the stages of a pipeline vote on how they find the shapes of what they send."""
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    vote: Any = getattr(_PipelineSchedule, "_warmup_p2p", None)
+
+    def voted(*arguments: Any) -> None:
+        reading("item", 1, vote, *arguments)
+
+    if vote:
+        mock.patch.object(_PipelineSchedule, "_warmup_p2p", voted).start()
+
+
+if "RANK" in os.environ:  # never in the launcher, which imports this too
+    mark_phases()
+    choose_experts_evenly()
+    find_tokens_to_validate()
+    vote_for_known_shapes()
