@@ -22,6 +22,17 @@ class UserError(Exception):
 
     code = REFUSED
 
+    def __init__(self, why: str = "", key: str = "", value: str | None = None) -> None:
+        """Take the key and its value where readers need them apart; elsewhere the message has them."""
+        super().__init__(why)
+        self.why, self.key, self.value = why, key, value
+
+    def __str__(self) -> str:
+        if not self.key:
+            return self.why
+        title = self.key if self.value is None else f'{self.key} = "{self.value}"'
+        return f"{title} {self.why}" if self.why.startswith("is ") else f"{title}: {self.why}"
+
 
 class RunFailed(UserError):
     """A run that had started cannot continue: its data ended, a save failed, a loss was not finite."""

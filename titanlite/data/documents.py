@@ -90,21 +90,21 @@ def standard_library(held_out: bool) -> Documents:
     )
 
 
-def text_files(origin: str, path: str) -> Documents:
+def text_files(origin: str, path: str, value: str | None = None) -> Documents:
     """Find a text file, or all below a folder.
 
-    `origin` is the config key or argument to name in an error.
+    `origin` is the config key, with its value, or the argument to name in an error.
     """
     root = Path(path)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
-            raise UserError(f"{origin}: {path} is not one of {', '.join(SUFFIXES)}")
+            raise UserError(f"{path} is not one of {', '.join(SUFFIXES)}", origin, value)
         if not root.stat().st_size:
-            raise UserError(f"{origin}: the file is empty (0 bytes)")
+            raise UserError("the file is empty (0 bytes)", origin, value)
         documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
         if _is_closed(root):
-            raise UserError(f"{origin}: no permission to read this folder")
+            raise UserError("no permission to read this folder", origin, value)
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         visible = [
             p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)
@@ -118,9 +118,10 @@ def text_files(origin: str, path: str) -> Documents:
         )
         documents = replace(documents, skipped=tuple(skipped))
     else:
-        raise UserError(f"{origin}: there is no such folder or file")
+        raise UserError("there is no such folder or file", origin, value)
     if not sum(documents.sizes):
-        raise UserError(f"{origin}: no text there (looked for {', '.join(SUFFIXES)} files)")
+        why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
+        raise UserError(why, origin, value)
     return documents
 
 

@@ -28,14 +28,12 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
     if name == "text":
-        return text_files(f'{key}.dataset_path = "{path}"', path)
+        return text_files(f"{key}.dataset_path", path, path)
     if name == "tokens":
         return None
     hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
-    raise UserError(
-        f'{key}.dataset = "{name}" is not a data set{hint} Legal: {", ".join(NAMES)}, '
-        "or a data set of the Hugging Face hub: OWNER/NAME"
-    )
+    legal = f"{', '.join(NAMES)}, or a data set of the Hugging Face hub: OWNER/NAME"
+    raise UserError(f"is not a data set{hint} Legal: {legal}", f"{key}.dataset", name)
 
 
 def open_source(

@@ -50,11 +50,13 @@ class JsonTokenizer:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(
-                f'{origin} = "{folder}": cannot read tokenizer.json there: {error.strerror}. '
+                f"cannot read tokenizer.json there: {error.strerror}. "
                 "transformers makes one from vocab.json and the like: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). "
                 'To fetch one: hf download REPO --include "tokenizer*" '
-                f"--local-dir {shlex.quote(str(folder))}"
+                f"--local-dir {shlex.quote(str(folder))}",
+                origin,
+                str(folder),
             ) from None
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import sysconfig
 import tempfile
@@ -91,11 +90,9 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
         try:
             function(*arguments)
         except UserError as error:
-            match = re.fullmatch(r'((\S+) = "[^"]*"):? (.*)', str(error), re.DOTALL)
-            title, key, why = match.groups() if match else (f"{arguments[0]}", "", f"{error}")
-            entry = loaded.entries.get(key)
-            is_given = entry and title == f'{key} = "{entry.value}"'  # not in a mixture
-            found.append(entry.fault(key, why) if entry and is_given else ConfigFault(title, why))
+            entry = loaded.entries.get(error.key)
+            origin = entry.origin if entry and entry.value == error.value else ""  # not in a mixture
+            found.append(ConfigFault(error.key or f"{arguments[0]}", error.why, error.value, origin))
     return found
 
 
@@ -107,7 +104,7 @@ def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
 
 def _require_path(section: str, path: str) -> None:
     if not Path(path).exists():
-        raise UserError(f'{section}.dataset_path = "{path}": there is no such folder or file')
+        raise UserError("there is no such folder or file", f"{section}.dataset_path", path)
 
 
 def _check_without_model(check: Check, job: Job, device: str) -> None:
