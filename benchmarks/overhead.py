@@ -234,11 +234,14 @@ def main() -> None:
             write_tokens(data(folder), VOCAB, TOKENS)
             turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas, model)
             found[f"{model}, ranks {ranks}"] = turns | peaks(ranks, Path(folder), arguments.replicas, model)
-    if not arguments.replicas:
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            found["start-up"] = start_up(Path(folder))
     if arguments.json:
         keep(arguments.json, "replicas" if arguments.replicas else "overhead", found)
+    if arguments.replicas:
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        found = start_up(Path(folder))
+    if arguments.json:
+        keep(arguments.json, "start-up", found)
 
 
 if __name__ == "__main__":

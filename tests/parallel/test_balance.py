@@ -99,6 +99,9 @@ def test_a_step_s_balance_is_that_of_one_process(pool, tmp_path, balance, way):
         assert (bias is None) == (balance == "sequence") and counts.unique().numel() > 2
         assert bias is None or (bias.dtype == torch.float32 and torch.allclose(bias.double(), centered, atol=1e-8))
     assert all((record["auxiliary_loss"] > 0) == (balance == "sequence") for record in expected["records"])
+    for record, step in zip(expected["records"], expected["counted"], strict=True):
+        loads = [max(counts) * len(counts) / tokens for counts in step.values()]
+        assert record["expert_load_max"] == pytest.approx(max(loads)), "of the layer with the worst"
 
 
 def one_step(run: Trainer, poison: bool = False) -> dict[str, torch.Tensor]:
