@@ -20,11 +20,8 @@ import numpy as np
 from titanlite.config.job import Job
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
-from titanlite.planner.record import KINDS, Collective, Operation, Recording
+from titanlite.planner.record import KINDS, Operation, Recording
 from titanlite.planner.rehearse import Rehearsal
-
-Key = tuple[str, str, Collective | None, bool]
-"""Equal for operations that pair off: see `_key`."""
 
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
@@ -54,8 +51,8 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
 
 def _shallow_jobs(job: Job) -> list[Job]:
     """Return the same job with few blocks and with a period more, or nothing if it must be rehearsed whole."""
-    period, edge, layers = _period(job), _edge(job), job.shape.layers
-    fewest = 2 * edge + period + layers % period
+    period, layers = _period(job), job.shape.layers
+    fewest = 2 * _edge(job) + period + layers % period
     field = _layers_field(job)
     if layers <= fewest + period or not field or not _is_affine(job):
         return []
@@ -122,38 +119,36 @@ def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> R
 
 def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: int) -> list[Operation] | None:
     """Extrapolate a section: its operations pair off from the start and from the end, and those between repeat."""
-    extra, short_keys, long_keys = len(long) - len(short), [_key(o) for o in short], [_key(o) for o in long]
-    a, b = _values(short), _values(long)
+    extra = len(long) - len(short)
     start = _interior(short, long, edge)
     end = start + extra
-    repeated = short_keys[start:end]
-    if extra < 0 or end > len(short) or long_keys != [*short_keys[:end], *repeated, *short_keys[end:]]:
+    repeated = [*short[:end], *short[start:]]
+    if extra < 0 or end > len(short) or [*map(_key, repeated)] != [*map(_key, long)]:
         return None
+    a, b = _values(short), _values(long)
     costs = slice(2, 5)  # of blocks: FLOPs, bytes that are moved and communicated
-    if (
-        extra
-        and _number(short[0]) >= 0
-        and (b[:, costs] != np.concatenate([a[:end], a[start:end], a[end:]])[:, costs]).any()
-    ):
+    if extra and _number(short[0]) >= 0 and (b[:, costs] != _values(repeated)[:, costs]).any():
         return None
     one, first, second = a[start:end], b[start:end], b[end : end + extra]
-    keys = [*short_keys[:start], *repeated * (steps + 1), *short_keys[end:]]
     values = [
         a[:start] + (b[:start] - a[:start]) * steps,
         *(one + (first - one) * steps + (second - first) * turn for turn in range(steps + 1)),
         a[end:] + (b[end + extra :] - a[end:]) * steps,
     ]
-    return _operations(keys, np.concatenate(values))
+    like = [*short[:start], *short[start:end] * (steps + 1), *short[end:]]
+    return [*map(_operation, like, np.concatenate(values).tolist())]
 
 
 def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
     """Return where a section of a short recording begins to repeat: `edge` blocks inside, else in the middle."""
-    blocks, more = ([*dict.fromkeys(map(_number, section))] for section in (short, long))
+    numbers = [*map(_number, short)]
+    blocks = [*dict.fromkeys(numbers)]
     if len(blocks) == 1:
         return (2 * len(short) - len(long)) // 2
+    if blocks[0] < blocks[-1]:
+        return numbers.index(blocks[edge])
     # A group of fewer blocks than the others is the last: the backward pass begins with it.
-    first = edge if blocks[0] < blocks[-1] else 2 * len(blocks) - len(more) - edge
-    return [_number(operation) for operation in short].index(blocks[first])
+    return numbers.index(blocks[2 * len(blocks) - len({*map(_number, long)}) - edge])
 
 
 def _section(operation: Operation) -> Any:
@@ -170,8 +165,8 @@ def _number(operation: Operation) -> int:
     return int(operation.phase.rpartition(" ")[2]) if operation.phase[-1].isdigit() else -1
 
 
-def _key(operation: Operation) -> Key:
-    """Return an operation's phase without the number of its block, and what kind of operation it is."""
+def _key(operation: Operation) -> Any:
+    """Return what is equal for operations that pair off: the phase without its block, and the kind of operation."""
     collective = operation.collective and dataclasses.replace(operation.collective, bytes=0)
     return _phase(operation), operation.dtype, collective, operation.awaits
 
@@ -184,15 +179,12 @@ def _values(section: list[Operation]) -> np.ndarray:
     return np.array([*rows], dtype=np.int64)
 
 
-def _operations(keys: list[Key], values: np.ndarray) -> list[Operation]:
-    """Undo `_key` and `_values`."""
-    operations = []
-    for (phase, dtype, collective, awaits), row in zip(keys, values.tolist(), strict=True):
-        number, live, flops, moved, size, *by_kind = row
-        phase = f"{phase} {number}" if number >= 0 else phase
-        collective = collective and dataclasses.replace(collective, bytes=size)
-        operations.append(Operation(phase, live, flops, dtype, moved, collective, awaits, tuple(by_kind)))
-    return operations
+def _operation(like: Operation, values: list[int]) -> Operation:
+    """Return an operation with a row of values."""
+    number, live, flops, moved, size, *by_kind = values
+    phase = f"{_phase(like)} {number}" if number >= 0 else like.phase
+    collective = like.collective and dataclasses.replace(like.collective, bytes=size)
+    return Operation(phase, live, flops, like.dtype, moved, collective, like.awaits, tuple(by_kind))
 
 
 def _repeat_middle(recording: Recording, job: Job) -> Recording:

@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +101,15 @@ def find_checkpoint(path: Path) -> Path:
     return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
 
 
+def whole_manifest(folder: Path, contents: Collection[str] | None = _DOCUMENTS, then: str = "") -> Manifest:
+    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their sizes, and those in
+    `contents` (None: all) byte for byte."""
+    manifest = read_manifest(folder)
+    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
+        raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
+    return manifest
+
+
 def _ls(arguments: Namespace) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
@@ -141,9 +150,7 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
 
 def _show(arguments: Namespace) -> int:
     folder = find_checkpoint(arguments.folder)
-    manifest, (mesh, versions) = read_manifest(folder), _environment(folder)
-    if problems := faults(folder, manifest, _DOCUMENTS):
-        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(problems)}")
+    manifest, (mesh, versions) = whole_manifest(folder), _environment(folder)
     position = read_state(folder)["position"]
     position = {name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()}
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
@@ -165,36 +172,38 @@ def _show(arguments: Namespace) -> int:
 
 
 def _diff(arguments: Namespace) -> int:
-    from titanlite.checkpoint.load import load_tensors
-
     sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
-    a, b = manifests = [read_manifest(side) for side in sides]
-    rows: list[tuple[str, str]] = []
-    names = sorted(a.tensors.keys() | b.tensors.keys())
-    for name in names:
-        if name not in a.tensors or name not in b.tensors:
-            rows.append((name, f"only in {sides[name in b.tensors]}"))
-            continue
-        tensors = a.tensors[name], b.tensors[name]
-        kind_a, kind_b = (f"{tensor.dtype} {[*tensor.shape]}" for tensor in tensors)
-        if kind_a != kind_b:
-            rows.append((name, f"{kind_a}, {kind_b}"))
-        else:
-            pairs = zip(sides, manifests, strict=True)
-            tensor_a, tensor_b = (load_tensors(side, [name], manifest)[name] for side, manifest in pairs)
-            if not tensor_a.equal(tensor_b):
-                distance = (tensor_a.double() - tensor_b.double()).abs()
-                count = f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers"
-                rows.append((name, f"{count}, by {distance.max():.3g} at most"))
-    numbers_a, numbers_b = (read_state(side)["numbers"] for side in sides)
-    different_numbers = sum(numbers_a.get(key) != numbers_b.get(key) for key in numbers_a.keys() | numbers_b.keys())
-    if not rows and not different_numbers:
+    manifests = [*map(read_manifest, sides)]
+    names = sorted({name for manifest in manifests for name in manifest.tensors})
+    differences = [(name, _difference(name, sides, manifests)) for name in names]
+    rows = [row for row in differences if row[1]]
+    a, b = (read_state(side)["numbers"] for side in sides)
+    numbers = sum(a.get(key) != b.get(key) for key in a.keys() | b.keys())
+    if not rows and not numbers:
         print(f"the same {len(names)} tensors")
         return 0
     if rows:
         _print_table(("tensor", "differs"), rows[:_SHOWN_DIFFERENCES])
-    print(f"{len(rows)} of {len(names)} tensors differ, and {different_numbers} of the optimizer's scalars")
+    print(f"{len(rows)} of {len(names)} tensors differ, and {numbers} of the optimizer's scalars")
     return 1
+
+
+def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest]) -> str:
+    """Describe how a tensor of two checkpoints differs, or return an empty string."""
+    from titanlite.checkpoint.load import load_tensors
+
+    kinds = []
+    for manifest, other in zip(manifests, reversed(sides), strict=True):
+        if name not in manifest.tensors:
+            return f"only in {other}"
+        kinds.append(f"{manifest.tensors[name].dtype} {[*manifest.tensors[name].shape]}")
+    if kinds[0] != kinds[1]:
+        return ", ".join(kinds)
+    a, b = (load_tensors(side, [name], manifest)[name] for side, manifest in zip(sides, manifests, strict=True))
+    if a.equal(b):
+        return ""
+    distance = (a.double() - b.double()).abs()
+    return f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers, by {distance.max():.3g} at most"
 
 
 def _export(arguments: Namespace) -> int:
@@ -202,9 +211,7 @@ def _export(arguments: Namespace) -> int:
     _refuse_existing(target)
     if committed(target.absolute().parent):
         hold_run(target)
-    manifest = read_manifest(folder)
-    if problems := faults(folder, manifest, manifest.files if arguments.verify == "full" else ()):
-        raise CorruptCheckpoint(f"{folder} is damaged; nothing was exported:{some_of(problems)}")
+    manifest = whole_manifest(folder, None if arguments.verify == "full" else (), "; nothing was exported")
     import torch
 
     from titanlite.checkpoint.commit import clear_leftovers

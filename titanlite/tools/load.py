@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.checkpoint.manifest import (
-    CONFIG,
-    ENVIRONMENT,
-    STATE,
-    CorruptCheckpoint,
-    committed,
-    faults,
-    read_manifest,
-)
+from titanlite.checkpoint.manifest import CONFIG, committed
 from titanlite.checkpoint.resume import checkpoint_root, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
-from titanlite.errors import UserError, some_of
-from titanlite.tools.checkpoint import find_checkpoint, saved_root
+from titanlite.errors import UserError
+from titanlite.tools.checkpoint import find_checkpoint, saved_root, whole_manifest
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -69,7 +61,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
         if not committed(checkpoint):
             raise UserError(f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint")
     folder = find_checkpoint(checkpoint)
-    _refuse_damage(folder, [CONFIG, ENVIRONMENT, STATE])
+    whole_manifest(folder)
     if job:
         return job, folder
     own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine may lack that one's device
@@ -89,7 +81,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate
 
-    _refuse_damage(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
+    whole_manifest(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
     check_model(
         folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
     )
@@ -97,11 +89,3 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     allocate(model, device)
     load_weights(folder, model)
     return model
-
-
-def _refuse_damage(folder: Path, contents: Collection[str] | None) -> None:
-    """Raise CorruptCheckpoint unless all files are there in their sizes, and those in `contents` (None: all) byte for
-    byte."""
-    manifest = read_manifest(folder)
-    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
-        raise CorruptCheckpoint(f"{folder} is damaged:{some_of(damage)}")

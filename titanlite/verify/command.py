@@ -126,12 +126,13 @@ def full_table(model: ModelUnderTest) -> Rows:
 def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
     """Return the choices of every column in layouts with the same dimensions of SPLIT_BY."""
     allowed = [layout for layout in layouts if layout in model.layouts]
-    return choices(allowed, [*model.variants], model.documents, **model.layouts[allowed[0]])
+    documents = ("off", "on") if model.spec.core else ("off",)
+    return choices(allowed, [*model.variants], documents, **model.layouts[allowed[0]])
 
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    has = {"imported": model.has_hf_names, "kept whole": model.kept_whole}
+    has = {"imported": model.spec.hf, "kept whole": model.kept_whole}
     has["large"] = any("vocab_size" in override for override in model.overrides)
     return [row for row in rows if has.get(row.extra, True)]
 
@@ -221,7 +222,7 @@ def _introduction(
     for reason in dict.fromkeys(model.refused_layouts.values()) if of_table else ():
         layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
         yield f"skipping layout {', '.join(layouts)}: {reason}"
-    if of_table and "on" not in model.documents:
+    if of_table and not model.spec.core:
         yield "skipping documents: the model names no core of attention that would take them"
     if cached:
         yield f"{cached} rows passed in an earlier run of the same code"

@@ -5,16 +5,17 @@ since masks differ between meshes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, ConfigFault, load, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
-from titanlite.registry import get_model, get_optimizer
+from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
 from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
 CONFIG_FLAGS = ("--config", "--job.config_file")
@@ -49,29 +50,56 @@ class ModelUnderTest:
     """Where it and the optimizer are defined, and the package that registers them if model.package is set."""
     overrides: tuple[str, ...]
     """Its [model] section, and the name of an optimizer of the user's own."""
-    variants: Mapping[str, tuple[str, ...]]
-    """The further overrides of each variant that it has."""
-    kept_whole: str
-    """The override that replicates its small parameters; empty if its table calls all of them so."""
-    every_expert: tuple[str, ...]
-    """The override that sends each token to every expert, if there are any: with bfloat16's rounding a router chooses
-    others, and gradients are not comparable."""
-    tied: bool
-    """Whether the plain variant's output layer shares the embedding's weight."""
-    documents: tuple[str, ...]
-    """The choices of documents: only "off" if no core of attention takes them."""
-    has_hf_names: bool
-    """Whether it can be imported from a Hugging Face folder."""
+    spec: ModelSpec
+    flavor: Any
+    frozen: Sequence[str]
+    """Patterns of what it freezes itself."""
     layouts: Mapping[str, Split]
     """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
     """Layouts that the config's rules refuse for it, or choices there, and why."""
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.spec.rules(self.flavor)
+
+    @property
+    def tied(self) -> bool:
+        """Return whether the plain variant's output layer shares the embedding's weight."""
+        return any(rule.tied for rule in self.rules)
+
+    @property
+    def variants(self) -> dict[str, list[str]]:
+        """Return the further overrides of each variant that it has."""
+        shape, blocks = self.spec.shape(self.flavor), self.spec.blocks
+        frozen = [*self.frozen, *(rule.pattern for rule in self.rules if rule.tensor == "embedding")]
+        frozen.append(f"{blocks}.{min(1, shape.layers - 1)}.*")
+        variants = {"plain": [], "frozen": [f"--model.freeze={toml_value(frozen)}"]}
+        if hasattr(self.flavor, "tied"):
+            other = toml_value(not self.flavor.tied)
+            variants["untied" if self.flavor.tied else "tied"] = [f"--model.overrides.tied={other}"]
+        if shape.experts and getattr(self.flavor, "balance", "bias") != "bias":
+            variants["bias"] = ["--model.overrides.balance=bias"]
+        return variants
+
+    @property
+    def kept_whole(self) -> list[str]:
+        """Return the override that replicates its small parameters, unless its table calls all of them so."""
+        small = [rule.pattern for rule in self.rules if rule.tensor in ("norm", "replicated")]
+        return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"] * (len(small) < len(self.rules))
+
+    @property
+    def every_expert(self) -> list[str]:
+        """Return the override that sends each token to every expert, if there are any: with bfloat16's rounding a
+        router chooses others, and gradients are not comparable."""
+        experts = self.spec.shape(self.flavor).experts
+        return [f"--model.overrides.top_k={experts}"] if experts and hasattr(self.flavor, "top_k") else []
+
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
         line = [*self.overrides, *self.variants[row.variant]]
         if row.extra == "kept whole":
-            line.append(self.kept_whole)
+            line += self.kept_whole
         if row.is_narrow:
             line += self.every_expert
         line += [*row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}"]
@@ -115,7 +143,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if not flavor_given:
         default = "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors))
         model = model.model_copy(update={"flavor": default})
-    fields = asdict(spec.configure(model.flavor, model.overrides))
+    fields = vars(spec.configure(model.flavor, model.overrides))
     overrides = model.overrides | {field: 0.0 for field in fields if "dropout" in field}
     if not flavor_given and "vocab_size" in fields:
         overrides = {"vocab_size": ODD_VOCABULARY} | overrides
@@ -127,34 +155,10 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if optimizer.name not in STEPS:
         section += (f"--optimizer.name={optimizer.name}",)
         name += f" with {optimizer.name}"
-    flavor = spec.configure(model.flavor, model.overrides)
-    rules = spec.rules(flavor)
-    shape = spec.shape(flavor)
-    frozen = [*model.freeze, *(rule.pattern for rule in rules if rule.tensor == "embedding")]
-    frozen.append(f"{spec.blocks}.{min(1, shape.layers - 1)}.*")
-    variants = {"plain": (), "frozen": (f"--model.freeze={toml_value(frozen)}",)}
-    if "tied" in fields:
-        other = toml_value(not fields["tied"])
-        variants["untied" if fields["tied"] else "tied"] = (f"--model.overrides.tied={other}",)
-    if shape.experts and fields.get("balance", "bias") != "bias":
-        variants["bias"] = ("--model.overrides.balance=bias",)
-    has_choice = shape.experts and "top_k" in fields
-    small = [rule.pattern for rule in rules if rule.tensor in ("norm", "replicated")]
     modules = [each.build.partition(":")[0] for each in (spec, optimizer)]
-    layouts, refused = _allowed_layouts(section)
-    return ModelUnderTest(
-        name=name,
-        modules=(*modules, *filter(None, [model.package])),
-        overrides=section,
-        variants=variants,
-        kept_whole=f"--parallelism.fsdp_keep_whole={toml_value(small)}" if len(small) < len(rules) else "",
-        every_expert=(f"--model.overrides.top_k={shape.experts}",) if has_choice else (),
-        tied=any(rule.tied for rule in rules),
-        documents=("off", "on") if spec.core else ("off",),
-        has_hf_names=spec.hf is not None,
-        layouts=layouts,
-        refused_layouts=refused,
-    )
+    modules += filter(None, [model.package])
+    flavor = spec.configure(model.flavor, overrides)
+    return ModelUnderTest(name, (*modules,), section, spec, flavor, model.freeze, *_allowed_layouts(section))
 
 
 def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:

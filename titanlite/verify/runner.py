@@ -136,7 +136,8 @@ class RowRunner:
             path = str(self._folder / f"{'-'.join(key)}.pt")
             overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
             overrides += experts
-            overrides += EXTRAS["large"] * (row.extra == "large")
+            if row.extra == "large":
+                overrides.append(EXTRAS["large"])
             max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
             self._references[key] = path, max_norm
         return self._references[key]

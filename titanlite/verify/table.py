@@ -66,56 +66,55 @@ VARIANTS = ("plain", "tied", "untied", "frozen", "bias")
 CSV = "csv"
 """The schedule that a file gives."""
 
-_AC, _FSDP, _TRAINING = "--activation_checkpoint.", "--parallelism.fsdp_", "--training."
-_CONTEXT, _PIPELINE = "--parallelism.context_parallel_", "--parallelism.pipeline_parallel_"
-_MIXED = [_TRAINING + "mixed_precision_param=", _TRAINING + "mixed_precision_reduce="]
-OVERRIDES: dict[str, dict[str, list[str]]] = {
+_FSDP, _CONTEXT = "--parallelism.fsdp", "--parallelism.context_parallel"
+_SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+_SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option"
+_DTYPE, _PARAM, _REDUCE = "--training.dtype", "--training.mixed_precision_param", "--training.mixed_precision_reduce"
+OVERRIDES: dict[str, dict[str, str]] = {
     "recompute": {
-        "none": [],
-        "full": [_AC + "mode=full"],
-        "op": [_AC + "mode=selective", _AC + "selective_ac_option=op"],
-        "2nd": [_AC + "mode=selective", _AC + "selective_ac_option=2"],
+        "none": "",
+        "full": "--activation_checkpoint.mode=full",
+        "op": f"{_SELECTIVE}=op",
+        "2nd": f"{_SELECTIVE}=2",
     },
     "compile": {
-        "off": [],
-        "aot_eager": ["--compile.enable", "--compile.backend=aot_eager"],
-        "inductor": ["--compile.enable", "--compile.backend=inductor"],
+        "off": "",
+        "aot_eager": "--compile.enable --compile.backend=aot_eager",
+        "inductor": "--compile.enable --compile.backend=inductor",
     },
-    "accumulation": {"1": [], "3": []},
-    "chunks": {"1": [], "3": [_TRAINING + "loss_chunks=3"]},
-    "prefetch": {
-        depth: [f"{_FSDP}forward_prefetch={depth}", f"{_FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
-    },
-    "reshard": {policy: [f"{_FSDP}reshard_after_forward={policy}"] for policy in ("default", "always", "never")},
+    "accumulation": {"1": "", "3": ""},
+    "chunks": {"1": "", "3": "--training.loss_chunks=3"},
+    "prefetch": {n: f"{_FSDP}_forward_prefetch={n} {_FSDP}_backward_prefetch={n}" for n in "012"},
+    "reshard": {policy: f"{_FSDP}_reshard_after_forward={policy}" for policy in ("default", "always", "never")},
     "sequence": {
-        "headtail": [],
-        "none": [_CONTEXT + "load_balancer=none"],
-        "ulysses": [_CONTEXT + "rotate_method=ulysses"],
+        "headtail": "",
+        "none": f"{_CONTEXT}_load_balancer=none",
+        "ulysses": f"{_CONTEXT}_rotate_method=ulysses",
     },
     "schedule": {
-        "1F1B": [],
-        **{name: [f"{_PIPELINE}schedule={name}"] for name in get_args(Schedule) if name != "1F1B"},
-        CSV: [],  # a file in the folder of the tokens
+        "1F1B": "",
+        **{name: f"{_SCHEDULE}={name}" for name in get_args(Schedule) if name != "1F1B"},
+        CSV: "",  # a file in the folder of the tokens
     },
-    "documents": {"off": [], "on": []},  # each sample has three, which the reference reads one by one
+    "documents": {"off": "", "on": ""},  # each sample has three, which the reference reads one by one
     "precision": {
-        "float64": [_TRAINING + "dtype=float64", *(key + "float64" for key in _MIXED)],
-        "float32": [key + "float32" for key in _MIXED],
-        "bfloat16": [_MIXED[0] + "bfloat16", _MIXED[1] + "float32"],
-        "pure bf16": [_TRAINING + "dtype=bfloat16", _MIXED[0] + "bfloat16", _MIXED[1] + "float32"],
+        "float64": f"{_DTYPE}=float64 {_PARAM}=float64 {_REDUCE}=float64",
+        "float32": f"{_PARAM}=float32 {_REDUCE}=float32",
+        "bfloat16": f"{_PARAM}=bfloat16 {_REDUCE}=float32",
+        "pure bf16": f"{_DTYPE}=bfloat16 {_PARAM}=bfloat16 {_REDUCE}=float32",
     },
 }
 """What each choice adds to the command line; what layouts and variants add is computed."""
 SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
 """Columns that stay at their first choice where a layout does not have this dimension."""
-EXTRAS: dict[str, list[str]] = {
-    "": [],
-    "deferred": ["--parallelism.defer_gradient_sync=true"],
-    "kept whole": [],  # computed from the model
-    "offloaded": [_TRAINING + "enable_cpu_offload"],
-    "one slice": [],  # all tokens and labels lie in the first half of the vocabulary
-    "large": ["--model.overrides.vocab_size=32768"],  # a CPU's sum of squares in float32 is off by more than 1e-5
-    "imported": ["--checkpoint.initial_load_in_hf", "--debug.seed=1"],  # the reference's initial weights
+EXTRAS = {
+    "": "",
+    "deferred": "--parallelism.defer_gradient_sync=true",
+    "kept whole": "",  # computed from the model
+    "offloaded": "--training.enable_cpu_offload",
+    "one slice": "",  # all tokens and labels lie in the first half of the vocabulary
+    "large": "--model.overrides.vocab_size=32768",  # a CPU's sum of squares in float32 is off by more than 1e-5
+    "imported": "--checkpoint.initial_load_in_hf --debug.seed=1",  # the reference's initial weights
 }
 """What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
 
@@ -165,17 +164,18 @@ class Row:
 
     def overrides(self) -> list[str]:
         """Return the command line's overrides for this row, without those for its variant of the model."""
-        return [
-            f"--parallelism.data_parallel_replicate_degree={self.mesh.dp_replicate}",
-            f"{_PIPELINE}degree={self.mesh.pp}",
-            *[f"{_PIPELINE}microbatch_size={MICRO_BATCH}"] * (self.mesh.pp > 1),
-            f"{_CONTEXT}degree={self.mesh.cp}",
-            f"--parallelism.tensor_parallel_degree={self.mesh.tp}",
-            f"--parallelism.expert_parallel_degree={self.mesh.ep}",
-            f"--training.local_batch_size={SAMPLES // self.mesh.batch // int(self.accumulation)}",
-            *(flag for column, choices in OVERRIDES.items() for flag in choices[getattr(self, column)]),
-            *EXTRAS[self.extra],
-        ]
+        mesh, flags = self.mesh, [EXTRAS[self.extra]]
+        if mesh.pp > 1:
+            flags.append(f"--parallelism.pipeline_parallel_microbatch_size={MICRO_BATCH}")
+        flags += [of_choice[getattr(self, column)] for column, of_choice in OVERRIDES.items()]
+        return f"""
+            --parallelism.data_parallel_replicate_degree={mesh.dp_replicate}
+            --parallelism.pipeline_parallel_degree={mesh.pp}
+            --parallelism.context_parallel_degree={mesh.cp}
+            --parallelism.tensor_parallel_degree={mesh.tp}
+            --parallelism.expert_parallel_degree={mesh.ep}
+            --training.local_batch_size={SAMPLES // mesh.batch // int(self.accumulation)}
+            {" ".join(flags)}""".split()
 
     def __str__(self) -> str:
         chosen = [f"{column} {getattr(self, column)}" for column in COLUMNS]
