@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from titanlite.layout import DIMENSIONS, Layout  # noqa: E402
 from titanlite.parallel import parallelize  # noqa: E402
-from titanlite.planner.fake_world import fake_world  # noqa: E402
+from titanlite.planner.fake_world import FakeWorld  # noqa: E402
 
 LOSSES = ROOT / "benchmarks" / "loss.jsonl"
 INK, SOFT, LINE, PAPER = "#1f2933", "#5f6b7a", "#d5dbe3", "#ffffff"
@@ -219,7 +219,8 @@ def draw_order() -> str:
 
 def groups_of_rank_0() -> dict[str, tuple[list[int], str]]:
     """Return the ranks of each group of the example's rank 0, and what they share or split."""
-    with fake_world(EXAMPLE) as mesh:
+    with FakeWorld() as world:
+        mesh = world.mesh(EXAMPLE)
         assert mesh.experts and mesh.ep
         found = {name: mesh.world[name].mesh.tolist() for name in DIMENSIONS}
         for name in ("data", "loss", "stage"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
 from titanlite.data.shuffle import RankSlice
+from titanlite.layout import Layout
+from titanlite.parallel.mesh import Mesh
+from titanlite.planner.fake_world import FakeWorld
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.loss import count_valid
 from titanlite.train.summary import describe_start
@@ -104,3 +109,10 @@ def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
     start = describe_start(run)
     run.train()
     return {"weights": weights(run), "log": lines, "start": start, "step": run.step}
+
+
+@contextmanager
+def fake_world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
+    """Be one rank of a layout, without its processes, while the context lasts; yield the layout's mesh."""
+    with FakeWorld() as world:
+        yield world.mesh(layout, rank)

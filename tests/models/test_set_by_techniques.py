@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import TINY, job
+from tests.jobs import TINY, fake_world, job
 from titanlite.models.common.attention import CausalAttention
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.moe import Router
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.parallelize import parallelize
-from titanlite.planner.fake_world import fake_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 TITLE = "## 4. What a technique puts on your modules"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.layouts import WIDE, load_all
 from tests.checkpoint.saved import SAVING, run_until
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer, validated
+from tests.jobs import FLOAT64, QUIET, TINY, fake_world, forward_backward, job, micro_batches, trainer, validated
 from tests.lanes import sample
 from tests.launch.run import finish, start, train
 from tests.models.test_gpt2 import GPT2
@@ -29,12 +29,11 @@ from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.context_parallel import own_positions, rank_chunks
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
-from titanlite.planner.fake_world import fake_world
 from titanlite.runtime.determinism import derive_seed, reseed
 from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
-from titanlite.verify.gather_order import declared_gathers
+from titanlite.verify.step_record import declared_gathers
 
 CP2, TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
 ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"

@@ -18,6 +18,7 @@ from tests.jobs import (
     FLOAT64,
     MOE,
     TINY,
+    fake_world,
     forward_backward,
     full,
     gradients,
@@ -38,14 +39,13 @@ from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
-from titanlite.planner.fake_world import fake_world
 from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.chunked_loss import model_loss
 from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.trainer import Trainer
-from titanlite.verify.gather_order import Group, declared_gathers, recorded
 from titanlite.verify.pool import Pool
+from titanlite.verify.step_record import Group, declared_gathers, recorded
 
 LAYERS, EXPERTS, TOP_K, DIM, TOKENS = 2, 4, 2, 16, 16  # of MOE
 

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from tests.jobs import fake_world
 from titanlite.layout import DIMENSIONS, Layout
-from titanlite.planner.fake_world import fake_world
 
 
 @pytest.mark.parametrize(

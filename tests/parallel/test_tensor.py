@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, trainer, validated
+from tests.jobs import FLOAT64, QUIET, TINY, fake_world, forward_backward, job, micro_batches, trainer, validated
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.parallel import tensor_parallel
 from titanlite.parallel.build import Context, build_model
-from titanlite.planner.fake_world import fake_world
 from titanlite.train.generate import generate
 from titanlite.train.loss import token_loss_sum
 

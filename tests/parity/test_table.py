@@ -37,7 +37,6 @@ from titanlite.verify.table import (
     OVERRIDES,
     SAMPLES,
     SPLIT_BY,
-    VARIANTS,
     Row,
     beyond,
     choices,
@@ -164,7 +163,6 @@ def test_variants_follow_from_the_fields_of_a_model():
     assert [*model_of("--model.flavor=1B").variants] == ["plain", "frozen", "untied"]
     gpt2 = model_of("--model.name=gpt2")
     assert [*gpt2.variants] == ["plain", "frozen"] and gpt2.tied
-    assert {*model_of().variants, "untied", "bias"} == {*VARIANTS}
 
 
 def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):

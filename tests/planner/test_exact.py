@@ -15,7 +15,7 @@ from titanlite.verify.pool import Pool
 from titanlite.verify.runner import PRELOAD
 
 LAYOUTS = [one for one in ROWS[:9] if one.row.mesh.world <= 4]
-MIXED = row("dp2", 11, 0, "--training.loss_chunks=4", precision="bfloat16", variant="frozen")
+MIXED = row("dp2", 11, 0, ["--training.loss_chunks=4"], precision="bfloat16", variant="frozen")
 TECHNIQUES = [ROWS[9], ROWS[10], MIXED]
 
 

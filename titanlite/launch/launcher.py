@@ -166,7 +166,7 @@ def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContex
 
 
 def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
-    from titanlite.planner.start import start_lines  # in the child: the workers' start does not wait for it
+    from titanlite.planner.plan import start_lines  # in the child: the workers' start does not wait for it
 
     gpu = gpu_name() if device == "cuda" else ""
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)

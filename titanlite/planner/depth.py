@@ -3,9 +3,9 @@
 Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the number of
 blocks and in the index of a block, except for the first and last blocks, which are aligned from their end.
 The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
-samples is affine in the same way (one sample is another sequence of operations). Other models are rehearsed
-whole: blocks of different shapes, patterns that name a block, optimizers that take parameters one by one or in
-runs of equal size, and whatever does not pair off.
+samples is affine in the same way (one sample is another sequence of operations). Other models are rehearsed whole:
+flavors without n_layers, blocks of different shapes, patterns that name a block, optimizers that take parameters one
+by one or in runs of equal size, and whatever does not pair off.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
     """Return the same for jobs that differ in nothing but batch and loss chunks: they share the rehearsed models."""
     shallow = _shallow_jobs(jobs[0])
     plans: list[list[Recording]] = []
-    for role in ("first", "last"):
-        rehearsals = [Rehearsal(one, world, role, as_on_cuda) for one in shallow or jobs[:1]]
+    for rank in (0, jobs[0].layout.world - 1):
+        rehearsals = [Rehearsal(one, world, rank, as_on_cuda) for one in shallow or jobs[:1]]
         plans.append([])
         for job in jobs:
             recording, *deeper = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
             if deeper:
                 steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
                 deep = extrapolate(recording, deeper[0], steps, _edge(job))
-                recording = deep or Rehearsal(job, world, role, as_on_cuda).step(job, middle_once=True)
+                recording = deep or Rehearsal(job, world, rank, as_on_cuda).step(job, middle_once=True)
             plans[-1].append(_repeat_middle(recording, job))
         if rehearsals[0].is_even:
             break
@@ -53,10 +53,9 @@ def _shallow_jobs(job: Job) -> list[Job]:
     """Return the same job with few blocks and with a period more, or nothing if it must be rehearsed whole."""
     period, layers = _period(job), job.shape.layers
     fewest = 2 * _edge(job) + period + layers % period
-    field = _layers_field(job)
-    if layers <= fewest + period or not field or not _is_affine(job):
+    if layers <= fewest + period or getattr(job.model, "n_layers", 0) != layers or not _is_affine(job):
         return []
-    flavors = [dataclasses.replace(job.model, **{field: depth}) for depth in (fewest, fewest + period)]
+    flavors = [dataclasses.replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)]
     return [dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
 
 
@@ -71,16 +70,6 @@ def _edge(job: Job) -> int:
     """Return how many of the first and of the last blocks differ from those between: prefetches end there."""
     settings = job.config.parallelism
     return _period(job) * max(1, settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch)
-
-
-def _layers_field(job: Job) -> str:
-    """Return the field of the flavor that sets its number of blocks, or an empty string."""
-    for field in dataclasses.fields(job.model):
-        if getattr(job.model, field.name) == job.shape.layers:
-            deeper = dataclasses.replace(job.model, **{field.name: job.shape.layers + 1})
-            if job.spec.shape(deeper) == dataclasses.replace(job.shape, layers=job.shape.layers + 1):
-                return field.name
-    return ""
 
 
 def _is_affine(job: Job) -> bool:

@@ -2,8 +2,6 @@
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -25,7 +23,7 @@ class FakeWorld:
         gc.freeze()  # a collection before each step, as rehearsals need it, would take 0.2 s
         return self
 
-    def mesh(self, layout: Layout, rank: int = 0, device_type: str = "cpu") -> Mesh:
+    def mesh(self, layout: Layout, rank: int = 0) -> Mesh:
         """Be a rank of a layout; return the layout's mesh."""
         if (rank, layout.world) != (self._rank, self._size):
             self._leave()
@@ -34,7 +32,7 @@ class FakeWorld:
             sys.excepthook = hook
             self._rank, self._size = rank, layout.world
         if layout not in self._meshes:
-            self._meshes[layout] = build_mesh(layout, device_type)
+            self._meshes[layout] = build_mesh(layout, "cpu")
         return self._meshes[layout]
 
     def __exit__(self, *error: object) -> None:
@@ -47,10 +45,3 @@ class FakeWorld:
         if self._size:
             dist.destroy_process_group()
             self._size = 0
-
-
-@contextmanager
-def fake_world(layout: Layout, rank: int = 0, device_type: str = "cpu") -> Iterator[Mesh]:
-    """Be one rank of a layout while the context lasts; yield the layout's mesh."""
-    with FakeWorld() as world:
-        yield world.mesh(layout, rank, device_type)

@@ -78,14 +78,8 @@ def _html(table: Table) -> str:
 def _phases(plan: Plan) -> Iterator[Row]:
     """Yield memory and time of the phases; of very many, neighbors share a row, with the fuller one's memory."""
     phases, starts = [*phases_of(plan.recording)], [0.0]
-    names = {phase["phase"] for phase in phases}
-    computing = [span for span in plan.speed.spans if span.what in names]
-    visits = [(what, next(group).start) for what, group in groupby(computing, key=lambda span: span.what)]
-    for phase in phases:
-        if visits and visits[0][0] == phase["phase"]:
-            starts.append(visits.pop(0)[1])
-        else:
-            starts.append(starts[-1])
+    for start in plan.speed.starts:
+        starts.append(starts[-1] if start is None else start)
     starts = [*starts[1:], _end(plan)]
     each = ceil(len(phases) / MOST_COLUMNS)
     for first in range(0, len(phases), each):

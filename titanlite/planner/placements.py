@@ -18,14 +18,14 @@ from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import describe_placement, local_part
 from titanlite.parallel.parallelize import parallelize
-from titanlite.planner.fake_world import fake_world
+from titanlite.planner.fake_world import FakeWorld
 
 
 def describe(job: Job, per_node: int) -> str:
     """Return a job's mesh and stages, the techniques that are applied, and the placement of rank 0's parameters."""
-    with fake_world(job.layout) as mesh:
+    with FakeWorld() as world:
         model, table = build_model(job)
-        context = Context(job, mesh, table, torch.device("cpu"), build_converters(job))
+        context = Context(job, world.mesh(job.layout), table, torch.device("cpu"), build_converters(job))
         parts, notes = parallelize(model, context)
         stages = ["", stage_table(job.stages), ""] if job.layout.pp > 1 else []
         return "\n".join([*_groups(job, per_node), *stages, *notes, "", _parameters(parts, job)])

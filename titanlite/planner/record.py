@@ -22,6 +22,9 @@ class Collective:
     bytes: int
     """Of the whole tensor: the gathered one, the one before it is scattered."""
 
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.dimension} ({self.ranks} ranks, {self.dtype}, {self.bytes:,} bytes)"
+
 
 @dataclass(frozen=True)
 class Operation:

@@ -41,11 +41,11 @@ from titanlite.train.step import StepRunner
 
 
 class Rehearsal:
-    """A job on its "first" or "last" rank, as it is after its first step; from then on steps are alike."""
+    """A job on one of its ranks, as it is after its first step; from then on steps are alike."""
 
-    def __init__(self, job: Job, world: FakeWorld, role: str = "first", as_on_cuda: bool = True) -> None:
+    def __init__(self, job: Job, world: FakeWorld, rank: int = 0, as_on_cuda: bool = True) -> None:
         check_planned(job)
-        mesh = world.mesh(job.layout, 0 if role == "first" else job.layout.world - 1)
+        mesh = world.mesh(job.layout, rank)
         self._context, self._parts = _skeleton(job, mesh)
         self.is_even = all(_is_even(parameter) for part in self._parts for parameter in part.parameters())
         """Whether every rank has shards of the same shapes."""
@@ -75,10 +75,10 @@ class Rehearsal:
             return _count_step(2, runner, batches, self._guard, self._counting, run)
 
 
-def record_step(job: Job, role: str = "first", as_on_cuda: bool = True) -> Recording:
-    """Return the second step of a job on its "first" or "last" rank."""
+def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
+    """Return the second step of a job on one of its ranks."""
     with FakeWorld() as world:
-        return Rehearsal(job, world, role, as_on_cuda).step(job)
+        return Rehearsal(job, world, rank, as_on_cuda).step(job)
 
 
 def static_bytes(job: Job) -> dict[str, int]:

@@ -60,6 +60,8 @@ class Speed:
     exposed: Mapping[str, float]
     """Seconds of the estimate that compute waits for collectives, by dimension."""
     spans: tuple[Span, ...]
+    starts: tuple[float | None, ...]
+    """When compute begins with each phase of the step; None if it has nothing to do there."""
     tokens: int
     """In a step, of all ranks."""
     world: int
@@ -98,9 +100,9 @@ def speed_of(
     for operation in recording.operations:
         schedule.add(operation)
     assumptions = (*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED)
-    spans, exposed = tuple(schedule.spans), dict(schedule.exposed)
+    spans, starts, exposed = tuple(schedule.spans), tuple(schedule.starts), dict(schedule.exposed)
     estimate = max(bound, schedule.finish())
-    return Speed(terms, bound, binding, estimate, exposed, spans, tokens_per_step, layout.world, assumptions)
+    return Speed(terms, bound, binding, estimate, exposed, spans, starts, tokens_per_step, layout.world, assumptions)
 
 
 @cache
@@ -177,9 +179,14 @@ class _Schedule:
         self.taken = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
+        self.phase = ""
+        self.starts: list[float | None] = []
         self.efficiencies: set[str] = set()
 
     def add(self, operation: Operation) -> None:
+        if operation.phase != self.phase:
+            self.phase = operation.phase
+            self.starts.append(None)
         in_backward = operation.phase.startswith("backward")
         if not in_backward and self.reduction:
             self._wait_for(self.reduction)
@@ -216,6 +223,8 @@ class _Schedule:
             return
         start = self.now
         self.now += seconds
+        if self.starts[-1] is None:
+            self.starts[-1] = start
         last = self.spans[-1] if self.spans else None
         if last and last.lane == COMPUTE and last.what == operation.phase and last.end == start:
             start = self.spans.pop().start

@@ -9,7 +9,7 @@ from titanlite.errors import format_table
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
-from titanlite.planner.search import CHUNKS, GLOBAL, LOCAL, RECOMPUTE, REPLICATE, RESHARD, SHARD, TP, Candidate, Found
+from titanlite.planner.search import Candidate, Found
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,11 @@ def _name(one: Candidate) -> str:
     return ", ".join(filter(None, parts))
 
 
-_KEYS = (
-    f"dp is {SHARD}, replicate {REPLICATE}, tp {TP}, batch {LOCAL}; full, selective or no recompute is {RECOMPUTE}, "
-    f'kept {RESHARD} = "never", chunks {CHUNKS}. {GLOBAL} stays as it is. --out writes the first as a config.'
-)
+_KEYS = """\
+dp is parallelism.data_parallel_shard_degree, replicate parallelism.data_parallel_replicate_degree, tp
+parallelism.tensor_parallel_degree, batch training.local_batch_size; full, selective or no recompute is
+activation_checkpoint.mode, kept parallelism.fsdp_reshard_after_forward = "never", chunks training.loss_chunks.
+training.global_batch_size stays as it is. --out writes the first as a config."""
 
 
 def gib(size: float) -> Number:

@@ -27,7 +27,11 @@ TITLES = {
     "lr": "Learning rate",
     "tps": "Tokens per second per device",
 }
-FIELDS = "step", "tokens", "step_seconds", "loss", "grad_norm", "lr", "tps"
+FIELDS = {
+    "loss": "step tokens step_seconds loss grad_norm lr tps".split(),
+    "validation_loss": ["step", "validation_loss"],
+}
+"""Those of a record, by the one that only such a record has."""
 # Okabe and Ito's colors, which color-blind readers can distinguish; their yellow and black made readable on white.
 COLORS = "#0072b2", "#d55e00", "#009e73", "#b9579a", "#d99500", "#4a4f57", "#45a9e6", "#7a4b1e"
 STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "axes.titlelocation": "left",
@@ -106,25 +110,24 @@ def read_run(dump: Path) -> Run:
     file = dump / "metrics.jsonl" if dump.is_dir() else dump
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the dump folder of a run (job.dump_folder)")
-    logged, validated = dict[int, tuple[float, ...]](), dict[int, tuple[float, float]]()
+    rows: dict[str, dict[int, tuple[float, ...]]] = {key: {} for key in FIELDS}
     lines = file.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line or "{}")
-            if "loss" in record:
-                logged[int(record["step"])] = tuple(_number(record[field]) for field in FIELDS)
-            elif "validation_loss" in record:
-                validated[int(record["step"])] = float(record["step"]), _number(record["validation_loss"])
+            for key, fields in FIELDS.items():
+                if key in record:
+                    rows[key][int(record["step"])] = tuple(_number(record[field]) for field in fields)
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines) or not isinstance(error, json.JSONDecodeError):
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise UserError(f"line {number} of {file} is not a metrics record: {reason}") from error
             print(f"line {number} of {file} is incomplete and skipped", file=sys.stderr)
-    if not logged:
+    if not rows["loss"]:
         raise UserError(f"{file} has no logged step yet; there is nothing to draw")
-    steps = np.array([row for _, row in sorted(logged.items())], [(field, float) for field in FIELDS])
-    losses = [row for _, row in sorted(validated.items())]
-    return Run(str(dump), steps, np.array(losses, [("step", float), ("validation_loss", float)]))
+    tables = [[row for _, row in sorted(rows[key].items())] for key in FIELDS]
+    types = ([(field, float) for field in fields] for fields in FIELDS.values())
+    return Run(str(dump), *map(np.array, tables, types))
 
 
 def _number(value: Any) -> float:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.options import declare
 from titanlite.errors import UserError, nearest
@@ -64,12 +64,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run the table's rows, those of --only, or those that can show a fault."""
     if arguments.out and not arguments.full:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
-    if arguments.fault and arguments.full:
-        raise UserError("--fault runs the rows that can show the fault: remove --full")
-    for name, selected_by in (("only", arguments.only is not None), ("beyond", arguments.beyond)):
-        others = [option for option in ("full", "fault", "beyond") if option != name and getattr(arguments, option)]
-        if selected_by and others:
-            raise UserError(f"--{name} selects rows of the default table: remove --{others[0]}")
+    given = [name for name in ("only", "beyond", "fault", "full") if getattr(arguments, name) not in (None, False)]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}")
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
@@ -132,7 +129,7 @@ def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    has = {"imported": model.spec.hf, "kept whole": model.kept_whole}
+    has: dict[str, Any] = {"imported": model.spec.hf, "kept whole": model.kept_whole}
     has["large"] = any("vocab_size" in override for override in model.overrides)
     return [row for row in rows if has.get(row.extra, True)]
 
@@ -263,13 +260,12 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 
 def source_files(model: ModelUnderTest) -> set[Path]:
     """Return the files of titanlite and of the model's packages; of a lone module, those in its folder too."""
-    titanlite = Path(__file__).parents[1]
-    files = {*titanlite.rglob("*.py"), *(titanlite / "models").resolve().rglob("*.py")}  # a link in a checkout
-    for module in model.modules:
-        top = find_spec(module.partition(".")[0])
-        assert top is not None, "the model was imported"
-        if top.submodule_search_locations is not None:
-            files.update(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
-        elif top.origin:
-            files.update(Path(top.origin).parent.glob("*.py"))
+    files: set[Path] = set()
+    for module in ("titanlite", "titanlite.models", *model.modules):  # models is a link in a checkout
+        package = find_spec(module if module.startswith("titanlite") else module.partition(".")[0])
+        assert package is not None, "the model was imported"
+        if package.submodule_search_locations is not None:
+            files.update(path for folder in package.submodule_search_locations for path in Path(folder).rglob("*.py"))
+        elif package.origin:
+            files.update(Path(package.origin).parent.glob("*.py"))
     return files

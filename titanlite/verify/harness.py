@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -62,10 +62,10 @@ def measure(
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
     mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.owns)
-    if mismatch.error <= measurements.BOUNDS[precision]:
+    if mismatch[0] <= measurements.BOUNDS[precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
-                return Mismatch(what, difference)
+                return math.inf, f"{what} {difference}"
     return mismatch
 
 
@@ -96,7 +96,7 @@ class InstrumentedTrainer(Trainer):
         self.measured: Measured = {}
         self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
         self.report.close()
-        self.report.sinks = [CapturingSink(self.measured)]
+        self.report.sinks = [SimpleNamespace(write=self.keep_first)]
         self._forward_backward = self.runner.forward_backward
         self.runner.forward_backward = self.forward_backward  # type: ignore[method-assign]
 
@@ -129,6 +129,12 @@ class InstrumentedTrainer(Trainer):
         modules = tuple(f"{path}." for stage in stages.ranks[self.record.stage_rank] for path in stages.names[stage])
         return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
 
+    def keep_first(self, step: int, values: Values, tags: dict[str, float]) -> None:
+        """Keep what the first step logs."""
+        if step == 1:
+            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
+            self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
+
     def next_micro_batches(self) -> list[MicroBatch]:
         return self.micro_batches
 
@@ -142,20 +148,6 @@ class InstrumentedTrainer(Trainer):
             self.measured[measurements.NORM] = {"(p = inf)": self.runner.clip_gradients(math.inf, math.inf)}
             self.measured |= measurements.routed(*self.parts, add=partial(dist.all_reduce, group=self.mesh.stage))
         return loss
-
-
-class CapturingSink:
-    """Keeps what the first step logs."""
-
-    def __init__(self, measured: Measured) -> None:
-        self.measured = measured
-
-    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        if step == 1:
-            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
-            self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
-
-    def close(self) -> None: ...
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:

@@ -7,7 +7,7 @@ key bias's gradient under softmax, has the error of the terms that were summed.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,16 +34,8 @@ Measured = dict[str, dict[str, torch.Tensor]]
 """Full tensors by kind and name."""
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """The largest error of a row: its kind, tensor and size; infinite if it can't be measured."""
-
-    what: str
-    name: str
-    error: float = math.inf
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.name}".rstrip()
+Mismatch = tuple[float, str]
+"""The largest error of a row, infinite if it can't be measured, and the kind and name of its tensor."""
 
 
 def with_optimizer(config: JobConfig, name: str) -> JobConfig:
@@ -129,29 +121,32 @@ def compare(actual: Measured, expected: Measured, precision: str, owns: Callable
 
     `owns(name)`: should this rank have the tensor? Without pipeline parallel it should have all.
     """
-    worst = []
+    worst: Mismatch = (-1.0, "")
     for what, tensors in expected.items():
         names = set(filter(owns, tensors)) if what not in (NORM, LOSS) else tensors.keys()
         if unmatched := sorted(actual[what].keys() ^ names):
             not_own = "belongs to another stage" if unmatched[0] in tensors else "is not in the plain model"
-            return Mismatch(what, f"{unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}")
-        errors = _errors(what, actual[what], tensors)
-        largest = max(errors, key=lambda mismatch: mismatch.error, default=Mismatch(what, "", 0.0))
-        if largest.error > BOUNDS[precision]:
-            return largest
-        if what == LOSS and largest.error > LOSS_BOUNDS[precision]:
-            return Mismatch(what, f"differs by {largest.error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}")
-        worst.append(largest)
-    return max(worst, key=lambda mismatch: mismatch.error)
+            return math.inf, f"{what} {unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}"
+        error, name = max(_errors(what, actual[what], tensors), key=itemgetter(0), default=(0.0, ""))
+        if what == LOSS and LOSS_BOUNDS[precision] < error <= BOUNDS[precision]:
+            return math.inf, f"{what} differs by {error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}"
+        found = error, f"{what} {name}".rstrip()
+        if error > BOUNDS[precision]:
+            return found
+        worst = max(worst, found, key=itemgetter(0))
+    return worst
 
 
-def _errors(what: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Iterator[Mismatch]:
+def _errors(
+    what: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> Iterator[tuple[float, str]]:
+    """Yield the error and name of each tensor."""
     floor = FLOOR * math.hypot(*(tensor.norm().item() for tensor in expected.values()))
     for name, tensor in actual.items():
         reference = expected[name]
         if what == INITIAL:  # a function of the job, not of the mesh: bit for bit
-            yield Mismatch(what, name, 0.0 if torch.equal(tensor, reference) else math.inf)
-            continue
-        size = max(reference.norm().item(), floor, 1e-300)
-        error = (tensor.double() - reference.double()).norm().item() / size
-        yield Mismatch(what, name, math.inf if math.isnan(error) else error)
+            error = 0.0 if torch.equal(tensor, reference) else math.inf
+        else:
+            size = max(reference.norm().item(), floor, 1e-300)
+            error = (tensor.double() - reference.double()).norm().item() / size
+        yield math.inf if math.isnan(error) else error, name

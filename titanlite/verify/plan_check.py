@@ -8,22 +8,24 @@ state, must equal the rehearsal. A rehearsal runs the same code, so gathers are 
 import logging
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from titanlite.data.shards import id_type
-from titanlite.planner.record import Collective, Recording
+from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import blank_batches, count_later_step, record_step
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, build_job, read_model
 from titanlite.verify.pool import Pool
 from titanlite.verify.runner import open_pool
-from titanlite.verify.table import SAMPLES, Row
+from titanlite.verify.table import PLANNED, SAMPLES, Row
 
 MODELS = {
     "llama3": "dim=64 n_layers=4 n_heads=4 n_kv_heads=2 hidden_dim=128",
@@ -46,40 +48,15 @@ class PlanRow:
         return ", ".join([self.model, *chosen, *self.more])
 
 
-def row(layout: str, dp_shard: int = 0, tp: int = 0, *more: str, model: str = "llama3", **columns: str) -> PlanRow:
+def row(
+    layout: str, dp_shard: int = 0, tp: int = 0, more: Sequence[str] = (), model: str = "llama3", **columns: str
+) -> PlanRow:
     """Return a row with its all-gathers on each dimension, further overrides, and its choices of columns."""
     chosen = Row(layout, **{"precision": "float32", **columns})
-    return PlanRow(chosen, Counter(dp_shard=dp_shard, tp=tp), more, model)
+    return PlanRow(chosen, Counter(dp_shard=dp_shard, tp=tp), tuple(more), model)
 
 
-ROWS = (
-    row("1"),
-    row("dp2", 11),
-    row("dp3", 11),
-    row("dp4", 11),
-    row("hsdp2x2", 11),
-    row("replicate4"),
-    row("tp2", tp=18),
-    row("dp2 x tp2", 11, 18),
-    row("hsdp2x2 x tp2", 11, 18),
-    row("dp2", 11, recompute="full"),
-    row("dp2", 11, recompute="op"),
-    row("dp2", 11, recompute="2nd"),
-    row("dp2 x tp2", 11, 26, recompute="full"),
-    row("dp2 x tp2", 11, 26, recompute="op"),
-    row("dp2", 11, precision="bfloat16"),
-    row("dp2", 6, reshard="never"),
-    row("dp2", 12, reshard="always"),
-    row("dp2", 11, prefetch="2"),
-    row("dp2", 11, 0, "--training.loss_chunks=4"),
-    row("dp2", 9, variant="tied"),
-    row("dp2", 11, variant="frozen"),
-    row("dp2", 33, accumulation="3"),
-    row("dp2", 33, accumulation="3", extra="deferred"),
-    row("dp2", 7, 0, "--parallelism.fsdp_blocks_per_group=2"),
-    row("dp2", 11, extra="kept whole"),
-    row("dp2 x tp2", 9, 19, model="gpt2"),
-)
+ROWS = [row(**one) for one in PLANNED]
 
 
 def selftest() -> int:
@@ -104,13 +81,13 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
     np.zeros(2 * SAMPLES * SEQ_LEN, id_type(job.shape.vocab_size)).tofile(folder / TOKENS)
     counted = pool.run(count_processes, line, world=world)
     differences = []
-    for rank, role in ((0, "first"), (world - 1, "last"))[: min(world, 2)]:
+    for rank in sorted({0, world - 1}):
         peak, moment, collectives = counted[rank]
-        rehearsed = record_step(job, role, as_on_cuda=False)
+        rehearsed = record_step(job, rank, as_on_cuda=False)
         if (peak, moment) != (rehearsed.peak, rehearsed.moment):
             there = f"{rehearsed.peak:,} bytes at {rehearsed.moment} rehearsed"
             differences.append(f"rank {rank}: {peak:,} bytes at {moment}, {there}")
-        differences += [f"rank {rank}: {line}" for line in _compare(collectives, rehearsed)]
+        differences += [f"rank {rank}: {line}" for line in _compare(collectives, rehearsed.collectives())]
     return differences + missing_gathers(plan_row, counted[0][2])
 
 
@@ -125,25 +102,19 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     return recording.peak, recording.moment, recording.collectives()
 
 
-def _compare(collectives: Counter[Collective], rehearsed: Recording) -> list[str]:
-    expected = rehearsed.collectives()
-    return [
-        f"{c.kind} on {c.dimension} ({c.ranks} ranks, {c.dtype}, {c.bytes:,} bytes): {collectives[c]}, "
-        f"{expected[c]} rehearsed"
-        for c in sorted({*collectives, *expected}, key=str)
-        if collectives[c] != expected[c]
-    ]
-
-
 def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
     """Describe the all-gathers of a step that are more or fewer than in the table."""
     found = Counter[str]()
     for collective, count in collectives.items():
         if collective.kind == "all-gather":
             found[collective.dimension] += count
-    gathers = plan_row.gathers
+    return _compare(found, plan_row.gathers, "{0} all-gathers on {2}, expected {1}")
+
+
+def _compare(found: Counter[Any], expected: Counter[Any], line: str = "{2}: {0}, {1} rehearsed") -> list[str]:
+    """Describe the numbers that differ."""
     return [
-        f"{found[name]} all-gathers on {name}, expected {gathers[name]}"
-        for name in sorted({*found, *gathers})
-        if found[name] != gathers[name]
+        line.format(found[one], expected[one], one)
+        for one in sorted({*found, *expected}, key=str)
+        if found[one] != expected[one]
     ]

@@ -1,5 +1,6 @@
 """Runs rows on local processes: a pool of ranks, and one reference for each variant and precision."""
 
+import math
 import os
 import tempfile
 import time
@@ -15,7 +16,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 from titanlite.registry.model import Role
 from titanlite.verify.harness import measure
-from titanlite.verify.measurements import BOUNDS, Mismatch
+from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
@@ -123,9 +124,10 @@ class RowRunner:
             if self._pool.log:
                 with open(self._pool.log, "a", encoding="utf-8") as log:
                     log.write(f"{row}\n{error}\n")
-            worst = [Mismatch(str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2], "")]
-        rank = max(range(len(worst)), key=lambda rank: worst[rank].error)
-        return Result(row, str(worst[rank]), worst[rank].error, rank, time.monotonic() - start)
+            worst = [(math.inf, str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2])]
+        rank = max(range(len(worst)), key=lambda rank: worst[rank][0])
+        largest, what = worst[rank]
+        return Result(row, what, largest, rank, time.monotonic() - start)
 
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""

@@ -1,4 +1,4 @@
-"""The table: which combinations are compared with one process on the whole batch. Imports no torch.
+"""The table: which combinations of table.toml are compared with one process on the whole batch. Imports no torch.
 
 A row has one choice of every column. `pairwise` returns a small set of rows that has every valid pair of choices;
 `beyond` returns a few rows per further layout, covering every choice of every other column; `full`
@@ -10,9 +10,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule
+from titanlite.config.toml import read_toml
 from titanlite.layout import Layout
 
 SAMPLES = 36
@@ -24,99 +26,22 @@ STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
 """Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in float64, where its
 error is a proof: an algorithm may amplify the rounding of another precision."""
 
-LAYOUTS = {
-    "1": Layout(),
-    "dp2": Layout(dp_shard=2),
-    "dp3": Layout(dp_shard=3),
-    "dp4": Layout(dp_shard=4),
-    "hsdp2x2": Layout(dp_replicate=2, dp_shard=2),
-    "replicate4": Layout(dp_replicate=4),
-    "tp2": Layout(tp=2),
-    "dp2 x tp2": Layout(dp_shard=2, tp=2),
-}
-BEYOND = {
-    "hsdp2x2 x tp2": Layout(dp_replicate=2, dp_shard=2, tp=2),
-    "cp2 x tp2": Layout(cp=2, tp=2),
-    "cp2": Layout(cp=2),
-    "dp2 x cp2": Layout(dp_shard=2, cp=2),
-    "replicate2 x cp2": Layout(dp_replicate=2, cp=2),
-    "pp2": Layout(pp=2),
-    "pp4": Layout(pp=4),
-    "pp2 x dp2": Layout(pp=2, dp_shard=2),
-    "pp2 x tp2": Layout(pp=2, tp=2),
-    "pp2 x cp2": Layout(pp=2, cp=2),
-    "ep2": Layout(dp_shard=2, ep=2),
-    "ep2 of dp4": Layout(dp_shard=4, ep=2),
-    "replicate2 x ep2": Layout(dp_replicate=2, dp_shard=2, ep=2),
-    "ep2 of tp2": Layout(tp=2, ep=2),
-}
-"""Layouts that meet each choice of every other column, but not each pair of choices."""
-ONLY_FULL = {
-    "cp4": Layout(cp=4),
-    "hsdp2x2 x cp2": Layout(dp_replicate=2, dp_shard=2, cp=2),
-    "pp2 x hsdp2x2": Layout(pp=2, dp_replicate=2, dp_shard=2),
-    "pp2 x dp2 x tp2": Layout(pp=2, dp_shard=2, tp=2),
-    "ep4 of dp2 x tp2": Layout(dp_shard=2, tp=2, ep=4),
-    "ep4 of dp2 x cp2": Layout(dp_shard=2, cp=2, ep=4),
-    "pp2 x ep2": Layout(pp=2, dp_shard=2, ep=2),
-}
+_TABLE = read_toml(Path(__file__).with_suffix(".toml"))
+LAYOUTS, BEYOND, ONLY_FULL = (
+    {name: Layout(**degrees) for name, degrees in layouts.items()} for layouts in _TABLE["layouts"].values()
+)
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
-VARIANTS = ("plain", "tied", "untied", "frozen", "bias")
-"""Of a model with experts, "bias" balances these by a bias instead of a loss."""
 CSV = "csv"
 """The schedule that a file gives."""
-
-_FSDP, _CONTEXT = "--parallelism.fsdp", "--parallelism.context_parallel"
-_SCHEDULE = "--parallelism.pipeline_parallel_schedule"
-_SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option"
-_DTYPE, _PARAM, _REDUCE = "--training.dtype", "--training.mixed_precision_param", "--training.mixed_precision_reduce"
-OVERRIDES: dict[str, dict[str, str]] = {
-    "recompute": {
-        "none": "",
-        "full": "--activation_checkpoint.mode=full",
-        "op": f"{_SELECTIVE}=op",
-        "2nd": f"{_SELECTIVE}=2",
-    },
-    "compile": {
-        "off": "",
-        "aot_eager": "--compile.enable --compile.backend=aot_eager",
-        "inductor": "--compile.enable --compile.backend=inductor",
-    },
-    "accumulation": {"1": "", "3": ""},
-    "chunks": {"1": "", "3": "--training.loss_chunks=3"},
-    "prefetch": {n: f"{_FSDP}_forward_prefetch={n} {_FSDP}_backward_prefetch={n}" for n in "012"},
-    "reshard": {policy: f"{_FSDP}_reshard_after_forward={policy}" for policy in ("default", "always", "never")},
-    "sequence": {
-        "headtail": "",
-        "none": f"{_CONTEXT}_load_balancer=none",
-        "ulysses": f"{_CONTEXT}_rotate_method=ulysses",
-    },
-    "schedule": {
-        "1F1B": "",
-        **{name: f"{_SCHEDULE}={name}" for name in get_args(Schedule) if name != "1F1B"},
-        CSV: "",  # a file in the folder of the tokens
-    },
-    "documents": {"off": "", "on": ""},  # each sample has three, which the reference reads one by one
-    "precision": {
-        "float64": f"{_DTYPE}=float64 {_PARAM}=float64 {_REDUCE}=float64",
-        "float32": f"{_PARAM}=float32 {_REDUCE}=float32",
-        "bfloat16": f"{_PARAM}=bfloat16 {_REDUCE}=float32",
-        "pure bf16": f"{_DTYPE}=bfloat16 {_PARAM}=bfloat16 {_REDUCE}=float32",
-    },
-}
-"""What each choice adds to the command line; what layouts and variants add is computed."""
+OVERRIDES: dict[str, dict[str, str]] = _TABLE["overrides"]
+for _name in get_args(Schedule):
+    OVERRIDES["schedule"].setdefault(_name, f"--parallelism.pipeline_parallel_schedule={_name}")
+OVERRIDES["schedule"][CSV] = ""  # a file in the folder of the tokens
+EXTRAS: dict[str, str] = _TABLE["extras"]
+PLANNED: list[dict[str, Any]] = _TABLE["rows"]["plan"]
+"""Rows of plan_check.py."""
 SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
 """Columns that stay at their first choice where a layout does not have this dimension."""
-EXTRAS = {
-    "": "",
-    "deferred": "--parallelism.defer_gradient_sync=true",
-    "kept whole": "",  # computed from the model
-    "offloaded": "--training.enable_cpu_offload",
-    "one slice": "",  # all tokens and labels lie in the first half of the vocabulary
-    "large": "--model.overrides.vocab_size=32768",  # a CPU's sum of squares in float32 is off by more than 1e-5
-    "imported": "--checkpoint.initial_load_in_hf --debug.seed=1",  # the reference's initial weights
-}
-"""What a row of EXTRA adds to the command line or to the batch; no pairs are made of it."""
 
 
 @dataclass(frozen=True)
@@ -183,24 +108,7 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
-INDUCTOR = (
-    Row("dp2", "op", "inductor", precision="float32"),
-    Row("dp2 x tp2", "full", "inductor", "3", precision="float32"),
-)
-"""Rows compiled by inductor, each in new processes. Not in float64: torch 2.11's inductor then mistakes the dtype of
-what attention saves for its backward pass (2.13's does not)."""
-EXTRA = (
-    Row("hsdp2x2", accumulation="3", extra="deferred"),
-    Row("dp2", accumulation="3", extra="kept whole"),
-    Row("dp2", extra="offloaded"),
-    Row("tp2", "full", extra="one slice"),
-    Row("dp2", precision="float32", extra="large"),
-    Row("ep2", extra="imported"),
-)
-"""Rows of techniques that are on or off in a whole run, and of tokens that the usual batch does not have.
-
-The row of imports has experts: their slices are tensors of their own in a Hugging Face folder.
-"""
+INDUCTOR, EXTRA = (tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra"))
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import FLOAT64, TINY, job, trainer, weights
+from tests.jobs import FLOAT64, TINY, fake_world, job, trainer, weights
 from tests.parallel.float8.jobs import AG, BFLOAT16, EVERY_LAYER, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
@@ -18,7 +18,6 @@ from titanlite.launch.preflight import check_machine
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.float8 import Float8, check_device, plan
-from titanlite.planner.fake_world import fake_world
 from titanlite.planner.placements import describe
 from titanlite.verify.pool import RankFailed
 
