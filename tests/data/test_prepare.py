@@ -254,6 +254,17 @@ def test_a_json_line_without_text_is_named_with_its_file_and_number(tmp_path, su
     assert not (tmp_path / "out").exists()
 
 
+def test_much_text_makes_no_more_shards_than_a_start_can_look_at(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text("ab" * 500)
+    monkeypatch.setattr(module, "UNIT_BYTES", 100)
+    monkeypatch.setattr(module, "UNITS", 8)
+    sources = {"x": text_files("x", str(tmp_path))}
+    assert len(prepare(sources, "", tmp_path / "out", 1)["shards"]) == 8
+    monkeypatch.setattr(module, "MOST_UNIT_BYTES", 2000)
+    assert len(prepare(sources, "", tmp_path / "bounded", 1)["shards"]) == 20
+
+
 def test_packed_lines_are_read_as_the_unpacked_ones(tmp_path, monkeypatch):
     texts = [f"document {i} " * (i % 7) for i in range(99)]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()

@@ -1,6 +1,9 @@
 """Token shards: one stream over several files, and errors that name the damaged file."""
 
+import json
+import os
 import pickle
+import resource
 
 import numpy as np
 import pytest
@@ -142,6 +145,42 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
             source.read(1000, 1000)
 
 
+def test_there_may_be_more_shards_than_open_files(tmp_path):
+    for number in range(200):
+        write_bin(tmp_path / f"{number:03}.bin", [number % 100] * 3)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        source = ShardSource("training", tmp_path, 100, end=9)
+        assert source.read(0, 600).tolist() == [number % 100 for number in range(200) for _ in range(3)]
+        assert source.document_ends()[-1] == 600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_shards_of_a_manifest_are_checked_whole_and_opened_only_where_they_are_read(tmp_path):
+    ids = np.arange(8, dtype=np.uint16)
+    listed = [{"file": f"{number}.bin", "tokens": 8} for number in range(3)]
+    for shard in listed:
+        write_bin(tmp_path / shard["file"], ids)
+    document = {"fingerprint": "x", "state": "y", "end": 9, "vocab_size": 100, "shards": listed}
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    ShardSource("training", tmp_path, 100, -1).require_whole()
+    write_bin(tmp_path / "1.bin", ids[:7])
+    (tmp_path / "2.bin").unlink()
+    source = ShardSource("training", tmp_path, 100, -1)
+    with pytest.raises(UserError, match="1.bin has 1038 bytes, and its manifest.json says 1040"):
+        source.require_whole()
+    assert source.read(2, 10).tolist() == [2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    with pytest.raises(RunFailed, match="1.bin is shorter than the 1040 bytes it should have"):
+        source.read(8, 8)
+    with pytest.raises(RunFailed, match="2.bin cannot be read: No such file"):
+        source.read(16, 8)
+    write_bin(tmp_path / "1.bin", ids)
+    with pytest.raises(UserError, match="2.bin has 0 bytes"):
+        source.require_whole()
+
+
 def test_missing_and_empty_folders_are_named(tmp_path):
     with pytest.raises(UserError, match="training.dataset_path: there is no folder or file"):
         ShardSource("training", tmp_path / "nowhere", 100, 0)
@@ -158,7 +197,7 @@ def test_a_wrong_manifest_is_an_error(tmp_path):
     assert ShardSource("training", tmp_path / "out", 256, -1).end == 0, "the end token is in the manifest"
     write_bin(tmp_path / "out" / "stray.bin", [1, 2])
     with pytest.raises(UserError, match="its manifest.json says"):
-        ShardSource("training", tmp_path / "out", 256, 0)
+        ShardSource("training", tmp_path / "out", 256, 0).require_whole()
     (tmp_path / "out" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json is damaged"):
         ShardSource("training", tmp_path / "out", 256, 0)

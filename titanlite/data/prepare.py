@@ -34,7 +34,8 @@ from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
 
 T = TypeVar("T")
-UNIT_BYTES = 16 << 20
+UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 16 << 20, 4 << 30, 1024
+"""Text of a shard: a share of all of it, within bounds, since each shard costs a look at a start."""
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 
@@ -118,10 +119,12 @@ def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None
 
 
 def _units(sources: dict[str, Documents]) -> Iterator[Unit]:
-    """Yield each source's pieces in order, grouped into units of at least UNIT_BYTES."""
+    """Yield each source's pieces in order, grouped into units of about the same size."""
     number = itertools.count()
+    total = sum(sum(documents.sizes) for documents in sources.values())
+    size = max(UNIT_BYTES, min(total // UNITS, MOST_UNIT_BYTES))
     for name, documents in sources.items():
-        for group in _groups(pieces(documents, UNIT_BYTES), UNIT_BYTES, lambda piece: piece.size):
+        for group in _groups(pieces(documents, UNIT_BYTES), size, lambda piece: piece.size):
             yield Unit(next(number), name, documents.root, tuple(group))
 
 
@@ -145,7 +148,7 @@ def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
     """
     staging = out.parent / f".{out.name}.preparing"
     plan_file = staging / ".plan.json"
-    plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES})
+    plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES, "units": UNITS})
     if staging.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
         log(f"{staging} was made from different data; starting over")
         store.delete(staging)

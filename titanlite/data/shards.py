@@ -1,4 +1,4 @@
-"""Read token shards: files of token ids, memory-mapped as one stream.
+"""Read token shards: files of token ids, as one stream.
 
 `.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
 version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
@@ -9,7 +9,10 @@ import bisect
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from titanlite.errors import RunFailed, UserError, first_line
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
+OPEN_FILES = 16
+"""Files of a source that stay open."""
+SCAN_TOKENS = 1 << 24
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -38,51 +44,61 @@ def header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
     return values.tobytes()
 
 
-def open_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """Memory-map the ids of one shard; raise a UserError if its format is wrong."""
+@dataclass(frozen=True)
+class Shard:
+    """The ids in one file."""
+
+    path: Path
+    dtype: np.dtype
+    start: int
+    """Bytes before the first id."""
+    tokens: int
+
+    @property
+    def size(self) -> int:
+        return self.start + self.tokens * self.dtype.itemsize
+
+
+def open_shard(path: Path, vocab_size: int) -> Shard:
+    """Find the ids of one shard; raise a UserError if its format is wrong."""
     try:
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
         size = path.stat().st_size
-        start = (
-            np.fromfile(path, dtype=np.int32, count=3)
-            if size >= HEADER_BYTES
-            else np.zeros(3, np.int32)
-        )
+        first = np.fromfile(path, dtype=np.int32, count=3)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if start[0] != MAGIC or start[1] not in (1, 2):
+    if size < HEADER_BYTES or first[0] != MAGIC or first[1] not in (1, 2):
         raise UserError(
             f"{path} is not a token shard: it does not start with {MAGIC} and version 1 or 2"
         )
-    dtype = np.dtype(np.uint16 if start[1] == 1 else np.uint32)
-    if (expected := HEADER_BYTES + int(start[2]) * dtype.itemsize) != size:
+    dtype = np.dtype(np.uint16 if first[1] == 1 else np.uint32)
+    shard = Shard(path, dtype, HEADER_BYTES, int(first[2]))
+    if shard.size != size:
         raise UserError(
-            f"{path} is damaged: {start[2]} tokens make {expected} bytes, and it has {size}"
+            f"{path} is damaged: {first[2]} tokens make {shard.size} bytes, and it has {size}"
         )
-    return (
-        np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
-        if start[2]
-        else np.zeros(0, dtype)
-    )
+    return shard
 
 
-def _open_npy(path: Path, vocab_size: int) -> np.ndarray:
+def _open_npy(path: Path, vocab_size: int) -> Shard:
     with path.open("rb") as file:
-        start = file.read(4096)
-    if start.startswith(b"\x93NUMPY"):
-        return _load_numbers(path)
+        first = file.read(4096)
+    if first.startswith(b"\x93NUMPY"):
+        numbers = _load_numbers(path)
+        return Shard(path, numbers.dtype, numbers.offset, len(numbers))
     # The upper bytes of such a vocabulary's uint16 are zero.
-    is_uint8 = vocab_size <= 256 and any(start[1::2])
+    is_uint8 = vocab_size <= 256 and any(first[1::2])
     dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
-    if path.stat().st_size % dtype.itemsize:
+    tokens, rest = divmod(path.stat().st_size, dtype.itemsize)
+    if rest:
         raise UserError(
             f"{path} is damaged: its size is not a multiple of {dtype.itemsize} bytes ({dtype})"
         )
-    return np.memmap(path, dtype=dtype, mode="r")
+    return Shard(path, dtype, 0, tokens)
 
 
-def _load_numbers(path: Path) -> np.ndarray:
+def _load_numbers(path: Path) -> np.memmap:
     """Memory-map a file in numpy's format.
 
     Raise a UserError unless it holds whole numbers in one dimension.
@@ -98,8 +114,19 @@ def _load_numbers(path: Path) -> np.ndarray:
     return numbers
 
 
+class _OpenFile:
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class ShardSource:
-    """A folder of shards, or one shard, as one stream in the order of their names."""
+    """A folder of shards, or one shard, as one stream in the order of their names.
+
+    There may be 100,000 of them: those of a manifest are opened only where they are read.
+    """
 
     def __init__(
         self, key: str, path: Path, vocab_size: int, end: int, fingerprint: str = ""
@@ -108,82 +135,117 @@ class ShardSource:
             raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
         self._arguments = key, path, vocab_size, end
         self.folder = path if path.is_dir() else path.parent
-        files = (
-            sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy"))
-            if path.is_dir()
-            else [path]
-        )
-        self.paths = [file for file in files if not file.name.endswith(".ends.npy")]
         self.vocab_size = vocab_size
-        self.manifest = read_manifest(self.folder) if path.is_dir() else None
+        self.manifest = read_manifest(path) if path.is_dir() else None
         self.end = self.manifest["end"] if self.manifest else end
-        # Plain arrays: slicing a np.memmap takes longer than copying a window.
-        self._ids = [np.asarray(open_shard(path, vocab_size)) for path in self.paths]
-        self._stops = list(itertools.accumulate(len(ids) for ids in self._ids))
-        self.tokens = sum(len(ids) for ids in self._ids)
+        self._open = lru_cache(OPEN_FILES)(_OpenFile)
+        if self.manifest:
+            self._shards = _listed_shards(path, self.manifest)
+        else:
+            self._shards = [open_shard(file, vocab_size) for file in _find_shards(path)]
+        self._stops = list(itertools.accumulate(shard.tokens for shard in self._shards))
+        self.tokens = self._stops[-1] if self._stops else 0
         if not self.tokens:
             raise UserError(
                 f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards)"
             )
-        if m := self.manifest:
-            if (actual := (self.tokens, len(self.paths))) != (
-                expected := (m["tokens"], len(m["shards"]))
-            ):
-                raise UserError(
-                    f"{path}: (tokens, shards) are {actual}, but its {MANIFEST} says {expected}"
-                )
-            # Older versions have none.
-            fingerprint = m["fingerprint"] + f"+{m['content']}" * ("content" in m)
+        if self.manifest:
+            fingerprint = self.manifest["fingerprint"]
+            if "content" in self.manifest:  # older versions have none
+                fingerprint += f"+{self.manifest['content']}"
         elif not fingerprint:
-            listing = "\n".join(
-                f"{p.name}:{len(ids)}" for p, ids in zip(self.paths, self._ids, strict=True)
-            )
+            listing = "\n".join(f"{shard.path.name}:{shard.tokens}" for shard in self._shards)
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
         # Of the text that was prepared.
         self.state: str = self.manifest["state"] if self.manifest else ""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a worker process maps the files again
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process opens the files again
         return ShardSource, (*self._arguments, self.fingerprint)
+
+    def require_whole(self) -> None:
+        """Raise a UserError if the folder does not hold the shards of its manifest."""
+        if not self.manifest:
+            return  # each was opened
+        expected = {shard.path: shard.size for shard in self._shards}
+        actual = {path: path.stat().st_size for path in _find_shards(self.folder)}
+        for path in sorted(expected.keys() | actual.keys()):
+            sizes = expected.get(path, 0), actual.get(path, 0)
+            if sizes[0] != sizes[1]:
+                raise UserError(
+                    f"{path} has {sizes[1]} bytes, and its {MANIFEST} says {sizes[0]}: prepare "
+                    "the data again"
+                )
 
     def _hash_samples(self) -> str:
         """Hash the ids at five places of every shard, or all of a short one."""
         digest = hashlib.sha256()
-        for ids, stop in zip(self._ids, self._stops, strict=True):
-            for start in range(stop - len(ids), stop, max(1024, len(ids) // 4)):
+        for shard, stop in zip(self._shards, self._stops, strict=True):
+            for start in range(stop - shard.tokens, stop, max(1024, shard.tokens // 4)):
                 digest.update(self.read(start, min(1024, stop - start)).tobytes())
         return digest.hexdigest()[:8]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from position `start` on.
-
-        A view of the file if they lie in one shard.
-        """
+        """Return `count` ids from position `start` on."""
         pieces: list[np.ndarray] = []
-        for shard, offset, length in spans(self._stops, start, count):
-            piece = self._ids[shard][offset : offset + length]
+        for number, offset, length in spans(self._stops, start, count):
+            piece = self._read(number, offset, length)
             if piece.max() >= self.vocab_size or piece.min() < 0:
                 first = int(np.argmax((piece >= self.vocab_size) | (piece < 0)))
-                position = f"{self.paths[shard]}: id {piece[first]} at token {offset + first}"
+                path = self._shards[number].path
+                position = f"{path}: id {piece[first]} at token {offset + first}"
                 raise RunFailed(f"{position} is not in the model's vocabulary of {self.vocab_size}")
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def _read(self, number: int, offset: int, length: int) -> np.ndarray:
+        """Return ids of one shard.
+
+        A memory map would read megabytes ahead of a window, and keep each file open.
+        """
+        shard = self._shards[number]
+        size = shard.dtype.itemsize
+        try:
+            file = self._open(shard.path)
+            content = os.pread(file.descriptor, length * size, shard.start + offset * size)
+        except OSError as error:
+            raise RunFailed(f"{shard.path} cannot be read: {error.strerror}") from None
+        if len(content) != length * size:
+            raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
+        return np.frombuffer(content, shard.dtype)
+
     def document_ends(self) -> np.ndarray:
         """Return the position after each document's end token."""
         ends = []
-        for path, ids, stop in zip(self.paths, self._ids, self._stops, strict=True):
-            index = path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
-            local_ends = (
-                _load_numbers(index) if index.exists() else np.flatnonzero(ids == self.end) + 1
-            )
-            ends.append(local_ends.astype(np.int64) + stop - len(ids))
+        for number, (shard, stop) in enumerate(zip(self._shards, self._stops, strict=True)):
+            index = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
+            begin = stop - shard.tokens
+            if index.exists():
+                ends.append(_load_numbers(index).astype(np.int64) + begin)
+                continue
+            for start in range(0, shard.tokens, SCAN_TOKENS):
+                ids = self._read(number, start, min(SCAN_TOKENS, shard.tokens - start))
+                ends.append(np.flatnonzero(ids == self.end) + 1 + begin + start)
         all_ends = np.concatenate(ends)
-        return (
-            all_ends
-            if len(all_ends) and all_ends[-1] == self.tokens
-            else np.append(all_ends, self.tokens)
-        )
+        if not len(all_ends) or all_ends[-1] != self.tokens:
+            all_ends = np.append(all_ends, self.tokens)
+        return all_ends
+
+
+def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
+    """Return the shards of a manifest, in the order of their names as it is."""
+    dtype = id_type(manifest["vocab_size"])
+    return [
+        Shard(folder / shard["file"], dtype, HEADER_BYTES, shard["tokens"])
+        for shard in manifest["shards"]
+    ]
+
+
+def _find_shards(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = (file for file in path.iterdir() if file.suffix in (".bin", ".npy"))
+    return sorted(file for file in files if not file.name.endswith(".ends.npy"))
 
 
 def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
+from titanlite.data.shards import ShardSource
 from titanlite.data.shuffle import Order
 from titanlite.data.sources import find_documents, open_source
 from titanlite.data.stream import Stream, open_stream
@@ -75,7 +76,9 @@ def validate_dataset(
     documents = find_documents(key, name, path)
     if documents:
         return documents.notice
-    open_source(key, name, path, tokenizer, vocab_size)
+    source = open_source(key, name, path, tokenizer, vocab_size)
+    if isinstance(source, ShardSource):
+        source.require_whole()
     return ""
 
 

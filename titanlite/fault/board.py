@@ -27,6 +27,7 @@ REFUSED_SECONDS = 10.0
 """After which a host that refuses connections has no launcher any more: it could be reached."""
 EXCHANGE_SECONDS = 0.5
 """Between two exchanges while ranks train."""
+MOST_KEYS = 1024
 WAITING_SECONDS = 0.05
 """For each node between two exchanges of a launcher that waits for a decision."""
 
@@ -210,7 +211,11 @@ class Board(threading.Thread):
         store.set(f"status/{self._number}", dump(own))
         if self._decide is None:
             return [store.get("decision")]
-        return store.multi_get([f"status/{node}" for node in range(self._count)])
+        texts: list[bytes] = []
+        for first in range(0, self._count, MOST_KEYS):  # torch reads a longer request in quadratic time
+            numbers = range(first, min(first + MOST_KEYS, self._count))
+            texts += store.multi_get([f"status/{number}" for number in numbers])
+        return texts
 
 
 def open_board(store: dist.Store, count: int) -> None:

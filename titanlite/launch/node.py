@@ -29,6 +29,7 @@ from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status,
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
 from titanlite.launch.workers import kill_group
+from titanlite.runtime.cluster import raise_file_limit
 from titanlite.runtime.page import read_pages
 from titanlite.runtime.rank_files import STACK, rank_file
 
@@ -260,6 +261,7 @@ class Node:
 def _listen(nodes: Nodes) -> dist.TCPStore:
     """Return the store of node 0."""
     host, port = nodes.master_addr, nodes.master_port
+    raise_file_limit()
     try:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:

@@ -3,9 +3,11 @@
 import math
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -84,6 +86,13 @@ def cores() -> int:
     limit = Path("/sys/fs/cgroup/cpu.max")
     quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
     return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system does, such as a connection for each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
 
 
 def check_torch() -> None:

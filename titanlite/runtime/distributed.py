@@ -1,9 +1,8 @@
 """The device of a rank, the process group of a job, and the timeouts of collectives."""
 
 import os
-import resource
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from titanlite.config.schema import Comm
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
-from titanlite.runtime.cluster import RankInfo, store_address
+from titanlite.runtime.cluster import RankInfo, raise_file_limit, read_number, store_address
 from titanlite.runtime.rank_files import attempt_prefix
 
 T = TypeVar("T")
@@ -53,9 +52,10 @@ def process_group(
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":  # the elastic agent's default, not NCCL's;
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1 the record can be lost (pytorch#121055)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # gloo connects all ranks of every group
-    with suppress(OSError, ValueError):  # macOS has a lower limit of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+    raise_file_limit()
+    if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
+        # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
     timeout = collective_timeout(comm.init_timeout_seconds)
     dist.init_process_group(
