@@ -11,9 +11,8 @@ from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
-from titanlite.data.shards import ShardSource
 from titanlite.data.shuffle import Order
-from titanlite.data.sources import find_documents, open_source
+from titanlite.data.sources import open_source
 from titanlite.data.stream import Stream, open_stream
 from titanlite.data.tokenizer import Tokenizer, require_tokenizer
 
@@ -61,25 +60,6 @@ class Windows(Dataset[np.ndarray]):
                 source, number = self._mixture(index)
             self._sources[source].fill(out, self._orders[source](number))
         return batch
-
-
-def validate_dataset(
-    key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None
-) -> str:
-    """Raise a UserError if a data set cannot be opened, without preparing it.
-
-    Return a notice about it for the user, empty if there is none.
-    """
-    if is_streamed(name):
-        open_stream(key, name, path)
-        return ""
-    documents = find_documents(key, name, path)
-    if documents:
-        return documents.notice
-    source = open_source(key, name, path, tokenizer, vocab_size)
-    if isinstance(source, ShardSource):
-        source.require_whole()
-    return ""
 
 
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:

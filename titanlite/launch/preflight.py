@@ -25,6 +25,7 @@ from titanlite.launch.terminal import say
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.data.tokenizer import Tokenizer
     from titanlite.registry import Rule
 
 Check = Callable[..., Any]
@@ -107,9 +108,26 @@ def _require_path(section: str, path: str) -> None:
         raise UserError("there is no such folder or file", f"{section}.dataset_path", path)
 
 
+def _open_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+    """Open a data set without preparing it; return a notice about its files, if any."""
+    from titanlite.data.shards import ShardSource
+    from titanlite.data.sources import find_documents, open_source
+    from titanlite.data.stream import open_stream
+
+    if is_streamed(name):
+        open_stream(key, name, path)
+        return ""
+    documents = find_documents(key, name, path)
+    if documents:
+        return documents.notice
+    source = open_source(key, name, path, tokenizer, vocab_size)
+    assert isinstance(source, ShardSource)
+    source.require_whole()
+    return ""
+
+
 def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
-    from titanlite.data.windows import validate_dataset
     from titanlite.observe.metrics import require_wandb
     from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
@@ -119,7 +137,7 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
-        if notice := check(validate_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
+        if notice := check(_open_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
