@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,12 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
-    FOREIGN,
     MANIFEST,
-    STATE,
     CorruptCheckpoint,
     Manifest,
     committed,
     faults,
     is_complete,
-    is_foreign,
     latest_complete,
     read_manifest,
     read_state,
@@ -41,11 +38,12 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
 from titanlite.config.options import Options, declare_commands
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml, tomllib
+from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
+from titanlite.tools.load import DOCUMENTS, find_checkpoint, find_checkpoints, whole_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 _SHOWN_DIFFERENCES = 10
-_DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder", Path
 
@@ -68,46 +65,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run a sub-command."""
     return arguments.run(arguments, *overrides)
-
-
-def find_checkpoints(path: Path) -> list[Path]:
-    """Return a checkpoint, or those of a folder or a run, oldest first."""
-    if path.is_file():
-        raise UserError(f"{path} is a file; name the checkpoint's folder, {path.parent}")
-    if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
-        return [path]
-    for root in (path, saved_root(path), path / "checkpoint"):
-        folders = [step_folder(root, step) for step in committed(root)]
-        if folders and not is_foreign(folders[-1]):
-            return folders
-    for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
-        if is_foreign(folder):
-            raise UserError(f"{folder}: {FOREIGN}")
-    raise UserError(f"no checkpoint in {path}")
-
-
-def saved_root(dump_folder: Path) -> Path:
-    """Return where the run in a dump folder saves its checkpoints, by its config."""
-    try:
-        saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
-        return dump_folder / saved["checkpoint"]["folder"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # no config, or none of a run
-        return dump_folder / "checkpoint"
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint, or the latest complete one of a folder or a run."""
-    folders = find_checkpoints(path)
-    return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
-
-
-def whole_manifest(folder: Path, contents: Collection[str] | None = _DOCUMENTS, then: str = "") -> Manifest:
-    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their sizes, and those in
-    `contents` (None: all) byte for byte."""
-    manifest = read_manifest(folder)
-    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
-        raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
-    return manifest
 
 
 def _ls(arguments: Namespace) -> int:
@@ -143,7 +100,7 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, if it can be read, and the faults of the folder."""
     try:
         manifest = read_manifest(folder)
-        return manifest, faults(folder, manifest, manifest.files if full else _DOCUMENTS)
+        return manifest, faults(folder, manifest, manifest.files if full else DOCUMENTS)
     except (UserError, OSError) as error:
         return None, [str(error)]
 

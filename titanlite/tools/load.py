@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.checkpoint.manifest import CONFIG, committed
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    ENVIRONMENT,
+    FOREIGN,
+    MANIFEST,
+    STATE,
+    CorruptCheckpoint,
+    Manifest,
+    committed,
+    faults,
+    is_complete,
+    is_foreign,
+    read_manifest,
+    step_folder,
+    step_of,
+)
 from titanlite.checkpoint.resume import checkpoint_root, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
-from titanlite.errors import UserError
-from titanlite.tools.checkpoint import find_checkpoint, saved_root, whole_manifest
+from titanlite.config.toml import tomllib
+from titanlite.errors import UserError, some_of
+from titanlite.runtime import store
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -23,6 +39,8 @@ if TYPE_CHECKING:
     import torch
 
     from titanlite.data.tokenizer import Tokenizer
+
+DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
@@ -89,3 +107,43 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     allocate(model, device)
     load_weights(folder, model)
     return model
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return a checkpoint, or those of a folder or a run, oldest first."""
+    if path.is_file():
+        raise UserError(f"{path} is a file; name the checkpoint's folder, {path.parent}")
+    if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
+        return [path]
+    for root in (path, saved_root(path), path / "checkpoint"):
+        folders = [step_folder(root, step) for step in committed(root)]
+        if folders and not is_foreign(folders[-1]):
+            return folders
+    for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
+        if is_foreign(folder):
+            raise UserError(f"{folder}: {FOREIGN}")
+    raise UserError(f"no checkpoint in {path}")
+
+
+def saved_root(dump_folder: Path) -> Path:
+    """Return where the run in a dump folder saves its checkpoints, by its config."""
+    try:
+        saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
+        return dump_folder / saved["checkpoint"]["folder"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # no config, or none of a run
+        return dump_folder / "checkpoint"
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint, or the latest complete one of a folder or a run."""
+    folders = find_checkpoints(path)
+    return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
+
+
+def whole_manifest(folder: Path, contents: Collection[str] | None = DOCUMENTS, then: str = "") -> Manifest:
+    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their sizes, and those in
+    `contents` (None: all) byte for byte."""
+    manifest = read_manifest(folder)
+    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
+        raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
+    return manifest

@@ -32,8 +32,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.tools.checkpoint import find_checkpoint
-from titanlite.tools.load import load_model
+from titanlite.tools.load import find_checkpoint, load_model
 dump, exported = sys.argv[1:]
 job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), world=None, training=False)
 model = load_model(job, find_checkpoint(Path(dump)), torch.device("cpu"))
@@ -56,18 +55,26 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: the folder must be empty")
     start = time.monotonic()
-    dump, single, exported = folder / "run", folder / "single", folder / "exported"
+    dump = folder / "run"
+    _kill_and_resume(dump)
+    _compare_with_one_process(dump, folder / "single")
+    _export(dump, folder / "exported")
+    _print("6  Generate text with the model after so few steps:")
+    print(_titanlite("generate --tokens 60 --prompt def --config", dump / "config.toml").rstrip())
+    print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
+    return 0
+
+
+def _kill_and_resume(dump: Path) -> None:
     _print("1  Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all.")
     _train_and_kill(dump)
     killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
-    recent = saved is not None and killed_at - saved <= 2 * INTERVAL
     newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
     _check(
-        recent,
+        saved is not None and killed_at - saved <= 2 * INTERVAL,
         f"killed at step {killed_at}, and {newest}",
         f"killed at step {killed_at}, but {newest}: more than {2 * INTERVAL} steps would be lost",
     )
-
     _print("2  Resume the run on 2 processes, FSDP 2 without tensor parallel, and validate.")
     out = _titanlite(f"train {RUN}", dump, NGPU="2")
     _check(
@@ -82,6 +89,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"metrics.jsonl should have each of the {STEPS} steps once, and has {steps}",
     )
 
+
+def _compare_with_one_process(dump: Path, single: Path) -> None:
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
@@ -93,30 +102,25 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"with {single}/metrics.jsonl",
     )
 
+
+def _export(dump: Path, exported: Path) -> None:
     _print("4  List and verify the checkpoints, and export the last one to Hugging Face's format.")
     print(_titanlite("checkpoint ls --full", dump), end="")
     _titanlite("checkpoint verify", dump)
     print("   proved: every byte matches its checksum", flush=True)
     _titanlite("checkpoint export", dump, exported)
-    names = sorted(path.name for path in exported.iterdir())
-    exported_names = ", ".join(names) or "nothing"
-    _check("config.json" in names, f"exported {exported_names}", f"no config.json in {exported}: {exported_names}")
-
+    names = ", ".join(sorted(path.name for path in exported.iterdir())) or "nothing"
+    _check("config.json" in names, f"exported {names}", f"no config.json in {exported}: {names}")
     _print("5  Load it with transformers, which shares no code with titanlite.")
-    if find_spec("transformers"):
-        worst = float(_python("-c", _COMPARE, str(dump), str(exported)))
-        _check(
-            worst < 1e-5,
-            f"its logits are within {worst:.1e} of titanlite's",
-            f"its logits differ from titanlite's by {worst:.1e}, and may differ by 1e-05",
-        )
-    else:
+    if not find_spec("transformers"):
         print(f"   skipped: transformers is not installed: {install_command('transformers')}")
-
-    _print("6  Generate text with the model after so few steps:")
-    print(_titanlite("generate --tokens 60 --prompt def --config", dump / "config.toml").rstrip())
-    print(f"\n{time.monotonic() - start:.0f} seconds; everything is in {folder}")
-    return 0
+        return
+    worst = float(_python("-c", _COMPARE, str(dump), str(exported)))
+    _check(
+        worst < 1e-5,
+        f"its logits are within {worst:.1e} of titanlite's",
+        f"its logits differ from titanlite's by {worst:.1e}, and may differ by 1e-05",
+    )
 
 
 def _print(heading: str) -> None:

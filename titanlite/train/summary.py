@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.config.job import Job
 from titanlite.config.pipeline_order import headline
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
@@ -24,15 +25,8 @@ def describe_start(trainer: Trainer) -> list[str]:
 
     Call it on all ranks.
     """
-    job, data, config = trainer.job, trainer.data, trainer.job.config
-    batch, training, optimizer = job.batch, config.training, config.optimizer
-    roles: Counter[str] = Counter()
-    active = 0
-    for name, parameter in trainer.model.named_parameters():
-        rule = trainer.report.context.table[name]
-        roles[_ROLE_NAMES.get(rule.tensor, rule.tensor)] += parameter.numel()
-        active += round(parameter.numel() * rule.active)
-    frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    job, config = trainer.job, trainer.job.config
+    training, optimizer = config.training, config.optimizer
     parameters = [p for part in trainer.parts for p in part.parameters()]
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
@@ -44,33 +38,14 @@ def describe_start(trainer: Trainer) -> list[str]:
         [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
     )
     decayed = sum(item.decays for item in whole)
-    data_sets = (
-        " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture)
-        or training.dataset
-    )
-    tokens = batch.total * training.seq_len
     rows = {
         "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "model": f"{config.model.name} {config.model.flavor}, {roles.total():,} parameters"
-        + f", {active:,} active" * (active < roles.total())
-        + (f", {frozen:,} frozen: " if frozen else ": ")
-        + ", ".join(f"{role} {count:,}" for role, count in roles.items()),
+        "model": _describe_model(trainer),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
-        "batch": f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
-        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all"
-        + f"; as data parallel, these ranks would take {batch.local * job.layout.world:,}"
-        * (training.global_batch_size == -1 and batch.total < batch.local * job.layout.world),
-        "data": f"{data_sets}, "
-        + ("streamed, " if data.samples is None else f"{data.samples:,} ")
-        + f"windows of {training.seq_len:,} tokens, "
-        + (
-            ""
-            if data.samples is None or training.mixture
-            else f"{data.samples / batch.total:,.0f} steps an epoch, "
-        )
-        + f"fingerprint {data.fingerprint}",
+        "batch": _describe_batch(job),
+        "data": _describe_data(trainer),
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
         f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",
         "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
@@ -85,6 +60,47 @@ def describe_start(trainer: Trainer) -> list[str]:
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
     return [*lines, *filter(None, (*job.remarks, compiling))]
+
+
+def _describe_model(trainer: Trainer) -> str:
+    roles: Counter[str] = Counter()
+    active = 0
+    for name, parameter in trainer.model.named_parameters():
+        rule = trainer.report.context.table[name]
+        roles[_ROLE_NAMES.get(rule.tensor, rule.tensor)] += parameter.numel()
+        active += round(parameter.numel() * rule.active)
+    frozen = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    model = trainer.job.config.model
+    counts = [f"{model.name} {model.flavor}", f"{roles.total():,} parameters"]
+    if active < roles.total():
+        counts.append(f"{active:,} active")
+    if frozen:
+        counts.append(f"{frozen:,} frozen")
+    of_roles = ", ".join(f"{role} {count:,}" for role, count in roles.items())
+    return f"{', '.join(counts)}: {of_roles}"
+
+
+def _describe_batch(job: Job) -> str:
+    batch, training = job.batch, job.config.training
+    tokens = batch.total * training.seq_len
+    text = (
+        f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
+        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all"
+    )
+    as_data_parallel = batch.local * job.layout.world
+    if training.global_batch_size == -1 and batch.total < as_data_parallel:
+        text += f"; as data parallel, these ranks would take {as_data_parallel:,}"
+    return text
+
+
+def _describe_data(trainer: Trainer) -> str:
+    data, training = trainer.data, trainer.job.config.training
+    mixture = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture)
+    number = "streamed," if data.samples is None else f"{data.samples:,}"
+    parts = [mixture or training.dataset, f"{number} windows of {training.seq_len:,} tokens"]
+    if data.samples is not None and not mixture:
+        parts.append(f"{data.samples / trainer.job.batch.total:,.0f} steps an epoch")
+    return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
 
 
 def _describe_device(trainer: Trainer) -> str:
