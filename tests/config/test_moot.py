@@ -1,112 +1,83 @@
-"""Every key against a run in which it has nothing to do: it is named as without effect, or refused."""
+"""A key in a run in which it has nothing to do is named as without effect, or refused: every key, every need."""
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.jobs import TINY, job
-from titanlite.config.job import Job
-from titanlite.config.load import ConfigError
-from titanlite.config.schema import KEYS, Mixture, value_of
+from titanlite.config.job import job_from
+from titanlite.config.legal import choices
+from titanlite.config.load import ConfigError, parse_command_line
+from titanlite.config.needs import without
+from titanlite.config.schema import KEYS, NEEDS, Mixture, value_of
 from titanlite.config.toml import toml_value
 from titanlite.errors import UserError
 from titanlite.launch.preflight import check_machine
 
-FLOAT8, MODE = "quantize.linear.float8", "activation_checkpoint.mode"
-ON, SELECTIVE = f"--{FLOAT8}.enable", f"--{MODE}=selective"
-LOADS, ALONE = "without checkpoint.enable or initial_load_path", "on 1 rank"
-NO_EFFECT = {  # key: (a value, why it has no effect, further options of the run)
-    "training.mixed_precision_reduce": ("bfloat16", ALONE, ""),
-    "training.dataloader.persistent_workers": ("true", "without training.dataloader.num_workers", ""),
-    "training.dataloader.prefetch_factor": ("3", "without training.dataloader.num_workers", ""),
-    "training.dataloader.stall_timeout_seconds": ("5.0", "without a streamed data set", ""),
-    "optimizer.no_decay": ("[]", "without optimizer.weight_decay", "--optimizer.weight_decay=0.0"),
-    "lr_scheduler.decay_type": ("cosine", "without steps of decay", "--lr_scheduler.decay_ratio=0.0"),
-    "lr_scheduler.min_lr_factor": ("0.5", "without steps of decay", "--lr_scheduler.warmup_steps=3"),
-    "parallelism.fsdp_reshard_after_forward": ("2", ALONE, ""),
-    "parallelism.fsdp_forward_prefetch": ("2", ALONE, ""),
-    "parallelism.fsdp_backward_prefetch": ("2", ALONE, ""),
-    "parallelism.fsdp_keep_whole": ("['norm.weight']", ALONE, ""),
-    "parallelism.fsdp_blocks_per_group": ("2", ALONE, ""),
-    "parallelism.defer_gradient_sync": ("true", ALONE, "--training.global_batch_size=4"),
-    "parallelism.disable_loss_parallel": ("true", ALONE, ""),
-    "parallelism.enable_async_tensor_parallel": ("true", ALONE, "--compile.enable"),
-    "parallelism.pipeline_parallel_schedule": ("Interleaved1F1B", "without pipeline parallel", ""),
-    "parallelism.pipeline_parallel_schedule_csv": ("a.csv", "without pipeline parallel", ""),
-    "parallelism.pipeline_parallel_microbatch_size": ("2", "without pipeline parallel", ""),
-    "parallelism.module_fqns_per_model_part": ("[['norm']]", "without pipeline parallel", ""),
-    "parallelism.pipeline_parallel_layers_per_stage": ("2", "without pipeline parallel", ""),
-    "parallelism.pipeline_parallel_first_stage_less_layers": ("2", "without pipeline parallel", ""),
-    "parallelism.pipeline_parallel_last_stage_less_layers": ("2", "without pipeline parallel", ""),
-    "parallelism.context_parallel_load_balancer": ("none", "without context parallel", ""),
-    "parallelism.context_parallel_rotate_method": ("ulysses", "without context parallel", ""),
-    "activation_checkpoint.selective_ac_option": ("99", f'without {MODE} "selective"', f"--{MODE}=full"),
-    "activation_checkpoint.memory_budget": ("0.25", f'without {MODE} "memory_budget"', f"--{MODE}=full"),
-    "activation_checkpoint.preserve_rng_state": ("false", "without recomputation of blocks", ""),
-    "activation_checkpoint.early_stop": ("true", "without recomputation of blocks", ""),
-    "compile.enable": ("true", "without compile.components", "--compile.components=[]"),
-    "compile.components": ("['loss']", "without compile.enable", ""),
-    "compile.backend": ("eager", "without compile.enable", ""),
-    f"{FLOAT8}.recipe_name": ("rowwise", f"without {FLOAT8}.enable", ""),
-    f"{FLOAT8}.enable_fsdp_float8_all_gather": ("true", ALONE, ON),
-    f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": (
-        "true",
-        ALONE,
-        f"{ON} --{FLOAT8}.enable_fsdp_float8_all_gather",
+MODE = "activation_checkpoint.mode"
+SPLIT = "--model.overrides.n_kv_heads=2 --parallelism.tensor_parallel_degree=2"
+STAGES = "--parallelism.pipeline_parallel_degree=2"
+NAMED = "--parallelism.module_fqns_per_model_part=[['tok_embeddings','layers.0'],['layers.1','norm','output']]"
+ULYSSES = "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses"
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options of the run, ranks
+    ("data parallel or offload", "training.mixed_precision_reduce", "bfloat16", SPLIT, 2),
+    ("sharding", "parallelism.fsdp_forward_prefetch", "2", REPLICAS, 2),
+    ("data parallel", "parallelism.fsdp_blocks_per_group", "2", SPLIT, 2),
+    ("tensor parallel", "parallelism.disable_loss_parallel", "true", "", 2),
+    ("tensor parallel", "parallelism.enable_async_tensor_parallel", "true", "--compile.enable", 2),
+    ("no pipeline parallel", "parallelism.defer_gradient_sync", "true", STAGES, 4),
+    ("gradient accumulation", "parallelism.defer_gradient_sync", "true", "", 2),
+    ("replicas", "parallelism.defer_gradient_sync", "replicas", "--training.global_batch_size=8", 2),
+    ("pipeline parallel", "parallelism.pipeline_parallel_microbatch_size", "2", "", 1),
+    ("no module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage", "3", f"{STAGES} {NAMED}", 2),
+    ("context parallel", "parallelism.context_parallel_rotate_method", "ulysses", "", 1),
+    (
+        "no ulysses",
+        "parallelism.context_parallel_load_balancer",
+        "none",
+        f"--model.overrides.n_kv_heads=2 {ULYSSES}",
+        2,
     ),
-    f"{FLOAT8}.filter_fqns": ("['wq']", f"without {FLOAT8}.enable", ""),
-    f"{FLOAT8}.emulate": ("true", f"without {FLOAT8}.enable", ""),
-    "checkpoint.folder": ("saved", "without checkpoint.enable", ""),
-    "checkpoint.interval": ("7", "without checkpoint.enable", ""),
-    "checkpoint.interval_minutes": ("7.0", "without checkpoint.enable", ""),
-    "checkpoint.async_mode": ("async", "without checkpoint.enable", ""),
-    "checkpoint.keep_latest_k": ("7", "without checkpoint.enable", ""),
-    "checkpoint.keep_every": (
-        "7",
-        "without checkpoint.keep_latest_k",
-        "--checkpoint.enable --checkpoint.keep_latest_k=0",
-    ),
-    "checkpoint.initial_load_model_only": ("false", "without checkpoint.initial_load_path", "--checkpoint.enable"),
-    "checkpoint.exclude_from_loading": ("['data']", LOADS, ""),
-    "checkpoint.last_save_model_only": ("true", "without checkpoint.enable", ""),
-    "checkpoint.export_dtype": ("bfloat16", "without checkpoint.enable", ""),
-    "checkpoint.enable_first_step_checkpoint": ("true", "without checkpoint.enable", ""),
-    "checkpoint.on_failure": ("warn", "without checkpoint.enable", ""),
-    "fault.grace_seconds": ("7", "without checkpoint.enable", ""),
-    "checkpoint.verify_on_load": (
+    (f'{MODE} "selective"', "activation_checkpoint.selective_ac_option", "99", f"--{MODE}=full", 1),
+    (f'{MODE} "memory_budget"', "activation_checkpoint.memory_budget", "0.25", f"--{MODE}=full", 1),
+    ("recomputation of blocks", "activation_checkpoint.early_stop", "true", "", 1),
+    ("compile.components", "compile.enable", "true", "--compile.components=[]", 1),
+    ("compile.enable", "compile.backend", "eager", "", 1),
+    ("quantize.linear.float8.enable", "quantize.linear.float8.recipe_name", "rowwise", "", 1),
+    ("training.dataloader.num_workers", "training.dataloader.prefetch_factor", "3", "", 1),
+    ("a streamed data set", "training.dataloader.stall_timeout_seconds", "5.0", "", 1),
+    ("optimizer.weight_decay", "optimizer.no_decay", "[]", "--optimizer.weight_decay=0.0", 1),
+    ("steps of decay", "lr_scheduler.decay_type", "cosine", "--lr_scheduler.decay_ratio=0.0", 1),
+    ("steps of decay", "lr_scheduler.min_lr_factor", "0.5", "--lr_scheduler.warmup_steps=3", 1),
+    ("checkpoint.enable", "checkpoint.interval", "7", "", 1),
+    ("checkpoint.keep_latest_k", "checkpoint.keep_every", "7", "--checkpoint.enable --checkpoint.keep_latest_k=0", 1),
+    ("checkpoint.initial_load_path", "checkpoint.initial_load_model_only", "false", "--checkpoint.enable", 1),
+    ("checkpoint.enable or initial_load_path", "checkpoint.exclude_from_loading", "['data']", "", 1),
+    (
+        "a checkpoint to verify",
+        "checkpoint.verify_on_load",
         "sizes",
-        "without a checkpoint to verify",
         "--checkpoint.initial_load_path=a --checkpoint.initial_load_in_hf",
+        1,
     ),
-    "validation.dataset": ("python-stdlib", "without validation.enable", ""),
-    "validation.dataset_path": ("/data", "without validation.enable", ""),
-    "validation.local_batch_size": ("7", "without validation.enable", ""),
-    "validation.seq_len": ("7", "without validation.enable", ""),
-    "validation.freq": ("7", "without validation.enable", ""),
-    "validation.steps": ("7", "without validation.enable", ""),
-    "generate.prompt": ("import", "without generate.at_end", ""),
-    "generate.tokens": ("7", "without generate.at_end", ""),
-    "generate.temperature": ("0.0", "without generate.at_end", ""),
-    "metrics.save_tb_folder": ("events", "without metrics.enable_tensorboard", ""),
-    "profiling.save_traces_folder": ("traces", "without profiling.enable_profiling", ""),
-    "profiling.profile_freq": ("7", "without traces or snapshots", ""),
-    "profiling.profiler_active": ("2", "without profiling.enable_profiling", ""),
-    "profiling.profiler_warmup": ("2", "without profiling.enable_profiling", ""),
-    "profiling.save_memory_snapshot_folder": ("memory", "without profiling.enable_memory_snapshot", ""),
-    "comm.checkpoint_timeout_seconds": ("7", LOADS, ""),
-    "comm.trace_buf_size": ("7", "on a CPU", ""),
-    "fault.skip_budget": ("7", "without steps to skip", "--fault.spike_sigma=6.0"),
-    "fault.spike_window": ("7", "without fault.spike_sigma", ""),
-    "fault.on_spike": ("skip", "without fault.spike_sigma", ""),
-    "fault.rollback_budget": ("7", 'without fault.on_spike "rollback"', "--fault.on_nonfinite=skip"),
-    "debug.moe_force_load_balance": ("true", "without experts", ""),
-    "fault.max_restarts": ("0", "without checkpoint.enable", ""),
-    "fault.min_nodes": ("1", "without checkpoint.enable", ""),
-    "comm.save_traces_folder": ("nccl", "without comm.trace_buf_size", "--comm.trace_buf_size=0 --job.device=auto"),
-}
+    ("validation.enable", "validation.freq", "7", "", 1),
+    ("generate.at_end", "generate.temperature", "0.0", "", 1),
+    ("metrics.enable_tensorboard", "metrics.save_tb_folder", "events", "", 1),
+    ("profiling.enable_profiling", "profiling.profiler_active", "2", "", 1),
+    ("traces or snapshots", "profiling.profile_freq", "7", "", 1),
+    ("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder", "memory", "", 1),
+    ("a GPU", "comm.trace_buf_size", "7", "", 1),
+    ("comm.trace_buf_size", "comm.save_traces_folder", "nccl", "--comm.trace_buf_size=0 --job.device=auto", 1),
+    ("steps to skip", "fault.skip_budget", "7", "--fault.spike_sigma=6.0", 1),
+    ("fault.spike_sigma", "fault.on_spike", "skip", "", 1),
+    ('fault.on_spike "rollback"', "fault.rollback_budget", "7", "--fault.on_nonfinite=skip", 1),
+    ("experts", "debug.moe_force_load_balance", "true", "", 1),
+]
 MIXTURE = '--training.mixture=[{dataset="python-stdlib",weight=1.0}]'
 REFUSED = {  # key: (a value, part of the message, further options of the run)
     "training.dataset": ("c4", "every source of training.mixture has its own dataset; remove the key", MIXTURE),
@@ -117,7 +88,7 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
     "optimizer.beta2": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.eps": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.state_dtype": ("bfloat16", "SGD does not use this key", "--optimizer.name=SGD"),
-    "activation_checkpoint.selective_ac_option": ("99", "the model has 2 blocks; at most 2", SELECTIVE),
+    "activation_checkpoint.selective_ac_option": ("99", "the model has 2 blocks; at most 2", f"--{MODE}=selective"),
     "profiling.enable_memory_snapshot": ("true", "records a GPU's allocator", ""),
     "checkpoint.load_step": ("7", "nothing is resumed with checkpoint.enable = false", ""),
     "fault.stop_after_minutes": ("7.0", "nothing is saved with checkpoint.enable = false", ""),
@@ -145,25 +116,67 @@ fault.on_nonfinite fault.spike_sigma
 """Keys that change every run, or whose pattern that matches nothing is an error."""
 
 
-def test_every_key_has_a_run_in_which_it_is_moot_or_never_is():
-    assert KEYS.keys() - NO_EFFECT.keys() - REFUSED.keys() == set(NEVER_MOOT)
+NEEDY = {key: needs for key, needs in NEEDS.items() if set(needs) - {key}}
+"""The keys that declare what they need."""
 
 
-@cache
-def job_with(options: str) -> Job:
-    return job([*TINY, *options.split()], world=1)
+def test_every_key_declares_what_it_needs_or_is_refused_or_is_never_moot():
+    assert KEYS.keys() - NEEDY.keys() - REFUSED.keys() == set(NEVER_MOOT)
 
 
-@pytest.mark.parametrize("key", NO_EFFECT)
-def test_a_key_without_effect_is_named_with_the_reason_and_does_nothing(key):
+def test_every_need_has_a_run_that_lacks_it():
+    needs = {need for key, declared in NEEDY.items() for need in declared if need != key}
+    assert needs == {need for need, *_ in NO_EFFECT}
+
+
+@pytest.mark.parametrize(("need", "key", "value", "others", "world"), NO_EFFECT)
+def test_a_key_without_effect_is_named_with_the_reason_and_does_nothing(need, key, value, others, world):
     """The run is given the same config as without the key; only what is written to files has its value."""
-    value, why, others = NO_EFFECT[key]
-    plain = job_with(others)
-    flipped = job([*TINY, *others.split(), f"--{key}={value}"], world=1)
+    plain = job([*TINY, *others.split()], world)
+    flipped = job([*TINY, *others.split(), f"--{key}={value}"], world)
     reasons = dict(part.split(": ") for part in flipped.no_effect.removeprefix("no effect ").split("; "))
-    assert key in reasons[why].split(", ")
+    assert key in reasons[without(need)].split(", ")
     assert flipped.config == plain.config
     assert toml_value(value_of(flipped.given, key)).strip('"').replace('"', "'") == value
+
+
+OTHERS = {
+    "parallelism.fsdp_reshard_after_forward": "always",
+    "parallelism.module_fqns_per_model_part": [["norm"]],
+    "activation_checkpoint.selective_ac_option": "2",
+    "validation.steps": 3,
+}
+
+
+def other_value(key: str) -> Any:
+    """Return a legal value of a key that is not its default."""
+    default, words = KEYS[key].default, choices(KEYS[key].annotation)
+    if key in OTHERS:
+        return OTHERS[key]
+    if words:
+        return next(word for word in words if word != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 1
+    if isinstance(default, float):
+        return default / 2 or 0.5
+    if isinstance(default, list):
+        return [] if default else ["loss"]
+    return 2 if default is None else key
+
+
+def test_all_keys_without_effect_at_once_are_named_and_do_nothing():
+    """On one rank, with all that they need switched off."""
+    options = [*TINY, "--optimizer.weight_decay=0.0", "--lr_scheduler.decay_ratio=0.0"]
+    line = parse_command_line(["--config", "debug.toml", *options], {})
+    plain = job_from(line, world=1, training=True)
+    keys = NEEDY.keys() - {"compile.enable", "parallelism.enable_async_tensor_parallel"}  # one needs the other
+    flipped = replace(line, overrides=line.overrides | {key: other_value(key) for key in keys})
+    everything = job_from(flipped, world=1, training=True)
+    assert everything.idle.keys() == keys
+    assert everything.idle["parallelism.fsdp_forward_prefetch"] == "on 1 rank"
+    assert everything.config == plain.config
 
 
 @pytest.mark.parametrize("key", REFUSED)

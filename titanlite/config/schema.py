@@ -11,20 +11,8 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
-from titanlite.config.section import (
-    MOST,
-    BatchSize,
-    Decay,
-    Fraction,
-    Natural,
-    NonNegative,
-    Only,
-    OrNone,
-    Positive,
-    Rate,
-    Seconds,
-    Section,
-)
+from titanlite.config.section import BatchSize, Decay, Fraction, Natural, NonNegative, Only, OrNone, Positive, Section
+from titanlite.config.watch_schema import Comm, Debug, FaultSection, Metrics, Profiling
 
 
 class JobSection(Section):
@@ -145,7 +133,7 @@ class Optimizer(Section):
     """AdamW, Adam, SGD (without momentum), Muon, or one that model.package registers. Muon orthogonalizes the
     momentum of matrices inside blocks (Nesterov 0.95, five Newton-Schulz steps) and scales the step to the length of
     AdamW's (0.2 sqrt(longer side)); AdamW takes all other parameters."""
-    lr: Rate = 8e-4
+    lr: Annotated[float, Field(gt=0)] = 8e-4
     """Learning rate after warm-up."""
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
@@ -255,103 +243,6 @@ class Generate(Section):
     """Sampling temperature; 0 = greedy."""
     at_end: bool = False
     """Print a sample when training ends."""
-
-
-class Metrics(Section):
-    """Logging: its frequency and its sinks. metrics.jsonl is always written."""
-
-    log_freq: Positive = 10
-    """Log step 1, every log_freq-th step and the last step."""
-    enable_tensorboard: bool = False
-    """Write TensorBoard events."""
-    save_tb_folder: Annotated[str, Only("metrics.enable_tensorboard")] = "tb"
-    """Folder for TensorBoard events inside job.dump_folder."""
-    enable_wandb: bool = False
-    """Log to Weights & Biases, to the project in WANDB_PROJECT or "titanlite"; needs the package wandb."""
-    disable_color_printing: bool = False
-    """Print without colors."""
-
-
-class Profiling(Section):
-    """Traces and memory snapshots of every rank, at every profile_freq-th step, in FOLDER/step-N/rank-R."""
-
-    only = Only("profiling.enable_profiling")
-    enable_profiling: bool = False
-    """Record Chrome traces that name the phases of a step."""
-    save_traces_folder: str = "profile_traces"
-    """Folder for traces inside job.dump_folder."""
-    profile_freq: Annotated[Positive, Only("traces or snapshots")] = 10
-    """Steps between traces or snapshots; at least profiler_warmup + profiler_active for traces."""
-    profiler_active: Positive = 1
-    """Steps in a trace; the last one is a multiple of profile_freq."""
-    profiler_warmup: Natural = 3
-    """Steps that the profiler runs before a trace without recording, since its start is slow."""
-    enable_memory_snapshot: Annotated[bool, Only()] = False
-    """Record the allocator's history, and also write it when memory runs out; needs a GPU."""
-    save_memory_snapshot_folder: Annotated[str, Only("profiling.enable_memory_snapshot")] = "memory_snapshot"
-    """Folder for snapshots inside job.dump_folder."""
-
-
-class Comm(Section):
-    """Timeouts of the communication, and the flight recorder."""
-
-    init_timeout_seconds: Seconds = 300
-    """Timeout of the start: nodes meeting, and each phase through the first step."""
-    train_timeout_seconds: Seconds = 100
-    """Limit for any phase after the first step; beyond it the run is reported as hung and ended. Collectives time out
-    15 seconds after their phase's limit, those of the start and of checkpoints too."""
-    checkpoint_timeout_seconds: Annotated[Seconds, Only("checkpoint.enable or initial_load_path")] = 1800
-    """Timeout of loading and of saving a checkpoint."""
-    trace_buf_size: Annotated[Natural, Only("a GPU")] = 20000
-    """Entries in NCCL's flight recorder; 0 switches it off."""
-    save_traces_folder: Annotated[str, Only("a GPU", "comm.trace_buf_size")] = "comm_traces"
-    """Folder for the recorder's dumps inside job.dump_folder."""
-
-
-class FaultSection(Section):
-    """Failures, preemption and hangs."""
-
-    grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
-    """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
-    stop_after_minutes: NonNegative = 0
-    """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
-    a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
-    max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
-    """Automatic restarts from the newest checkpoint after a rank was lost; the variable MAX_RESTARTS sets another
-    default. Failures that would repeat are not restarted. 0: never."""
-    rejoin_seconds: Seconds = 120
-    """How long a restart waits for missing nodes, and a launcher for node 0."""
-    min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
-    """Minimum number of nodes for a restart; 0 means all."""
-    stall_seconds: Literal[0] | Seconds = 0
-    """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
-    that. The start, the first step, loading and saving keep their timeouts in [comm]."""
-    preflight: bool = True
-    """Time the groups of the mesh before the model is built, and name the ranks and links that are slow. Whether the
-    ranks have the same config and software is always checked."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """If the gradient norm of a step is not finite: end the run, or skip the update."""
-    skip_budget: Annotated[Natural, Only("steps to skip")] = 10
-    """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
-    spike_sigma: NonNegative = 0.0
-    """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0 is off."""
-    spike_window: Annotated[int, Field(ge=2, le=MOST), Only("fault.spike_sigma")] = 128
-    """Number of good steps for the mean and the deviation; no step is a spike before there are as many."""
-    on_spike: Annotated[Literal["warn", "skip", "rollback"], Only("fault.spike_sigma")] = "warn"
-    """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint before it."""
-    rollback_budget: Annotated[Natural, Only('fault.on_spike "rollback"')] = 2
-    """Rollbacks that a run may make; one more ends it with exit code 77."""
-
-
-class Debug(Section):
-    """Reproducibility, and measuring."""
-
-    seed: Annotated[Annotated[int, Field(ge=0)] | None, OrNone] = None
-    """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and logs one."""
-    deterministic: bool = False
-    """Use deterministic algorithms only; an operation without one is an error."""
-    moe_force_load_balance: Annotated[bool, Only("experts")] = False
-    """Send tokens to all experts in turn, whatever the router chooses: for measuring speed."""
 
 
 class JobConfig(Section):

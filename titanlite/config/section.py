@@ -14,7 +14,6 @@ Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
 """At most a year; a clock in C++ overflows at more."""
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
 NonNegative = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 OrNone = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
