@@ -7,7 +7,7 @@ from its start: one that becomes a gradient counts as one.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -42,23 +42,14 @@ _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for na
 _FLOPS = dict(flop_registry)
 
 
-def _attention_flops(name: str, query: int) -> Callable[..., int]:
-    """Return torch's count of a GPU's attention, for a CPU's: `query` is the position of the query."""
-    count = flop_registry[getattr(torch.ops.aten, name)]
-
-    def flops(*args: Any, **kwargs: Any) -> int:
-        heads, shapes = args[query].size(1), [*args]
-        for n in (query + 1, query + 2):  # torch 2.11 refuses keys and values of fewer heads
-            shapes[n] = torch.Size([args[n].size(0), heads, *args[n].shape[2:]])
-        return count(*shapes, **kwargs)
-
-    return flops
+def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of a CPU's attention, as torch counts a GPU's; `query` is the position of the query."""
+    batch, heads, queries, dim = args[query].shape
+    return products * 2 * batch * heads * queries * args[query + 1].size(2) * dim
 
 
-for _end, _query in (("", 0), ("_backward", 1)):
-    _name_on_gpu = f"_scaled_dot_product_flash_attention{_end}"
-    _on_cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{_end}")
-    _FLOPS[_on_cpu] = _attention_flops(_name_on_gpu, _query)
+_FLOPS[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] = partial(_attention_flops, 0, 2)
+_FLOPS[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward] = partial(_attention_flops, 1, 5)
 _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operations that do not read what they write to."""
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -16,7 +16,7 @@ from titanlite.errors import UserError
 from titanlite.layout import DIMENSIONS
 from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import Plan, phases_of
-from titanlite.planner.speed import LANES, Span
+from titanlite.planner.speed import LANES
 from titanlite.planner.tables import Number, Table, gib, heading, tables
 
 STACK = "optimizer parameters buffers gradients gathered communication activations logits".split()
@@ -148,8 +148,7 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
     """Draw when each lane is busy, and when compute waits."""
     end, height = _end(plan), 40 * len(LANES)
     busy = defaultdict[str, list[list[float]]](list)
-    spans = [*plan.speed.spans, *_waiting(plan.speed.spans)]
-    for span in sorted(spans, key=lambda span: span.start):
+    for span in sorted(plan.speed.spans, key=lambda span: span.start):
         start, stop = WIDTH * span.start / end, WIDTH * span.end / end
         line = busy[span.lane]
         if line and start - line[-1][1] < 0.1:  # too near to be seen apart
@@ -169,15 +168,6 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
             title = f"{phase['phase']}: {phase['when']}"
             parts.append(_hit(WIDTH * phase["start"] / end, width, height, title))
     return _svg("speed", parts, height + 12, "When a GPU computes, gathers, reduces, and waits")
-
-
-def _waiting(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield when compute waits for a lane."""
-    now = 0.0
-    for span in sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start):
-        if span.start > now:
-            yield Span("waiting", "", now, span.start)
-        now = max(now, span.end)
 
 
 def _split(plan: Plan) -> list[str]:

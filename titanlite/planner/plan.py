@@ -20,7 +20,7 @@ from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, recognize, with_source
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.search import Candidate, changes
-from titanlite.planner.speed import Speed, is_upper_bound, ranks_in_a_node, speed_of_job
+from titanlite.planner.speed import WAITING, Speed, is_upper_bound, ranks_in_a_node, speed_of_job
 
 VERSION = 1
 """Of the JSON; another one if a name goes or changes its meaning."""
@@ -127,7 +127,7 @@ class Plan:
                 "terms": [asdict(term) for term in speed.terms],
                 "estimate": self.rates(speed.estimate),
                 "exposed": dict(speed.exposed),
-                "spans": [asdict(span) for span in speed.spans],
+                "spans": [asdict(span) for span in speed.spans if span.lane != WAITING],
                 "assumptions": list(speed.assumptions),
             },
             "changes": [

@@ -182,16 +182,15 @@ def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: E
 
     def enter(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         counting.enter_phase(f"forward {number}")
-        if number == first:
+        if number == min(blocks):
             on_gradient("backward embedding", args[0])
 
     def leave(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         on_gradient(f"backward {number}", output)
-        if number == last:
+        if number == max(blocks):
             counting.enter_phase("head")
 
     blocks = context.blocks(part)
-    first, last = min(blocks), max(blocks)
     for number, block in blocks.items():  # hooks before FSDP2's
         hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
         hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)

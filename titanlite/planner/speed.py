@@ -243,6 +243,9 @@ class _Schedule:
 
     def _wait_for(self, span: Span) -> None:
         if span.end > self.now:
+            idle_until = span.start if span.lane == COMPUTE else span.end
+            if idle_until > self.now:
+                self.spans.append(Span(WAITING, "", self.now, idle_until))
             self.exposed[span.what] += span.end - self.now
             self.now = span.end
 

@@ -112,12 +112,10 @@ def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:
     """Yield the dotted fields of a flavor that are not at their defaults, and their values."""
     for field in dataclasses.fields(flavor):
         value = getattr(flavor, field.name)
-        if dataclasses.is_dataclass(value):
-            leaves = {f"{field.name}.{leaf.name}": getattr(value, leaf.name) for leaf in dataclasses.fields(value)}
-        else:
-            leaves = {field.name: value}
-        if value != field.default:
-            yield from ((name, toml_value(leaf)) for name, leaf in leaves.items())
+        if value == field.default:
+            continue
+        leaves = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {"": value}
+        yield from ((f"{field.name}.{leaf}".rstrip("."), toml_value(leaves[leaf])) for leaf in leaves)
 
 
 def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:

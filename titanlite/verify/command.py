@@ -143,16 +143,17 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
     names = {name.strip() for name in only.split(",")} - {""}
     layouts = [layout for layout in model.layouts if layout not in ONLY_FULL]
-    numbers = {name: number for number in rows for name in (f"#{number}", f"{number}") if name not in layouts}
-    unknown = sorted(names - {*layouts, *numbers})
+    meant = {name: {number} for number in rows for name in (f"#{number}", f"{number}")}
+    meant |= {layout: {number for number, row in rows.items() if row.layout == layout} for layout in layouts}
+    unknown = sorted(names - meant.keys())
     if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
         what = f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
         legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
-    chosen = {numbers[name] for name in names & numbers.keys()}
-    return {n: row for n, row in rows.items() if n in chosen or (row.layout in names and row.layout in layouts)}
+    chosen = {number for name in names for number in meant[name]}
+    return {number: row for number, row in rows.items() if number in chosen}
 
 
 def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
@@ -231,23 +232,20 @@ class ResultCache:
     def __init__(self, path: Path, model: ModelUnderTest) -> None:
         from titanlite.verify.runner import Result
 
-        self._path, identity = path, _identity(model)
+        self._path, self._of = path, _identity(model)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if not lines or json.loads(lines[0]) != identity:
-            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-            lines = []
-        for line in lines[1:]:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             values = json.loads(line)
-            row = Row(**values.pop("row"))
-            self.passed[row] = Result(row=row, **values)
+            if values.pop("of", None) == self._of:
+                row = Row(**values.pop("row"))
+                self.passed[row] = Result(row=row, **values)
 
     def add(self, result: Result) -> None:
         """Append a result, if it passed."""
         if result.passed:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+                file.write(json.dumps({"of": self._of, **asdict(result)}) + "\n")
 
 
 def _identity(model: ModelUnderTest) -> dict[str, object]:

@@ -3,11 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 
 from rich.console import Console
-from rich.text import Text
 
 from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.runner import Result
@@ -30,40 +29,38 @@ class TablePrinter:
     """Prints the table row by row; without color when stdout is not a terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._print = Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print
 
     def head(self, lines: Iterable[str]) -> None:
         titles = {column: "accum" if column == "accumulation" else column for column in COLUMNS}
-        self._console.print(Text("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"])))
+        self._print("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"]))
 
     def row(self, number: int, result: Result) -> None:
-        cells = _cells({column: getattr(result.row, column) for column in COLUMNS})
-        verdict = Text("pass", "green") if result.passed else Text("FAIL", "bold red")
-        numbers = f"{_error(result.error):>7}  {result.bound:.0e}"
+        row = result.row
+        self._print(f"{number:>4}  {_cells(vars(row))} {_error(result.error):>7}  {result.bound:.0e}  ", end="")
+        self._print("pass" if result.passed else "FAIL", style="green" if result.passed else "bold red", end="")
         rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
-        what = f"{result.row.extra}: {result.what}" if result.row.extra else result.what
-        self._console.print(Text(f"{number:>4}  {cells} {numbers}  ") + verdict + Text(f"  {what}{rank}"))
+        self._print(f"  {f'{row.extra}: ' if row.extra else ''}{result.what}{rank}")
 
     def table_fault(self, what: str) -> None:
         if what:
-            self._console.print(Text(f"      the model's table: {what}", "bold red"))
+            self._print(f"      the model's table: {what}", style="bold red")
 
     def foot(self, results: Sequence[Result], seconds: float, log: str) -> None:
         failed = [result for result in results if not result.passed]
         took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"
         if failed:
-            count = f"{len(failed)} of {len(results)} rows"
-            self._console.print(Text(f"\n{count} FAILED ({took}); the first:", "bold red"))
-            self._console.print(Text(f"  {failed[0].row}\n  {failed[0].what}"))
+            self._print(f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:", style="bold red")
+            self._print(f"  {failed[0].row}\n  {failed[0].what}")
         else:
             count = "the row equals" if len(results) == 1 else f"all {len(results)} rows equal"
-            self._console.print(Text(f"\n{count} one process ({took})", "green"))
+            self._print(f"\n{count} one process ({took})", style="green")
         if os.path.getsize(log):
-            self._console.print(Text(f"tracebacks and torch's log of the ranks: {log}"))
+            self._print(f"tracebacks and torch's log of the ranks: {log}")
 
 
-def _cells(values: dict[str, str]) -> str:
-    return " ".join(f"{value:<{_WIDTHS.get(column, 9)}}" for column, value in values.items())
+def _cells(values: Mapping[str, str]) -> str:
+    return " ".join(f"{values[column]:<{_WIDTHS.get(column, 9)}}" for column in COLUMNS)
 
 
 def _error(error: float) -> str:
