@@ -17,21 +17,22 @@ def declare(parser: Any, options: Options) -> None:
         how: dict[str, Any] = dict(zip(("type", "default", "required"), typed, strict=False), help=about)
         name, _, value = usage.removesuffix(" …").partition(" ")
         is_list = usage.endswith(" …")
-        if not name.startswith("--"):
+        if name.startswith("--"):
+            how["dest"] = name.strip("-").rpartition(".")[2].replace("-", "_")
+            if is_list:
+                how |= {"action": "append", "default": []}
+            if "|" in value:
+                how["choices"] = value.split("|")
+            elif value:
+                how["metavar"] = value
+            else:
+                how["action"] = "store_true"
+        else:
             how["metavar"] = name.strip("[]")
             if is_list or name != how["metavar"]:
                 how["nargs"] = "+" if is_list else "?"
-            parser.add_argument(how["metavar"].lower(), **how)
-            continue
-        if is_list:
-            how |= {"action": "append", "default": []}
-        if "|" in value:
-            how["choices"] = value.split("|")
-        elif value:
-            how["metavar"] = value
-        else:
-            how["action"] = "store_true"
-        parser.add_argument(name, dest=name.strip("-").rpartition(".")[2].replace("-", "_"), **how)
+            name = how["metavar"].lower()
+        parser.add_argument(name, **how)
 
 
 def declare_commands(

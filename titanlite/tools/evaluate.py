@@ -1,20 +1,15 @@
 """`titanlite evaluate`: the loss of a checkpoint of any mesh, in one process without process groups."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite.config.options import declare
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanlite.errors import UserError, format_table
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -77,7 +72,7 @@ class Counted:
         self._loader, self._tokenizer = loader, tokenizer
         self.windows = self.tokens = self.bytes = 0
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
         from titanlite.data.packing import IGNORED
         from titanlite.data.stream import StreamLoader
 

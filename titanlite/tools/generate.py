@@ -1,20 +1,15 @@
 """`titanlite generate`: text from a checkpoint of any mesh, in one process without process groups."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from titanlite.checkpoint.manifest import read_state
 from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
-
-if TYPE_CHECKING:
-    import torch
 
 _KEYS = {"prompt": "generate.prompt", "tokens": "generate.tokens", "temperature": "generate.temperature"}
 _KEYS["seed"] = "debug.seed"
@@ -84,10 +79,10 @@ class Show:
         self.shown = max(self.shown, len(text))
 
 
-def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[Any], Any]:
     """Return a filter that rules out all tokens but the `top_k` likeliest, and those that --top-p leaves out."""
 
-    def narrow(logits: torch.Tensor) -> torch.Tensor:
+    def narrow(logits: Any) -> Any:
         ranked, order = logits.sort(descending=True, stable=True)
         kept = (ranked[:top_k] / max(temperature, 1e-6)).softmax(-1)
         kept = kept[(kept.cumsum(-1) - kept) < top_p]

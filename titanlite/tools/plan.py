@@ -1,7 +1,5 @@
 """`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, found out on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -12,20 +10,16 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 from titanlite.config.hardware_table import hardware_table
-from titanlite.config.job import job_from
+from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.toml import toml_value
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import gpu_bytes, gpu_name
-
-if TYPE_CHECKING:
-    from titanlite.config.job import Job
-    from titanlite.planner.hardware import Hardware
-    from titanlite.planner.search import Settings
+from titanlite.planner.hardware import Hardware, load_hardware, recognize
 
 MEASURED = 5
 """Steps that --measure times, after as many that warm up."""
@@ -128,7 +122,7 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     return 0
 
 
-def _measure(overrides: list[str], world: int, settings: Settings) -> float:
+def _measure(overrides: list[str], world: int, settings: dict[str, Any]) -> float:
     """Train a few steps on this machine; return the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
         own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
@@ -146,8 +140,6 @@ def _measure(overrides: list[str], world: int, settings: Settings) -> float:
 
 def _hardware(name: str | None, files: list[Path]) -> Hardware:
     """Return the named GPU's hardware, by default that of this machine's GPU."""
-    from titanlite.planner.hardware import load_hardware, recognize
-
     if name is not None:
         return load_hardware(name, files)
     found = gpu_name()

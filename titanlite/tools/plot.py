@@ -34,9 +34,6 @@ FIELDS = {
 """Those of a record, by the one that only such a record has."""
 # Okabe and Ito's colors, which color-blind readers can distinguish; their yellow and black made readable on white.
 COLORS = "#0072b2", "#d55e00", "#009e73", "#b9579a", "#d99500", "#4a4f57", "#45a9e6", "#7a4b1e"
-STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "axes.titlelocation": "left",
-         "axes.formatter.useoffset": False, "font.size": 9, "grid.color": "#e8eaed", "legend.frameon": False,
-         "svg.fonttype": "none", "text.parse_math": False}  # fmt: skip
 HTML = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Training curves</title>
 <style>body {{max-width: 1500px; margin: 2em auto}} svg {{width: 100%; height: auto}}</style>
 <svg{}<pre>{}</pre></html>
@@ -149,12 +146,12 @@ def summarize(runs: list[Run]) -> str:
 def draw(runs: list[Run], x_axis: str) -> Figure:
     """Return the figure; validation has a panel where a run validated."""
     try:
-        from matplotlib import rcParams
+        from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         remedy = install_command("matplotlib")
         raise UserError(f"titanlite plot needs the package matplotlib, which is not installed: {remedy}") from error
-    rcParams.update(STYLE)
+    style.use(Path(__file__).with_suffix(".mplstyle"))
     figure = Figure(figsize=(12.4, 7.2), layout="constrained")
     validation = "validation_loss" if any(len(run.validated) for run in runs) else "loss"
     panels: Any = [["loss", "loss", validation], ["grad_norm", "lr", "tps"]]

@@ -31,15 +31,11 @@ from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 from titanlite.verify.step_record import StepRecord
+from titanlite.verify.table import Row
 
 
 def measure(
-    overrides: list[str],
-    reference: str,
-    precision: str,
-    batch: str = "",
-    fault: str = "",
-    role: tuple[str, Role] | None = None,
+    overrides: list[str], reference: str, row: Row, fault: str = "", role: tuple[str, Role] | None = None
 ) -> Mismatch:
     """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
 
@@ -56,13 +52,13 @@ def measure(
         with FAULTS[fault].put_in() if fault else nullcontext():
             rank_info = RankInfo(rank, world, rank, f"rank{rank}")
             job = build_job(overrides, world)
-            trainer = InstrumentedTrainer(with_role(job, *role) if role else job, rank_info, batch)
+            trainer = InstrumentedTrainer(with_role(job, *role) if role else job, rank_info, row.batch)
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
-    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), precision, trainer.owns)
-    if mismatch[0] <= measurements.BOUNDS[precision]:
+    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), row.precision, trainer.owns)
+    if mismatch[0] <= measurements.BOUNDS[row.precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
                 return math.inf, f"{what} {difference}"

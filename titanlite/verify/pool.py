@@ -83,17 +83,16 @@ class Pool:
     def _collect(self, world: int, timeout: float) -> tuple[dict[int, bytes], str]:
         """Return the answers by rank, and the first failure, or an empty string; a death precedes what others saw."""
         answers: dict[int, bytes] = {}
+        pending = {self._connections[rank]: rank for rank in range(world)}
         failure, deadline = "", time.monotonic() + timeout
-        while len(answers) < world:
-            pending = [rank for rank in range(world) if rank not in answers]
-            ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
+        while pending:
+            ready: list[Any] = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
-                return answers, failure or self._describe_late(pending, timeout)
-            for rank in pending:
-                if self._connections[rank] not in ready:
-                    continue
+                return answers, failure or self._describe_late([*pending.values()], timeout)
+            for connection in sorted(ready, key=pending.__getitem__):
+                rank = pending.pop(connection)
                 try:
-                    error, answers[rank] = self._connections[rank].recv()
+                    error, answers[rank] = connection.recv()
                 except EOFError:
                     self._processes[rank].join()
                     stack = self._stack_file(rank).read_text()  # of a signal that faulthandler takes
