@@ -23,6 +23,8 @@ from titanlite.layout import DIMENSIONS, Layout
 from titanlite.parallel.dtensor import local_part
 from titanlite.planner.record import KINDS, Collective, Operation, Recording
 from titanlite.planner.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
     around_sharding_propagation,
     is_wrapper_subclass,
@@ -48,8 +50,8 @@ def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> in
     return products * 2 * batch * heads * queries * args[query + 1].size(2) * dim
 
 
-_FLOPS[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] = partial(_attention_flops, 0, 2)
-_FLOPS[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward] = partial(_attention_flops, 1, 5)
+_FLOPS[CPU_ATTENTION] = partial(_attention_flops, 0, 2)
+_FLOPS[CPU_ATTENTION_BACKWARD] = partial(_attention_flops, 1, 5)
 _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operations that do not read what they write to."""
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

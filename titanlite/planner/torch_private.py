@@ -10,6 +10,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 and 2.14; no public name
 
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""torch 2.11 and 2.14; no public name."""
+
 
 def register_fake_backend() -> None:
     """Register the process group backend "fake"."""
