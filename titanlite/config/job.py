@@ -1,6 +1,6 @@
 """The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,11 +43,14 @@ class Job:
         """One line that names the keys without effect and why, or nothing."""
         return self.no_effect_of(self.idle)
 
-    def no_effect_of(self, keys: Iterable[str]) -> str:
+    def no_effect_of(self, keys: Container[str]) -> str:
         """Return the line for some of the keys."""
-        idle = {key: why for key, why in self.idle.items() if key in {*keys}}
-        reasons = [f"{why}: {', '.join(k for k in idle if idle[k] == why)}" for why in dict.fromkeys(idle.values())]
-        return "no effect " + "; ".join(reasons) if idle else ""
+        by_reason = dict[str, list[str]]()
+        for key, why in self.idle.items():
+            if key in keys:
+                by_reason.setdefault(why, []).append(key)
+        reasons = [f"{why}: {', '.join(named)}" for why, named in by_reason.items()]
+        return "no effect " + "; ".join(reasons) if reasons else ""
 
     @property
     def validation_seq_len(self) -> int:

@@ -16,18 +16,12 @@ from titanlite.config.config_json import read_flavor
 from titanlite.config.legal import choices, legal
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, OTHER_NAMES, RENAMED, foreign
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, NOT_DONE, OTHER_NAMES, RENAMED, foreign
 from titanlite.errors import UserError, nearest
 
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
-_NOT_DONE = {
-    "float16": "would need loss scaling, which titanlite does not do",
-    "ptrr": "balances the masks of FlexAttention, which titanlite does not do",
-    "alltoall": "passes keys and values around a ring, which titanlite does not do",
-}
-"""Values of other frameworks, and why they are refused."""
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 
 
@@ -276,5 +270,5 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
         if isinstance(tree[key].value, str) and (close := nearest(tree[key].value, choices(KEYS[key].annotation))):
             invalid[key] += f'; did you mean "{close}"?'
-        invalid[key] += "".join(f"; {value} {why}" for value, why in _NOT_DONE.items() if tree[key].value == value)
+        invalid[key] += "".join(f"; {value} {why}" for value, why in NOT_DONE.items() if tree[key].value == value)
     return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

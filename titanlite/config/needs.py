@@ -4,6 +4,8 @@ Such a key is not an error: the run says so in one line at its start, and goes o
 --help and docs/config.md name the conditions.
 """
 
+from typing import Any
+
 from titanlite.config.schema import NEEDS, JobConfig, is_set, value_of
 from titanlite.layout import Batch, Layout
 
@@ -14,6 +16,15 @@ STREAMS = ("c4", "c4_test", "c4_validation")
 def is_streamed(dataset: str) -> bool:
     """Return whether a data set is streamed from the Hugging Face hub."""
     return dataset in STREAMS or "/" in dataset
+
+
+def streamed(config: Any) -> list[tuple[str, str]]:
+    """Return the sections that read a streamed data set, with its name."""
+    training, validation = config.training, config.validation
+    datasets = {} if training.mixture else {"training": training.dataset}
+    if validation.enable:
+        datasets["validation"] = validation.dataset
+    return [(section, name) for section, name in datasets.items() if is_streamed(name)]
 
 
 def without(need: str) -> str:
@@ -49,11 +60,8 @@ def asks_for_sharding(config: JobConfig) -> bool:
 
 
 def _conditions(config: JobConfig) -> dict[str, bool]:
-    training, validation, parallelism = config.training, config.validation, config.parallelism
+    training, parallelism = config.training, config.parallelism
     schedule, mode, saving = config.lr_scheduler, config.activation_checkpoint.mode, config.checkpoint
-    datasets = [] if training.mixture else [training.dataset]
-    if validation.enable:
-        datasets.append(validation.dataset)
     decays = bool(schedule.decay_ratio)
     if schedule.decay_ratio is None:
         decays = schedule.warmup_steps < (schedule.total_steps or training.steps)
@@ -61,7 +69,7 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
     on_spike = fault.on_spike if fault.spike_sigma else "warn"
     return {
         "steps of decay": decays,
-        "a streamed data set": any(map(is_streamed, datasets)),
+        "a streamed data set": bool(streamed(config)),
         'activation_checkpoint.mode "selective"': mode == "selective",
         'activation_checkpoint.mode "memory_budget"': mode == "memory_budget",
         "recomputation of blocks": mode in ("full", "selective"),

@@ -9,27 +9,6 @@ from typing import Any
 
 from titanlite.config.toml import tomllib
 
-RENAMED = {"experimental.custom_import": "model.package"}
-"""Old spellings that still work."""
-
-OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "batch_size": "training.local_batch_size",
-    "micro_batch_size": "training.local_batch_size",
-    "max_steps": "training.steps",
-    "num_steps": "training.steps",
-    "block_size": "training.seq_len",
-    "context_length": "training.seq_len",
-    "sequence_length": "training.seq_len",
-    "grad_clip": "training.max_norm",
-    "max_grad_norm": "training.max_norm",
-    "warmup": "lr_scheduler.warmup_steps",
-    "context_parallel_sequence": "parallelism.context_parallel_rotate_method",
-    "output_dir": "job.dump_folder",
-    "model_name": "model.name",
-}
-"""What other programs call a key: suggested, not accepted."""
-
 FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8")
 """Entries of model.converters that switch [quantize.linear.float8] on."""
 
@@ -43,6 +22,15 @@ class Foreign:
 
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+RENAMED: dict[str, str] = _DATA["renamed"]
+"""Old spellings that still work."""
+
+OTHER_NAMES: dict[str, str] = _DATA["other_names"]
+"""The names of keys in other programs: suggested, not accepted."""
+
+NOT_DONE: dict[str, str] = _DATA["not_done"]
+"""Values of other frameworks, and why they are refused."""
 
 NEW: list[str] = _DATA["new"]
 """Keys that TorchTitan does not have."""

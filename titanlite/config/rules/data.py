@@ -1,7 +1,7 @@
 """Rules of data sets, batches and sequence lengths."""
 
 from titanlite.config.load import Loaded
-from titanlite.config.needs import is_streamed
+from titanlite.config.needs import is_streamed, streamed
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS
 from titanlite.layout import Batch, Layout
@@ -60,22 +60,20 @@ def _data_sets_have_paths(config: ConfigView) -> Refusals:
 
 
 def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
-    training, validation = config.training, config.validation
+    training = config.training
     for part in training.mixture:
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
             yield "training.mixture", f"{why}; download it and use text, or tokens"
-    datasets = [("training", training.dataset)] * (not training.mixture)
-    datasets += [("validation", validation.dataset)] * validation.enable
-    streamed = [(section, name) for section, name in datasets if is_streamed(name)]
-    if streamed and training.packing == "first-fit":
-        section, name = streamed[0]
+    found = streamed(config)
+    if found and training.packing == "first-fit":
+        section, name = found[0]
         why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
         yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
     stall, limit = config.fault.stall_seconds, config.comm.train_timeout_seconds
     key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
-    if streamed and key in loaded.entries and longest_wait >= (stall or limit):
+    if found and key in loaded.entries and longest_wait >= (stall or limit):
         why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
         limited = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
         yield key, f"{why} {limited}; raise that or lower this"

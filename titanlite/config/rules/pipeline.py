@@ -1,6 +1,7 @@
 """Rules of pipeline parallel: the stages of the keys, and the needs of a schedule."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -112,15 +113,15 @@ def find_modules(
 ) -> Rows | None:
     """Return the modules of each stage: those that the keys name, or an even split of the layers."""
     settings, layers, stages = config.parallelism, shape.layers, number_of_stages
+    modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(layers)), *spec.after]
     if layout.pp > 1 and settings.module_fqns_per_model_part:
-        return _named_modules(refuse, settings.module_fqns_per_model_part, spec, layers)
+        return _named_modules(refuse, settings.module_fqns_per_model_part, modules, spec)
     if not stages:
         return None
     first, last = ends_weigh(settings)
     if split := split_layers(layers, stages, first, last):
-        parts = [[f"{spec.blocks}.{i}" for i in part] for part in split]
-        parts[0][:0], parts[-1][len(parts[-1]) :] = spec.before, spec.after
-        return tuple(map(tuple, parts))
+        starts = [len(spec.before) + part.start for part in split[1:]]
+        return tuple(tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)]))
     each = (layers + first + last) // stages
     counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
     why = f"{counted} give {stages} stages {each} or {each + 1}"
@@ -137,8 +138,7 @@ def find_modules(
     return None
 
 
-def _named_modules(refuse: Refuse, named: list[list[str]], spec: ModelSpec, layers: int) -> Rows | None:
-    modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(layers)), *spec.after]
+def _named_modules(refuse: Refuse, named: list[list[str]], modules: list[str], spec: ModelSpec) -> Rows | None:
     given = [name for names in named for name in names]
     faults = {
         "unknown": [name for name in given if name not in modules],
