@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -207,20 +208,19 @@ class _Facts:
     """The facts about a job's model, on any mesh, without a rehearsal."""
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
-        self._hardware, self._shape, seq_len = hardware, job.shape, job.config.training.seq_len
+        self._hardware, self._layers = hardware, job.shape.layers
         model, table = build_model(job)
         trained = trained_parameters([model], table, job.spec.blocks, no_decay=())
-        state = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
-        self._state = state + optimizer_bytes(trained, job.config)
-        self._parameters = sum(p.numel() for p in model.parameters())
-        self._trained = sum(item.parameter.numel() for item in trained)
-        self._width = min(
-            (p.size(1) for n, p in model.named_parameters() if table[n].tensor == "embedding"), default=0
-        )
         named = [*model.named_parameters()]
-        self._flops = flops_per_token(named, table, job.shape, seq_len)
-        blocks = [(name, parameter) for name, parameter in named if name.startswith(f"{job.spec.blocks}.")]
-        self._recomputed = flops_per_token(blocks, table, job.shape, seq_len) // 3  # the blocks' forward pass
+        state = sum(p.nbytes * (1 + p.requires_grad) for _, p in named)
+        self._state = state + optimizer_bytes(trained, job.config)
+        self._parameters = sum(p.numel() for _, p in named)
+        self._trained = sum(item.parameter.numel() for item in trained)
+        self._width = min((p.size(1) for n, p in named if table[n].tensor == "embedding"), default=0)
+        flops = partial(flops_per_token, table=table, shape=job.shape, seq_len=job.config.training.seq_len)
+        self._flops = flops(named)
+        self._recomputed = flops(item for item in named if item[0].startswith(f"{job.spec.blocks}.")) // 3
+        """Of the blocks' forward pass."""
 
     def state_bytes(self, job: Job) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a rank."""
@@ -233,23 +233,22 @@ class _Facts:
 
         def seconds(kind: str, dimension: str, elements: int, dtype: str) -> float:
             size = elements * getattr(torch, dtype).itemsize
-            ranks: int = getattr(layout, dimension)
-            return transfer(Collective(kind, dimension, ranks, dtype, size), layout, hardware)[0]
+            return transfer(Collective(kind, dimension, getattr(layout, dimension), dtype, size), layout, hardware)[0]
 
+        dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
         is_full = job.config.activation_checkpoint.mode == "full"
-        dtype, samples = training.mixed_precision_param, batch.local * batch.accumulation
+        samples = batch.local * batch.accumulation
         flops = (self._flops + is_full * self._recomputed) * samples * training.seq_len / layout.tp
         share = hardware.efficiencies[hardware.efficiency_of(dtype, is_upper_bound(job))].share
         computing = flops / hardware.peak(dtype) / share
         # Two gathers and two reductions in each pass of a block.
         activations = seconds("all-gather", "tp", training.seq_len * self._width, dtype)
-        computing += activations * (12 if is_full else 8) * self._shape.layers * samples
+        computing += activations * (12 if is_full else 8) * self._layers * samples
         passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
+        own = self._trained // layout.tp
         gather = seconds("all-gather", "dp_shard", self._parameters // layout.tp, dtype)
-        scatter = seconds("reduce-scatter", "dp_shard", self._trained // layout.tp, training.mixed_precision_reduce)
-        shard = self._trained // layout.tp // layout.dp_shard
-        reduce = seconds("all-reduce", "dp_replicate", shard, training.mixed_precision_reduce)
+        scatter = seconds("reduce-scatter", "dp_shard", own, reduced)
+        reduce = seconds("all-reduce", "dp_replicate", own // layout.dp_shard, reduced)
         reductions = 1 if settings.defer_gradient_sync else batch.accumulation
-        return max(
-            computing, batch.accumulation * passes * gather + reductions * scatter, reductions * (scatter + reduce)
-        )
+        gathers = batch.accumulation * passes * gather
+        return max(computing, gathers + reductions * scatter, reductions * (scatter + reduce))
