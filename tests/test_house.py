@@ -272,7 +272,7 @@ def test_ring_1_imports_itself_and_a_named_list():
 
 
 def test_rings_1_and_2_have_lines_of_at_most_100_characters():
-    paths = [str(path) for ring in (1, 2) for path in count.rings()[ring] if str(path) != "titanlite/config/job.py"]
+    paths = [str(path) for ring in (1, 2) for path in count.rings()[ring]]
     lines = (
         (path, number, line)
         for path in paths

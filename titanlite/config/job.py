@@ -35,8 +35,9 @@ class Job:
     @property
     def remarks(self) -> list[str]:
         """Return lines about legal settings that may surprise."""
-        config, bare = self.config, pipeline.bare_stages(self.stages, self.spec.blocks)
-        return [*filter(None, (self.no_effect, run.long_warmup(config), run.idle_spikes(config), bare))]
+        bare = pipeline.bare_stages(self.stages, self.spec.blocks)
+        warmup = run.long_warmup(self.config)
+        return [*filter(None, (self.no_effect, warmup, run.idle_spikes(self.config), bare))]
 
     @property
     def no_effect(self) -> str:
@@ -62,11 +63,17 @@ class Job:
         return max(self.config.training.seq_len, self.validation_seq_len)
 
 
-def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool, device: str = "") -> Job:
+def job_from(
+    source: CommandLine | Loaded,
+    *,
+    world: int | None,
+    training: bool,
+    device: str = "",
+) -> Job:
     """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
 
-    `world` is the number of ranks; None takes the smallest that fits. Without `training`, keys of other commands have
-    an effect. `device` is what job.device "auto" was found to be.
+    `world` is the number of ranks; None takes the smallest that fits. Without `training`, keys of
+    other commands have an effect. `device` is what job.device "auto" was found to be.
     """
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
@@ -94,9 +101,11 @@ def job_from(source: CommandLine | Loaded, *, world: int | None, training: bool,
     on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
     idle = on_this_mesh | on_any
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields
-        fields = {f"model.overrides.{name}": why for name, why in facts.spec.idle(facts.model).items()}
-        idle |= {key: why for key, why in fields.items() if key in loaded.entries}
+        for name, why in facts.spec.idle(facts.model).items():
+            if f"model.overrides.{name}" in loaded.entries:
+                idle[f"model.overrides.{name}"] = why
     # Other commands use what is off in a training, as `titanlite generate` uses [generate].
     dropped = idle if training else on_this_mesh
     config = config_of({key: value_of(resolved, key) for key in KEYS if key not in dropped})
-    return Job(config, given, idle, layout, batch, facts.spec, facts.model, facts.shape, facts.stages)
+    model = (facts.spec, facts.model, facts.shape)
+    return Job(config, given, idle, layout, batch, *model, facts.stages)

@@ -76,10 +76,10 @@ def legal_degrees(
     settings = config.parallelism
     others = math.prod(getattr(settings, other) for other in DEGREES.values() if other != key)
     sizes = [world // others if world % others == 0 else world]
+    if not (spec and shape):
+        return divisors(sizes[0])
     with suppress(InvalidField):
-        if not (spec and shape):
-            pass
-        elif key == "tensor_parallel_degree":
+        if key == "tensor_parallel_degree":
             sizes += _split_by_tensor_parallel(config, shape).values()
         elif key == "context_parallel_degree":
             sizes += _split_by_context_parallel(config, shape).values() if spec.core else [1]
