@@ -1,13 +1,11 @@
 """GPT-2: flavors, and the table with a row per parameter pattern."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from titanlite.models.common import Epsilon, Size
+from titanlite.models.gpt2.hf import HF
 from titanlite.registry import (
     FusedSlice,
-    HuggingFace,
     ModelDims,
     ModelSpec,
     Rule,
@@ -121,45 +119,6 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     return tuple(table)
 
 
-def hf_config(c: GPT2Config) -> dict[str, Any]:
-    """Return the config.json of a GPT2LMHeadModel."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": c.dim,
-        "n_layer": c.n_layers,
-        "n_head": c.n_heads,
-        "n_inner": None,
-        "n_positions": c.max_seq_len,
-        "vocab_size": c.vocab_size,
-        "layer_norm_epsilon": c.norm_eps,
-        "activation_function": "gelu_new",
-        **dict.fromkeys(_DROPOUTS, c.dropout),
-        "tie_word_embeddings": True,
-    }
-
-
-def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of transformers' GPT2Config for the keys that a config.json lacks."""
-    sizes = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
-    scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-    rest = {
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-    }
-    return {"n_inner": 4 * config.get("n_embd", 768), **sizes, **scales, **rest}
-
-
-_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-_FIELDS = {
-    "dim": "n_embd",
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-    "max_seq_len": "n_positions",
-}
-_FIELDS |= {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "dropout": "resid_pdrop"}
-
 SPEC = register_model(
     ModelSpec(
         "gpt2",
@@ -170,8 +129,6 @@ SPEC = register_model(
         core="attention.core",
         before=("tok_embeddings", "pos_embeddings"),
         parameters=parameters,
-        hf=HuggingFace(
-            hf_config, _DROPOUTS, ("*.attn.bias", "*.attn.masked_bias"), hf_defaults, _FIELDS
-        ),
+        hf=HF,
     )
 )

@@ -1,12 +1,11 @@
-"""Llama 3: flavors, its table, and its config.json at Hugging Face."""
+"""Llama 3: flavors and the one table of its parameters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from titanlite.models.common import Epsilon, RopeScaling, Scale, Size
-from titanlite.models.common.table import HF_KEYS, decoder_rules, feed_forward_rules
-from titanlite.registry import HuggingFace, ModelDims, ModelSpec, Rule, register_model
+from titanlite.models.common.table import decoder_rules, feed_forward_rules
+from titanlite.models.llama3.hf import HF
+from titanlite.registry import ModelDims, ModelSpec, Rule, register_model
 
 
 @dataclass(frozen=True)
@@ -63,61 +62,15 @@ def rules(c: LlamaConfig) -> tuple[Rule, ...]:
     return (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *feed_forward_rules())
 
 
-HF_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-HF_ROPE["original_positions"] = "original_max_position_embeddings"
-
-
-def hf_config(c: LlamaConfig) -> dict[str, Any]:
-    """Return the config.json of a LlamaForCausalLM, for transformers 4 and 5."""
-    scaling = (
-        {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()}
-        if c.rope_scaling
-        else None
-    )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: getattr(c, name) for name, key in HF_KEYS.items()},
-        "head_dim": c.head_dim,
-        "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of transformers' LlamaConfig for the keys that a config.json lacks."""
-    hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
-    sizes = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-    }
-    attention = {
-        "num_attention_heads": 32,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-    }
-    absent = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-    return {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        **sizes,
-        **attention,
-        **absent,
-    }
-
-
-HF_FIELDS = HF_KEYS | {
-    f"rope_scaling.{name}": f"rope_scaling.{key}" for name, key in HF_ROPE.items()
-}
-HF = HuggingFace(
-    hf_config, ("max_position_embeddings",), ("*.rotary_emb.inv_freq",), hf_defaults, HF_FIELDS
-)
-_PATHS = {"build": "titanlite.models.llama3.model:Llama", "core": "attention.core"}
 SPEC = register_model(
-    ModelSpec("llama3", FLAVORS, shape, rules, **_PATHS, hf=HF, parameters=parameters)
+    ModelSpec(
+        "llama3",
+        FLAVORS,
+        shape,
+        rules,
+        build="titanlite.models.llama3.model:Llama",
+        core="attention.core",
+        hf=HF,
+        parameters=parameters,
+    )
 )

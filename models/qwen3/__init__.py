@@ -1,13 +1,12 @@
-"""Qwen 3, dense and with experts: flavors, its table, and its config.json at Hugging Face."""
+"""Qwen 3, dense and with experts: flavors and the one table of its parameters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from titanlite.models.common import Balance, Epsilon, Scale, Size
-from titanlite.models.common.table import GATED, HF_KEYS, decoder_rules, feed_forward_rules
+from titanlite.models.common.table import GATED, decoder_rules, feed_forward_rules
+from titanlite.models.qwen3.hf import HF
 from titanlite.registry import (
-    HuggingFace,
     ModelDims,
     ModelSpec,
     Rotary,
@@ -132,87 +131,21 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
     return (*common, router, *experts)
 
 
-_MOE_KEYS = {
-    "expert_dim": "moe_intermediate_size",
-    "experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-}
-_MOE_KEYS |= {"normalize": "norm_topk_prob"}
-_KEYS = {**HF_KEYS, "head_dim": "head_dim", **_MOE_KEYS}
-
-
-def hf_config(c: QwenConfig) -> dict[str, Any]:
-    """Return the config.json of a Qwen3ForCausalLM or Qwen3MoeForCausalLM, for transformers 4 and
-    5.
-    """
-    return {
-        "architectures": ["Qwen3MoeForCausalLM" if c.experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if c.experts else "qwen3",
-        **{
-            key: getattr(c, name)
-            for name, key in _KEYS.items()
-            if c.experts or name not in _MOE_KEYS
-        },
-        **({"decoder_sparse_step": 1, "mlp_only_layers": []} if c.experts else {}),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
-
-
-def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of transformers' Qwen3Config or Qwen3MoeConfig for the keys that a
-    config.json lacks.
-    """
-    absent = {
-        "vocab_size": 151936,
-        "num_attention_heads": 32,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-    }
-    absent |= {"rope_theta": 10000.0, "attention_bias": False, "use_sliding_window": False}
-    absent |= {"tie_word_embeddings": False}
-    if config.get("model_type") != "qwen3_moe":
-        sizes = {
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "head_dim": 128,
-        }
-        return {**absent, **sizes, "num_key_value_heads": 32}
-    head_dim = config.get("hidden_size", 2048) // config.get("num_attention_heads", 32)
-    sizes = {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "head_dim": head_dim,
-    }
-    experts = {"moe_intermediate_size": 768, "num_experts": config.get("num_local_experts", 128)}
-    experts |= {
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    return {**absent, **sizes, "num_key_value_heads": 4, **experts}
-
-
-_UNCHECKED = (
-    "max_position_embeddings",
-    "num_local_experts",
-    "router_aux_loss_coef",
-    "sliding_window",
-)
-_UNCHECKED += ("max_window_layers", "layer_types")  # no effect without use_sliding_window
-HF = HuggingFace(hf_config, _UNCHECKED, defaults=hf_defaults, fields=_KEYS)
-
-
 def idle(c: QwenConfig) -> dict[str, str]:
     return {"hidden_dim": "where all layers have experts"} if c.experts else {}
 
 
-_PATHS = {"build": "titanlite.models.qwen3.model:Qwen", "core": "attention.core"}
-_COUNTS = {"parameters": parameters, "active_parameters": active_parameters}
 SPEC = register_model(
-    ModelSpec("qwen3", FLAVORS, shape, rules, **_PATHS, hf=HF, idle=idle, **_COUNTS)
+    ModelSpec(
+        "qwen3",
+        FLAVORS,
+        shape,
+        rules,
+        build="titanlite.models.qwen3.model:Qwen",
+        core="attention.core",
+        hf=HF,
+        parameters=parameters,
+        active_parameters=active_parameters,
+        idle=idle,
+    )
 )

@@ -31,8 +31,8 @@ from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.determinism import derive_seed, reseed
 from titanlite.runtime.torch_private import compiled_graphs
-from titanlite.train.chunked_loss import model_loss
 from titanlite.train.generate import generate
+from titanlite.train.loss import model_loss
 from titanlite.verify.step_record import declared_gathers
 
 CP2, TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"

@@ -40,8 +40,7 @@ from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
-from titanlite.train.chunked_loss import model_loss
-from titanlite.train.loss import count_valid
+from titanlite.train.loss import count_valid, model_loss
 from titanlite.train.report import loss_over_ranks
 from titanlite.train.trainer import Trainer
 from titanlite.verify.pool import Pool

@@ -30,8 +30,7 @@ from titanlite.layout import Layout
 from titanlite.models.llama3 import LlamaConfig
 from titanlite.models.llama3.model import Llama
 from titanlite.planner.counting import Counting
-from titanlite.train.chunked_loss import model_loss
-from titanlite.train.loss import count_valid, token_loss_sum
+from titanlite.train.loss import count_valid, model_loss, token_loss_sum
 from titanlite.train.report import loss_over_ranks
 
 CHUNKS = "--training.loss_chunks"

@@ -36,11 +36,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, step_folder
 from titanlite.errors import RunFailed, UserError, first_line
-from titanlite.parallel.dtensor import describe_placement
 from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -198,6 +198,21 @@ def _write_tensors(
         if not any(index.offset or ()):
             placements[index.fqn] = describe_placement(content.tensors[index.fqn])
     return files, placements
+
+
+def describe_placement(tensor: torch.Tensor) -> str:
+    """Describe how each dimension of the mesh splits the tensor, in the order of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return "replicated"
+    names = tensor.device_mesh.mesh_dim_names or ()
+    splits = []
+    for name, placement in zip(names, tensor.placements, strict=True):
+        dim = getattr(placement, "dim", None)  # every kind of shard has one
+        if dim is None:
+            splits.append(f"replicated over {name}")
+        else:
+            splits.append(f"dim {dim} over {name}")
+    return ", ".join(splits)
 
 
 class _Planner(DefaultSavePlanner):

@@ -79,6 +79,8 @@ def job_from(
     given = loaded.config
     section = given.job.model_copy(update={"device": device or given.job.device})
     loaded = replace(loaded, config=given.model_copy(update={"job": section}))
+    # find(name, function) calls a function with the facts that its parameters are named after, and
+    # keeps what it returns as a fact of that name.
     facts = Facts(loaded, world)
     facts.find("spec", run.find_spec)
     facts.find("model", run.find_model)

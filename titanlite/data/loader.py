@@ -13,6 +13,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Dataloader
+from titanlite.data.packing import DOCUMENTS, LABELS, POSITIONS, TOKENS
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
@@ -44,23 +45,23 @@ class MicroBatch:
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self._own(0)
+        return self._own(TOKENS)
 
     @property
     def labels(self) -> torch.Tensor:
-        return self._own(1)
+        return self._own(LABELS)
 
     @property
     def documents(self) -> torch.Tensor | None:
         """The documents of all tokens, also of other ranks' tokens: masks need them."""
         if self.rows.size(1) > 2:
-            return self.rows[:, 2]
+            return self.rows[:, DOCUMENTS]
         return None
 
     @property
     def positions(self) -> torch.Tensor | None:
         if self.rows.size(1) > 2:
-            return self._own(3)
+            return self._own(POSITIONS)
         if self.own_positions is None:
             return None
         return self.own_positions.expand(len(self.rows), -1)

@@ -11,6 +11,8 @@ from titanlite.data.prepare import cached_arrays
 from titanlite.data.sources import Source
 from titanlite.errors import UserError
 
+TOKENS, LABELS, DOCUMENTS, POSITIONS = range(4)
+"""The rows of a window."""
 IGNORED = -100
 """The label of a position that does not count in the loss."""
 OPEN_WINDOWS = 1024
@@ -64,12 +66,12 @@ class Packed:
             length = int(self._lengths[piece])
             ids = self._source.read(int(self._starts[piece]), length + 1)
             span = slice(start, start + length)
-            out[0, span] = ids[:-1]
-            out[1, span] = ids[1:]
-            out[2:3, span] = document  # no row without a document mask
+            out[TOKENS, span] = ids[:-1]
+            out[LABELS, span] = ids[1:]
+            out[DOCUMENTS:POSITIONS, span] = document  # no row without a document mask
             start += length
         if len(out) == 4:
-            out[3] = _positions(out[2])
+            out[POSITIONS] = _positions(out[DOCUMENTS])
 
 
 def _plan(ends: np.ndarray, seq_len: int) -> list[np.ndarray]:
@@ -85,8 +87,8 @@ WindowSource = Concatenated | Packed
 def blank(out: np.ndarray) -> None:
     """Fill a window with padding."""
     out[:] = 0
-    out[1] = IGNORED
-    out[2:3] = -1  # no row without a document mask
+    out[LABELS] = IGNORED
+    out[DOCUMENTS:POSITIONS] = -1  # no row without a document mask
 
 
 def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
@@ -97,8 +99,8 @@ def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
     if length < out.shape[1]:
         blank(out)
     if len(out) == 2:  # the usual case, five times as fast
-        out[0, :length] = tokens
-        out[1, :length] = labels
+        out[TOKENS, :length] = tokens
+        out[LABELS, :length] = labels
         return
     ended = tokens == end
     documents = np.cumsum(ended) - ended
@@ -126,7 +128,8 @@ def _positions(documents: np.ndarray) -> np.ndarray:
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the start and input length of each piece of at most seq_len inputs.
 
-    A document of n tokens has n - 1 inputs.
+    A document of n tokens has n - 1 inputs. Documents of 5 and 3 tokens (ends 5 and 8) at a seq_len
+    of 3: starts 0, 3 and 5, lengths 3, 1 and 2.
     """
     begins = np.concatenate([[0], ends[:-1]])
     inputs = ends - begins - 1

@@ -12,21 +12,21 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.torch_private import foreach_mul_
 
 _ROW = 64  # elements of a gradient that are summed in float32
-_LARGE = 1 << 17  # elements from which this is faster
+_LARGE = 1 << 17  # elements from which norms of rows are faster than one norm in float64
 
 
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
     p: float = 2.0,
-    stages: DeviceMesh | None = None,
+    pp: DeviceMesh | None = None,
     copies: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale the gradients to a global p-norm of at most `max_norm`.
 
-    Return the norm before, equal on all ranks. `stages` is the mesh of the pipeline stages, which
-    have different parameters. `copies` are parameters that another stage counts: they are scaled,
-    but not counted again.
+    Return the norm before, equal on all ranks. `pp` is the mesh over pipeline stages, which have
+    different parameters. `copies` are parameters that another stage counts: they are scaled, but
+    not counted again.
     """
     gradients = {
         parameter: parameter.grad for parameter in parameters if parameter.grad is not None
@@ -39,12 +39,12 @@ def clip_grad_norm(
             alike.setdefault(place, []).append(gradient)
     norms = [_norm(tensors, p) for tensors in alike.values()]
     # A stage may have no gradients, and then no type for their norm.
-    device = stages.device_type if stages else None
+    device = pp.device_type if pp else None
     zero = torch.zeros((), dtype=torch.float64, device=device)
     own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else zero
     total = own
-    if stages:
-        total = _over(own.double().to(device), p, stages.get_group()).to(own)
+    if pp:
+        total = _over(own.double().to(device), p, pp.get_group()).to(own)
     if max_norm == float("inf"):
         return total
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -86,9 +86,9 @@ def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
 def _exact_norm(part: torch.Tensor, p: float) -> torch.Tensor:
     """Return the norm of a plain tensor, in a type that holds the sum of its powers.
 
-    In bfloat16 a sum would have three digits. A CPU adds one power after the other: in float32,
-    2**24 of them have three digits too. In float64 that takes ten times as long, but the norms of
-    rows in float32 can be summed in float64, which is exact to 1e-8.
+    In bfloat16 a sum would have three digits. So would a sum in float32 of 2**24 powers on a CPU,
+    which adds them one by one. A sum in float64 takes ten times as long; norms of rows in float32,
+    summed in float64, are fast and exact to 1e-8.
     """
     if part.device.type != "cpu":
         return torch.linalg.vector_norm(part, p, dtype=torch.float32)

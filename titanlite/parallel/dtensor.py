@@ -39,18 +39,3 @@ def box_of(tensor: torch.Tensor) -> Box:
     """Return the region of the full tensor that this rank holds."""
     bounds = zip(shard_offset(tensor), local_part(tensor).shape, strict=True)
     return tuple(slice(start, start + size) for start, size in bounds)
-
-
-def describe_placement(tensor: torch.Tensor) -> str:
-    """Describe how each dimension of the mesh splits the tensor, in the order of the mesh."""
-    if not isinstance(tensor, DTensor):
-        return "replicated"
-    names = tensor.device_mesh.mesh_dim_names or ()
-    splits = []
-    for name, placement in zip(names, tensor.placements, strict=True):
-        dim = getattr(placement, "dim", None)  # every kind of shard has one
-        if dim is None:
-            splits.append(f"replicated over {name}")
-        else:
-            splits.append(f"dim {dim} over {name}")
-    return ", ".join(splits)

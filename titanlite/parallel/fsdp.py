@@ -88,7 +88,9 @@ def _shard(
         ignored_params=set(replicated_parameters(model, context)),
     )
     weights = {weight for module in experts for weight in module.parameters()}
-    for number in reversed(range(len(groups))):  # the root's comes last: it takes all the rest
+    # Inner modules before outer ones: experts before their block. A group of the root is number 0,
+    # so that it comes last and takes all the rest.
+    for number in reversed(range(len(groups))):
         modules = groups[number]
         mesh = _mesh_of(modules[0], context, experts)
         shard(

@@ -20,11 +20,15 @@ class Mesh:
     tp: DeviceMesh
     """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
     data: dist.ProcessGroup
-    """Ranks with the same parameters that see other tokens: all but for pp and tp."""
+    """Ranks with the same parameters that see other tokens: those with the same
+    coordinates of pp and tp."""
     loss: dist.ProcessGroup
-    """Ranks that sum the loss and the last stage's count of valid tokens: all but for tp."""
+    """Ranks with the same coordinate of tp: they sum the loss for the log and in a validation.
+
+    (A step's valid tokens are summed over all ranks, by `guard.exchange`.)
+    """
     stage: dist.ProcessGroup
-    """Ranks of the same pipeline stages: all but for pp."""
+    """Ranks with the same coordinate of pp, and so the same stages."""
     experts: DeviceMesh | None = None
     """Ranks that shard an expert's weights, with the replicas first; None if `fsdp` does so."""
     ep: DeviceMesh | None = None

@@ -39,10 +39,11 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
         return []
     layout = context.job.layout
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    # torch 2.13 (2.11 does not) fails on a graph with a mesh in it that is recomputed whole. Under
-    # tensor or context parallel, where blocks have a mesh, a compiled block runs again instead.
-    needs_graphs = layout.tp * layout.cp > 1 and not by_operation
-    if around_graphs != needs_graphs:
+    # Two places in the order, of which each job uses one. As a rule the compiler gets a block that
+    # recomputes. Whole-block recomputation under tensor or context parallel goes around the
+    # compiled block: torch 2.13 fails to compile it (2.11 does not).
+    is_outside_compile = layout.tp * layout.cp > 1 and not by_operation
+    if around_graphs != is_outside_compile:
         return []
     options: dict[str, Any] = {
         "preserve_rng_state": settings.preserve_rng_state,

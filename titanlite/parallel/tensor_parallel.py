@@ -168,8 +168,10 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
 def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[str, list[str]]:
     """Return the modules that gather their input once, with the layers that read it.
 
-    These are the largest modules inside blocks that hold column and row layers only, apart from
-    replicated vectors such as norms of heads; and all other column and head layers.
+    In Llama these are layers.N.attention (read by wq, wk and wv), layers.N.feed_forward (w1 and w3)
+    and output. In general: below a block, the outermost module whose matrices are all column or row
+    layers (vectors, such as norms of heads, do not count); any other column or head layer gathers
+    its own input.
     """
     matrices: dict[str, Role] = {}
     for name, role in roles.items():
@@ -218,4 +220,5 @@ class ReplicatedModule(ParallelStyle):
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
+    # Each rank sees some of the tokens: the gradient is the sum over ranks.
     return parameter.to_local(grad_placements=(Partial(),))

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from titanlite.checkpoint.commit import describe_placement
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import format_table
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
-from titanlite.parallel.dtensor import describe_placement, local_part
+from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.parallelize import parallelize
 from titanlite.planner.fake_world import FakeWorld
 

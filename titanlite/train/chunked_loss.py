@@ -1,12 +1,11 @@
-"""The loss of a micro-batch, whole or in chunks of the sequence.
+"""The loss of a micro-batch in chunks of the sequence.
 
-With chunks, only one chunk's logits exist at a time. They are computed inside the model's forward
+Only one chunk's logits exist at a time. They are computed inside the model's forward
 pass, through its `head`, where FSDP has gathered the output layer's weight. The gradients of a
 chunk are computed right after its loss, so that nothing is computed twice.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,43 +13,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titanlite.data.loader import MicroBatch
-from titanlite.errors import UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.tensor_parallel import whole_sequence
-from titanlite.train.loss import token_loss_sum
-
-TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Sums the loss over tokens: of logits (batch, tokens, vocabulary) and labels (batch, tokens)."""
 
 
-def model_loss(
-    model: nn.Module,
-    batch: MicroBatch,
-    inputs: torch.Tensor,
-    chunks: int,
-    token_loss: TokenLoss = token_loss_sum,
-    runs_again: Callable[[], bool] = lambda: False,
-) -> torch.Tensor:
-    """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
-
-    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a
-    backward pass in two halves: `runs_again()` is true during the first half.
-    """
-    if chunks == 1:
-        return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
-    head = partial(_loss_in_chunks, batch.labels, chunks, token_loss, runs_again)
-    total = model(inputs, batch.positions, batch.documents, head=head)
-    if total.dim():
-        name = type(model).__name__
-        raise UserError(f"training.loss_chunks = {chunks}: {name}.forward does not call its `head`")
-    return total
-
-
-def _loss_in_chunks(
+def loss_in_chunks(
     labels: torch.Tensor,
     chunks: int,
-    token_loss: TokenLoss,
+    token_loss: Callable[..., torch.Tensor],
     runs_again: Callable[[], bool],
     hidden: torch.Tensor,
     output: nn.Module,
@@ -85,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss: TokenLoss,
+        loss: Callable[..., torch.Tensor],
         runs_again: Callable[[], bool],
         pieces: list[tuple[torch.Tensor, torch.Tensor]],
         hidden: torch.Tensor,

@@ -4,11 +4,18 @@ The divisor is the same on every rank and for every micro-batch, so that gradien
 summing, whatever the mesh, the accumulation, or the spread of the valid tokens.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
+from titanlite.errors import UserError
+from titanlite.train.chunked_loss import loss_in_chunks
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -23,6 +30,35 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Sums the loss over tokens: of logits (batch, tokens, vocabulary) and labels (batch, tokens)."""
+
+
+def model_loss(
+    model: nn.Module,
+    batch: MicroBatch,
+    inputs: torch.Tensor,
+    chunks: int,
+    token_loss: TokenLoss = token_loss_sum,
+    runs_again: Callable[[], bool] = lambda: False,
+) -> torch.Tensor:
+    """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
+
+    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a
+    backward pass in two halves: `runs_again()` is true during the first half.
+    """
+    if chunks == 1:
+        return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
+    head = partial(loss_in_chunks, batch.labels, chunks, token_loss, runs_again)
+    total = model(inputs, batch.positions, batch.documents, head=head)
+    if total.dim():
+        raise UserError(
+            f"training.loss_chunks = {chunks}: {type(model).__name__}.forward does not call its "
+            "`head`"
+        )
+    return total
+
+
 def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the same sum where every rank holds a slice of the vocabulary.
 
@@ -34,10 +70,10 @@ def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
 
     def all_reduce(values: torch.Tensor, operation: str) -> torch.Tensor:
         placements = (Partial(operation),)
-        partial = DTensor.from_local(
+        summed = DTensor.from_local(
             values.detach(), logits.device_mesh, placements, run_check=False
         )
-        return partial.full_tensor()
+        return summed.full_tensor()
 
     local = logits.to_local()
     local = local.to(torch.promote_types(local.dtype, torch.float32))

@@ -23,9 +23,8 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.determinism import reseed
 from titanlite.runtime.page import phase
-from titanlite.train.chunked_loss import model_loss
 from titanlite.train.forward import build_forward
-from titanlite.train.loss import token_loss_sum
+from titanlite.train.loss import model_loss, token_loss_sum
 
 
 @dataclass
@@ -51,12 +50,12 @@ class StepRunner:
         for part in self.parts:
             self.replicated += replicated_parameters(part, self.context)
         self.pipeline: Pipeline | None = None
-        self.stages: DeviceMesh | None = None
+        self.pp: DeviceMesh | None = None
         if self.context.job.layout.pp > 1:
             self.pipeline = Pipeline(self.context, self.parts, self._loss, self._reseed)
             # Looked up once: in every step it would make a new mesh of one dimension, and wait for
             # the device.
-            self.stages = self.context.mesh.world["pp"]
+            self.pp = self.context.mesh.world["pp"]
         self.forward = build_forward(self.context, self.parts, self.rank, self.pipeline)
         self.has_loss = self.pipeline is None or self.pipeline.has_loss
         self.balance = Balance(self.parts, self.context)
@@ -66,8 +65,7 @@ class StepRunner:
     ) -> torch.Tensor:
         """Add the gradients of (sum of token losses / valid tokens).
 
-        Return this rank's part of that loss. `valid_tokens` counts the whole global batch. No
-        other place decides how the parts are run.
+        Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
         """
         if self.pipeline:
             smaller: list[MicroBatch] = []
@@ -130,7 +128,7 @@ class StepRunner:
         if max_norm is None:
             max_norm = self.config.training.max_norm
         copies = self.pipeline.copies if self.pipeline else []
-        norm = clip_grad_norm(self.parameters, max_norm, p, self.stages, copies)
+        norm = clip_grad_norm(self.parameters, max_norm, p, self.pp, copies)
         return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @phase("optimizer")
@@ -143,7 +141,7 @@ class StepRunner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
             group["training_step"] = step
-        step_unless(skipped, self.optimizer)
+        step_unless(skipped, self.optimizer)  # optimizer.step(), undone where `skipped` is true
         self.optimizer.zero_grad(set_to_none=True)
         if skipped is None:
             skipped = ~norm.isfinite()

@@ -80,7 +80,8 @@ class Trainer:
         self._build_model()  # before loading, which fills the shards of parts and optimizer
         self._restore()  # the last change of the weights: replicas are compared after it
         self._build_guard()  # after the report, which takes its notes
-        self.report.open_sinks(self.seed, self.step)  # last: a failed start keeps later records
+        # Last: it drops records after this step, which a start that fails must not do.
+        self.report.open_sinks(self.seed, self.step)
 
     # ---------------------------------------------------------------- building
 
@@ -148,7 +149,8 @@ class Trainer:
         """Build this rank's parts of the model, their optimizer, the step runner and the report."""
         job = self.job
         config = job.config
-        # The whole model, on the meta device, for names and counts; this rank trains its parts.
+        # The whole model, on the meta device. With one pipeline stage build_parts makes it this
+        # rank's only part.
         self.model, table = build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
@@ -293,7 +295,7 @@ class Trainer:
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         norm = self.runner.clip_gradients()
         skipped = self.guard.record(self.step, loss, norm)
-        self.saver.before_update()
+        self.saver.before_update()  # an asynchronous save may still be copying the weights
         self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
         self.consumed += self.rank_slice.per_step

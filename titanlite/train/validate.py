@@ -13,9 +13,8 @@ from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.runtime.page import OWN_PAGE
-from titanlite.train.chunked_loss import model_loss
 from titanlite.train.forward import Forward
-from titanlite.train.loss import count_valid
+from titanlite.train.loss import count_valid, model_loss
 
 
 def validation_loss(
