@@ -189,8 +189,9 @@ class ModelSpec:
         """
         from pydantic import TypeAdapter, ValidationError
 
-        # Of hf, the overrides have all fields.
-        legal = [*self.flavors, *["hf"] * bool(self.hf and self.hf.fields)]
+        legal = [*self.flavors]
+        if self.hf and self.hf.fields:  # the overrides of flavor hf give all fields
+            legal.append("hf")
         if flavor not in legal:
             hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
             raise UserError(
@@ -224,11 +225,9 @@ def _merged(
     """Return a dataclass's fields with some replaced, and those of a nested dataclass one by
     one.
     """
-    known, types, values = (
-        [field.name for field in dataclasses.fields(cls)],
-        get_type_hints(cls),
-        dict(base or {}),
-    )
+    known = [field.name for field in dataclasses.fields(cls)]
+    types = get_type_hints(cls)
+    values = dict(base or {})
     for name, value in overrides.items():
         nested = [
             t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)

@@ -104,8 +104,9 @@ class StepRunner:
         return total
 
     def _loss(self, model: nn.Module, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor:
-        chunks = self.config.training.loss_chunks
-        return model_loss(model, batch, inputs, chunks, self.token_loss, self._runs_again)
+        return model_loss(
+            model, batch, inputs, self.forward.loss_chunks, self.token_loss, self._runs_again
+        )
 
     def _runs_again(self) -> bool:
         return self.pipeline is not None and self.pipeline.runs_again
