@@ -216,7 +216,13 @@ def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_no
 
 def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatch, tmp_path):
     names = {f"{path.parent.name}/{path.name}" for path in source_files(model_of())}
-    assert {"common/attention.py", "llama3/model.py", "verify/table.py", "optim/grad_norm.py"} <= names
+    assert {
+        "common/attention.py",
+        "llama3/model.py",
+        "verify/table.py",
+        "verify/table.toml",
+        "optim/grad_norm.py",
+    } <= names
     monkeypatch.syspath_prepend(OUTSIDE)
     assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= source_files(
         model_of("--model.package=parrot", "--model.name=parrot")

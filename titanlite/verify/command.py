@@ -257,13 +257,14 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 
 
 def source_files(model: ModelUnderTest) -> set[Path]:
-    """Return the files of titanlite and of the model's packages; of a lone module, those in its folder too."""
+    """Return the code and tables of titanlite and the model's packages; of a lone module, those in its folder too."""
     files: set[Path] = set()
     for module in ("titanlite", "titanlite.models", *model.modules):  # models is a link in a checkout
         package = find_spec(module if module.startswith("titanlite") else module.partition(".")[0])
         assert package is not None, "the model was imported"
         if package.submodule_search_locations is not None:
-            files.update(path for folder in package.submodule_search_locations for path in Path(folder).rglob("*.py"))
+            for folder in package.submodule_search_locations:
+                files.update(path for path in Path(folder).rglob("*") if path.suffix in (".py", ".toml"))
         elif package.origin:
             files.update(Path(package.origin).parent.glob("*.py"))
     return files
