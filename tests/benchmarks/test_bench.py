@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import gpu, overhead, plan_gpu, ratios
 from benchmarks.plain import Plain, write_tokens
+from tests.lanes import sample
 from tests.launch.run import records
 from titanlite.models.llama3 import FLAVORS
 from titanlite.observe.run_folder import git_revision
@@ -58,6 +59,7 @@ def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:
     return isinstance(plain.model, FSDPModule), losses
 
 
+@pytest.mark.long
 def test_the_plain_loop_shards_on_one_rank_and_compiles(pool, tmp_path):
     write_tokens(overhead.data(str(tmp_path)), FLAVORS["debugmodel"].vocab_size, 1 << 10)
     (sharded, losses), (_, compiled) = (
@@ -96,7 +98,9 @@ def test_failed_rows_run_again_after_the_remaining_ones(tmp_path, monkeypatch, c
     assert not started and "not enough time, run again: first" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("replicas", "model"), [(False, "llama3"), (True, "llama3"), (False, "qwen3")])
+@pytest.mark.parametrize(
+    ("replicas", "model"), sample([(False, "llama3"), (True, "llama3"), (False, "qwen3")], (False, "qwen3"))
+)
 def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas, model):
     """Although the plain loop has a model of the usual form, with nothing of titanlite's."""
     write_tokens(overhead.data(str(tmp_path)), overhead.VOCAB, 1 << 14)

@@ -25,6 +25,7 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved_and_resumes(tmp_path):
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; what is started inherits it
     process = start(LONG, tmp_path, NGPU="2")

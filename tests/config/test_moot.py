@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import TINY, job
+from tests.jobs import MOE, TINY, job
 from titanlite.config.job import job_from
 from titanlite.config.legal import choices
 from titanlite.config.load import ConfigError, parse_command_line
@@ -216,3 +216,11 @@ def test_an_unknown_compiler_backend_is_refused_before_anything_starts(tmp_path,
 def test_torch_knows_the_backends_that_need_no_question(tmp_path):
     backends = torch.compiler.list_backends(exclude_tags=())
     assert "foo" not in backends and {"inductor", "aot_eager", "eager"} <= set(backends)
+
+
+def test_keys_of_sharding_have_an_effect_where_only_experts_are_sharded():
+    """Under tensor parallel alone, each rank has a shard of the experts, or some of them."""
+    key = "parallelism.fsdp_forward_prefetch"
+    argv = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2", f"--{key}=2"]
+    assert f"without sharding: {key}" in job([*TINY, *argv], 2).no_effect
+    assert key not in job([*MOE, *argv], 2).no_effect

@@ -106,14 +106,14 @@ if __name__ == "__main__":
 
 
 def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_path):
-    """Kill the command and its workers after 0, 1 and 4 shards, then let a run finish."""
+    """Kill the command and its workers before the first shard and after one, then let a run finish."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     prepare({str(library): text_files("x", str(library))}, str(assets), tmp_path / "undisturbed", workers=1)
     out = tmp_path / "out"
     argv = ["prepare", str(library), "--tokenizer", str(assets), "--out", str(out), "--workers", "2"]
     command = [sys.executable, str(script), *argv]
-    for shards in (0, 1, 4):
+    for shards in (0, 1):
         process = subprocess.Popen(
             command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
         )

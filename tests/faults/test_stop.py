@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import TINY, run_to_end
+from tests.lanes import sample
 from tests.launch.run import descendants, finish, left_over, records, start
 from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.load import load_tensors
@@ -75,19 +76,25 @@ def same_as_undisturbed(pool: Any, folder: Path, step: int, *argv: str, world: i
     assert ours == theirs
 
 
-def test_sigterm_to_the_launcher_or_to_one_rank_saves_the_same_step_on_all_and_the_resume_is_exact(pool, tmp_path):
+@pytest.mark.parametrize("to", sample(["launcher", "rank 1"], "launcher"))
+def test_sigterm_to_the_launcher_or_a_rank_saves_the_same_step_on_all_and_the_resume_is_exact(pool, tmp_path, to):
     folder = tmp_path / "stopped"
-    process = started(folder)
-    process.send_signal(signal.SIGTERM)
-    first = stopped(process, folder, "SIGTERM to the launcher")
-    injury = f"term:forward:1:{first + 3}"
-    second = stopped(start(ARGV, folder, NGPU="2", INJURY=injury), folder, "SIGTERM to rank 1")
-    assert second > first + 3
-    same_as_undisturbed(pool, folder, second + 2)
+    if to == "launcher":
+        process = started(folder)
+        process.send_signal(signal.SIGTERM)
+        step = stopped(process, folder, "SIGTERM to the launcher")
+    else:
+        process = start(ARGV, folder, NGPU="2", INJURY="term:forward:1:6")
+        step = stopped(process, folder, "SIGTERM to rank 1")
+        assert step >= 6
+    same_as_undisturbed(pool, folder, step + 2)
 
 
-def test_ctrl_c_saves_and_exits_with_130(tmp_path):
+def test_ctrl_c_saves_and_exits_with_130_and_a_hangup_under_nohup_does_not_end_the_run(tmp_path):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; what is started inherits it
     process = started(tmp_path)
+    signal.signal(signal.SIGHUP, handler)
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
     step = stopped(process, tmp_path, "Ctrl-C", code=130)
     assert committed(tmp_path / "checkpoint") == [step]

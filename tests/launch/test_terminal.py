@@ -42,6 +42,7 @@ def on_a_terminal(*command: str, width: int = 160) -> str:
     return out.decode()
 
 
+@pytest.mark.long
 def test_a_terminal_shows_progress_and_colors(tmp_path):
     argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
     out = on_a_terminal("-m", "titanlite", "train", *argv)

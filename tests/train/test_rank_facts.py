@@ -144,6 +144,7 @@ def test_a_rank_a_host_or_a_link_that_is_slow_is_told_from_the_others(world):
         return [line.partition(" on ")[0] for line in lines]
 
     assert not slow(lambda a, b: False) and not slow(lambda a, b: True)
+    assert not slow_parts({}, rounds(world, lambda a, b: 0.19 if (a + b) % 3 else 0.1), ranks), "not twice as slow"
     for one in range(4):  # of 6 ranks, 4 and 5 meet too few to tell a rank from its links
         assert slow(lambda a, b, one=one: one in (a, b)) == [f"slow with each rank tried: rank {one}"]
         link = {one, one ^ 1}
