@@ -16,7 +16,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, nested
 from titanlite.errors import UserError, first_line, some_of
 from titanlite.registry import HuggingFace, ModelSpec, get_model, model_names
 
@@ -76,11 +76,8 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
         name = model_of(folder)
         raise UserError(f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}')
     theirs = complete(given, spec.hf)
-    fields: dict[str, Any] = {}
-    for field, key in spec.hf.fields.items():
-        if (value := _value(theirs, key)) is not None:
-            *tables, last = field.split(".")
-            reduce(lambda table, name: table.setdefault(name, {}), tables, fields)[last] = value
+    found = {field: _value(theirs, key) for field, key in spec.hf.fields.items()}
+    fields = nested({field: value for field, value in found.items() if value is not None})
     try:
         faults = config_faults(given, spec.hf, spec.hf.config(spec.configure("hf", fields)))
     except UserError as error:

@@ -298,10 +298,15 @@ def is_set(config: JobConfig, key: str) -> bool:
     return value_of(config, key) != KEYS[key].default
 
 
-def config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with these values of dotted keys and the defaults of all others, or raise ValidationError."""
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables of the values of dotted keys."""
     tables: dict[str, Any] = {}
     for key, value in values.items():
         *names, last = key.split(".")
         reduce(lambda table, name: table.setdefault(name, {}), names, tables)[last] = value
-    return JobConfig.model_validate(tables)
+    return tables
+
+
+def config_of(values: Mapping[str, Any]) -> JobConfig:
+    """Return the config with these values of dotted keys and the defaults of all others, or raise ValidationError."""
+    return JobConfig.model_validate(nested(values))
