@@ -28,7 +28,7 @@ import torch.distributed as dist  # noqa: E402
 from titanlite.config.schema import JobConfig  # noqa: E402
 from titanlite.errors import FAILED  # noqa: E402
 from titanlite.fault.board import EXCHANGE_SECONDS, Board, Link, open_board  # noqa: E402
-from titanlite.fault.decide import Decider, Saved  # noqa: E402
+from titanlite.fault.decide import Decider, Restarts  # noqa: E402
 from titanlite.fault.status import Beat, Ended, Failure, Status  # noqa: E402
 
 LIMIT_SECONDS = 120
@@ -86,7 +86,7 @@ def simulate(port: int, nodes: range, count: int, ranks: int, pipe: Any) -> None
 def measure(count: int, ranks: int, clients: int) -> dict[str, float]:
     """Return the seconds of each event with so many nodes, and the longest round of the simulation."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    decider = Decider(JobConfig(), count, time.monotonic(), 0, lambda world: "", Saved)
+    decider = Decider(JobConfig(), count, time.monotonic(), Restarts())
     open_board(store, count)
     own = Status(processes=ranks)
     board = Board(Direct(store), 0, count, own, with_beats(0, ranks), dict, decider.look)

@@ -9,7 +9,7 @@ import pytest
 
 from titanlite.config.schema import config_of
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
-from titanlite.fault.decide import GATHER_SECONDS, SILENCE_SECONDS, Decider, Saved, after
+from titanlite.fault.decide import GATHER_SECONDS, SILENCE_SECONDS, Decider, Restarts, Saved, after
 from titanlite.fault.status import Beat, Decision, Ended, Failure, Inspection, Status, dump, parse
 from titanlite.runtime.page import EarlyExit
 
@@ -24,7 +24,7 @@ class Board:
         values: dict[str, object] = {"comm.init_timeout_seconds": 100, "fault.rejoin_seconds": 30}
         values |= {f"fault.{key}": value for key, value in fault.items()}
         config = config_of({**values, "job.dump_folder": str(folder)})
-        self.decider = Decider(config, nodes, 0.0, 3, lambda world: fits, lambda: SAVED)
+        self.decider = Decider(config, nodes, 0.0, Restarts(3, lambda world: fits, lambda: SAVED))
         self.statuses: dict[int, Status] = {}
         self.silent: set[int] = set()
 
@@ -133,6 +133,45 @@ def test_a_launcher_that_ends_while_nodes_meet_ends_the_run():
     )
     verdict = board.look(1).verdict
     assert verdict and (verdict.code, verdict.why) == (75, "the launcher has ended: x")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_launcher_that_is_stopped_while_nodes_meet_ends_the_run_with_the_lost_steps(lost):
+    board, left = Board(), EarlyExit(STOPPED, 4, "SIGTERM to the launcher", 0)
+    if lost:
+        board.running()
+        for node in range(2):
+            board.put(node, beats={node: BEAT}, ended=Ended(KILL, over=True))
+        assert board.look(2).attempt == 2
+    board.put(0, attempt=1 + lost, ended=None).put(1, left=True, ended=Ended(early=left, over=True))
+    verdict = board.look(3).verdict
+    assert verdict and verdict.early
+    assert (verdict.code, verdict.early.lost) == ((CUT_SHORT, 2) if lost else (STOPPED, 0))
+
+
+def test_a_launcher_that_left_long_ago_does_not_end_the_next_attempt():
+    board = Board(nodes=3, min_nodes=2)
+    for node in range(3):
+        board.put(node)
+    assert board.look(1).members == (0, 1, 2)
+    board.silent.add(1)
+    for node in (0, 2):
+        board.put(node, ended=Ended(KILL, over=True))
+    board.look(2)
+    assert board.look(2 + GATHER_SECONDS + 1).attempt == 2
+    for node in (0, 2):
+        board.put(node, attempt=2, ended=None)
+    assert board.look(40).members == (0, 2)
+    mistake = failure(None, "no space left", is_user_error=True, code=2)
+    board.put(1, incarnation=2, attempt=3, count=9, left=True, ended=Ended(mistake, over=True))
+    assert board.look(50).members == (0, 2)
+    for node in (0, 2):
+        board.put(node, ended=Ended(KILL, over=True))
+    board.look(100)
+    for node in (0, 2):
+        board.put(node, attempt=3, ended=None)
+    assert not board.look(101).is_final
+    assert board.look(132).members == (0, 2)
 
 
 # ---------------------------------------------------------------- how an attempt ends
@@ -278,6 +317,9 @@ def test_what_would_fail_again_is_not_restarted():
     assert code(ERROR, []) is None and code(KILL, [KILL, KILL]) is None
     assert code(ERROR, [failure(8, "ValueError: x"), failure(7, "ValueError: y")]) is None
     assert code(ERROR, [KILL], 0) == FAILED, "as without checkpoints"
+    for earlier, most in (([], 0), ([KILL] * 3, 3), ([ERROR], 3)):
+        asked = after(ERROR, earlier, most, SAVED, 6, "SIGTERM to rank 0")
+        assert asked.code == CUT_SHORT and asked.failure == ERROR, "a request comes before the budget"
     assert code(failure(7, "UserError: x", is_user_error=True, code=2), []) == 2
     assert code(failure(None, "x"), [failure(None, "x")]) is None, "the same step is not known"
     again = after(ERROR, [ERROR, KILL], 3, SAVED, 6)

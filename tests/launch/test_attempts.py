@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from tests.launch.run import left_over
 from tests.launch.test_nodes import free_port
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
+from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
@@ -72,18 +74,19 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
 class Together:
     """Two launchers in threads of this process, with a real store between them."""
 
-    def __init__(self, folder: Path, max_restarts: int = 3, **values: Any) -> None:
+    def __init__(self, folder: Path, **values: Any) -> None:
         config = config_of({"job.dump_folder": str(folder), "fault.rejoin_seconds": 30, **values})
         port = int(free_port())
         self.threads = ThreadPoolExecutor(8)
         for number in range(2):
             (folder / f"{number}").mkdir(parents=True)
-        made = [
-            self.threads.submit(
-                Node, Nodes(2, number, "127.0.0.1", port, ""), 1, config, folder / f"{number}", max_restarts
-            )
-            for number in range(2)
-        ]
+        self.asked = ["", ""]
+
+        def make(number: int) -> Node:
+            here, restarts = Nodes(2, number, "127.0.0.1", port, ""), Restarts(3)
+            return Node(here, 1, config, folder / f"{number}", restarts, lambda: self.asked[number])
+
+        made = [self.threads.submit(make, number) for number in range(2)]
         self.nodes = [each.result(30) for each in made]
 
     def all(self, *calls: Callable[[], Any]) -> list[Any]:
@@ -104,7 +107,8 @@ def test_a_request_that_comes_while_workers_end_after_a_failure_is_in_the_verdic
     together = Together(tmp_path).running()
     first, second = together.nodes
     ended = Ended(LOST, over=True)
-    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(ended, lambda: ASKED))
+    together.asked[1] = ASKED
+    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(ended))
     for verdict in verdicts:
         assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), "no restart, which would begin first"
 
@@ -115,8 +119,8 @@ def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(tmp_path, 
     first, second = together.nodes
     verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(Ended(LOST, over=True)))
     assert [verdict.code for verdict in verdicts] == [None, None]
-    node = together.nodes[asked]
-    found = together.all(lambda: together.nodes[1 - asked].meet(), lambda: node.meet(lambda: ASKED))
+    together.asked[asked] = ASKED
+    found = together.all(first.meet, second.meet)
     for decision in found:
         assert decision.is_final and decision.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
 
@@ -127,12 +131,9 @@ def test_a_second_signal_to_a_launcher_does_not_end_ranks_of_other_nodes_that_st
     early = EarlyExit(STOPPED, 7, ASKED, 0)
 
     def stop_twice() -> None:
-        def asked() -> str:
-            raise Stopped(early)
-
         with leaving(second):
             second._board.put(stop=ASKED, ended=Ended(early=early))
-            second.settle(Ended(early=early), asked)
+            raise Stopped(replace(early, code=CUT_SHORT, reason=f"{ASKED}; second signal: SIGTERM"))
 
     with pytest.raises(Stopped):
         together.all(stop_twice)
@@ -149,7 +150,7 @@ def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(tmp_path)
         with leaving(first):
             raise OSError(28, "no space left")
 
-    waiting = together.threads.submit(second.prepare)
+    waiting = together.threads.submit(second.prepare, Decision(members=(0, 1)))
     with pytest.raises(OSError, match="no space"):
         together.all(prepare)
     decision = waiting.result(20)
@@ -158,10 +159,38 @@ def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(tmp_path)
     )
 
 
+def test_an_attempt_that_fails_while_nodes_prepare_is_begun_and_ended(tmp_path):
+    """Its decision may be a newer one by then, which has no members yet."""
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    decision = first.decision
+    second._board.put(ended=Ended(LOST, over=True))
+    first._board.put(ended=Ended(over=True))
+    wait_until(lambda: first.decision.attempt == 2, 10)
+    assert first.prepare(decision).members == (0, 1)
+    with pytest.raises(RunFailed, match="another node has failed"):
+        first.poll()
+
+
+def test_a_second_signal_after_a_failure_ends_all_nodes_with_one_code(tmp_path):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    early = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
+
+    def stop() -> None:
+        with leaving(second):
+            raise Stopped(early)
+
+    with pytest.raises(Stopped):
+        together.all(stop)
+    verdict = first.settle(Ended(over=True))
+    assert (verdict.code, verdict.early) == (CUT_SHORT, early)
+
+
 def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may_take(tmp_path):
     together = Together(tmp_path, **{"comm.init_timeout_seconds": 2}).running()
     with pytest.raises(RunFailed, match="did not prepare the dump folder within 2 s"):
-        together.nodes[1].prepare()
+        together.nodes[1].prepare(Decision(members=(0, 1)))
 
 
 @pytest.mark.long
@@ -195,7 +224,11 @@ def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_
     request._signaled_at -= 60
     with pytest.raises(Stopped) as caught:
         request._catch(signal.SIGTERM, None)
-    assert caught.value.early == EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
+    twice = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
+    assert caught.value.early == twice
+    with pytest.raises(Stopped) as caught:
+        request._catch(signal.SIGTERM, None)
+    assert caught.value.early == twice, "a third one adds no words"
 
 
 def stopping(private: Path, reason: str = "", seconds_ago: float = 0.0) -> Stopping:
@@ -216,17 +249,27 @@ def page(private: Path, rank: int, **values: Any) -> OwnPage:
     return written
 
 
-def test_a_request_of_any_node_reaches_the_ranks_by_a_file_and_the_nodes_by_node_0(tmp_path):
-    requested: list[str] = []
-    other = launcher(decision=Decision(stop="SIGTERM to rank 3"), request_stop=requested.append)
-    stopping(tmp_path).poll(other)
-    assert (tmp_path / STOP).read_text() == "SIGTERM to rank 3" and requested == []
-    stopping(tmp_path, "Ctrl-C").poll(other)
-    assert requested == ["Ctrl-C"]
+def test_a_request_of_any_node_reaches_the_ranks_by_a_file(tmp_path):
+    stopping(tmp_path).poll(launcher(decision=Decision(stop="SIGTERM to rank 3")))
+    assert (tmp_path / STOP).read_text() == "SIGTERM to rank 3"
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_a_request_to_a_launcher_or_a_rank_reaches_all_nodes_and_stays(tmp_path, by_rank):
+    together = Together(tmp_path).running()
+    if by_rank:
+        page(tmp_path / "1", 1).beat(ASKED)
+    else:
+        together.asked[1] = ASKED
+    wait_until(lambda: all(node.decision.stop == ASKED for node in together.nodes), 10)
+    (tmp_path / "1" / "1.page").unlink(missing_ok=True)
+    together.asked[1] = ""
+    wait_until(lambda: together.nodes[1]._board.own.stop == ASKED, 5)
+    assert together.nodes[0].decision.stop == together.nodes[1]._board.own.stop == ASKED
 
 
 def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
-    node = launcher(request_stop=lambda reason: None)
+    node = launcher()
     stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS - 1).poll(node)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     page(tmp_path, 0, completed=5)
@@ -242,10 +285,10 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
 
 def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):
     page(tmp_path, 0, ending=EarlyExit(STOPPED, 6, "SIGTERM to rank 0", 0))
-    stopping(tmp_path, "Ctrl-C").poll(launcher(request_stop=lambda reason: None))
+    stopping(tmp_path, "Ctrl-C").poll(launcher())
     page(tmp_path, 1, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2))
     with pytest.raises(Stopped):
-        stopping(tmp_path, "Ctrl-C").poll(launcher(request_stop=lambda reason: None))
+        stopping(tmp_path, "Ctrl-C").poll(launcher())
 
 
 def test_the_rank_that_knows_best_says_how_a_run_ended(tmp_path):

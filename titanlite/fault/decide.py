@@ -34,20 +34,21 @@ class Saved:
     by_this_run: bool = False
 
 
-class Decider:
-    """Node 0's judgment. `fits` returns why a number of ranks does not fit the job, or nothing."""
+@dataclass(frozen=True)
+class Restarts:
+    """Whether a run may go on after a failure."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        nodes: int,
-        now: float,
-        max_restarts: int,
-        fits: Callable[[int], str],
-        saved: Callable[[], Saved],
-    ) -> None:
-        self._config, self._nodes, self._max_restarts = config, nodes, max_restarts
-        self._fits, self._saved = fits, saved
+    most: int = 0
+    fits: Callable[[int], str] = lambda world: ""
+    """Returns why a number of ranks does not fit the job, or nothing."""
+    saved: Callable[[], Saved] = Saved
+
+
+class Decider:
+    """Node 0's judgment."""
+
+    def __init__(self, config: JobConfig, nodes: int, now: float, restarts: Restarts) -> None:
+        self._config, self._nodes, self._restarts = config, nodes, restarts
         self._completed = 0
         """The last complete step of the attempt that failed."""
         self.decision = Decision()
@@ -101,12 +102,16 @@ class Decider:
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
         """Begin the attempt once its nodes are there: all for the first; for later ones those that come in time."""
         number, fault = self.decision.attempt, self._config.fault
-        for status in statuses.values():
-            failure = status.ended.failure if status.ended and status.left else None
-            if failure:
+        stop = self.decision.stop
+        for node, status in statuses.items():
+            if not status.left or not status.ended or self.silent[node] > SILENCE_SECONDS:
+                continue
+            if status.ended.early:
+                stop = stop or status.ended.early.reason
+            elif failure := status.ended.failure:
                 return self._end(failure.code, failure.words)
-        if stop := self.decision.stop:  # there is no rank that could save
-            verdict = stopped(self._saved(), self._completed, stop)
+        if stop:  # there is no rank that could save
+            verdict = stopped(self._restarts.saved(), self._completed, stop)
             self.decision = replace(self.decision, verdict=verdict)
             return None
         here = {
@@ -131,7 +136,7 @@ class Decider:
             why = f"only {len(here)} of {self._nodes} nodes connected {within}; missing: NODE_RANK {missing}"
             return self._end(FAILED, why)
         world = sum(here.values())
-        if missing and (why := self._fits(world)):
+        if missing and (why := self._restarts.fits(world)):
             return self._end(FAILED, f"without NODE_RANK {missing}: {why}")
         self._begun = {node: statuses[node].incarnation for node in here}
         self._judge = Hangs(self._config, str(number), world, now)
@@ -190,7 +195,8 @@ class Decider:
         self._completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
         earlier = self._failures[:]
         self._failures.append(failure)
-        return after(failure, earlier, self._max_restarts, self._saved(), self._completed, self.decision.stop)
+        restarts, stop = self._restarts, self.decision.stop
+        return after(failure, earlier, restarts.most, restarts.saved(), self._completed, stop)
 
     def _settle(self, verdict: Verdict, now: float) -> None:
         if verdict.code is not None:
@@ -206,15 +212,17 @@ def after(
     failure: Failure, earlier: Sequence[Failure], max_restarts: int, saved: Saved, completed: int, stop: str = ""
 ) -> Verdict:
     """Return the decision after a failure: another attempt, unless it failed the same way before, or would again."""
-    if failure.is_user_error or not max_restarts:
+    if failure.is_user_error:
+        return Verdict(failure.code, failure=failure)
+    if stop:
+        return replace(stopped(saved, completed, stop), failure=failure)
+    if not max_restarts:
         return Verdict(failure.code, failure=failure)
     if any(failure.repeats(other) for other in earlier):
         why = f"not restarted: step {failure.step} failed before, with the same words"
         return Verdict(FAILED, why, failure)
     if len(earlier) >= max_restarts:
         return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}", failure)
-    if stop:
-        return replace(stopped(saved, completed, stop), failure=failure)
     lost = max(0, completed - saved.step)
     steps = "step" if lost == 1 else "steps"
     why = f"restart {len(earlier) + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"

@@ -43,6 +43,7 @@ class Stop(threading.Thread):
         """Request a stop of this rank; the first reason stays."""
         if not self.reason:
             self._asked_at, self.reason = time.monotonic(), reason
+            OWN_PAGE.beat(reason)  # now: another rank may fail before the next heartbeat
 
     def listen(self) -> None:
         """Start to handle signals and the clock; in the main thread, which may be inside a collective or a compiler

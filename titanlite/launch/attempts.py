@@ -18,6 +18,7 @@ from titanlite.errors import FAILED, RunFailed, first_line
 from titanlite.fault.decide import Saved
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.launch.node import Node
+from titanlite.launch.stopping import Stopped
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime.page import read_page
@@ -43,13 +44,17 @@ def leaving(node: Node) -> Iterator[None]:
         yield
     except RunFailed:  # the other launchers have it, or cannot get it
         raise
+    except Stopped as stopped:
+        node.leave(Ended(early=stopped.early, over=True))
+        raise
     except BaseException as error:  # a signal, a full disk
         host = socket.gethostname()
         number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
         cause = signal.Signals(number).name if number else first_line(error)
         words = f"the launcher on {host} has ended: {cause}"
         code = 128 + number if number else getattr(error, "code", FAILED)
-        node.leave(Failure(-1, host, time.time(), None, words, words, code, is_user_error=True))
+        failure = Failure(-1, host, time.time(), None, words, words, code, is_user_error=True)
+        node.leave(Ended(failure, over=True))
         raise
 
 
@@ -62,14 +67,14 @@ class Attempts:
         given: JobConfig,
         private: Path,
         work: Callable[[Attempt, Callable[[], None]], Ended],
-        asked: Callable[[], str] = str,
+        saves: bool = True,
     ) -> None:
         """`work` runs an attempt's workers, with their files in `private`, and calls a function while they run.
 
-        `asked` returns this launcher's reason to stop.
+        Without `saves`, a report of a failure does not name the newest save.
         """
         self._node, self._given, self._private, self._work = node, given, private, work
-        self._asked = asked
+        self._saves = saves
         self._folder = Path(given.job.dump_folder)
         self._last: Verdict | None = None
         """The failure that the current attempt follows, until its first step is done."""
@@ -78,15 +83,15 @@ class Attempts:
         """Run attempts, first the one decided on, until one succeeds or none is worth a try; return the verdict."""
         while not decision.is_final:
             attempt = self._begin(decision)
-            verdict = self._node.settle(self._work(attempt, self._poll), self._asked)
+            verdict = self._node.settle(self._work(attempt, self._poll))
             self._say_first_step(reached=verdict.code == 0)
-            logs = self._folder / "logs" if verdict.code is not None else _keep_logs(self._folder, attempt)
-            self._report(verdict, logs)
             if verdict.code is not None:
+                self._report(verdict, self._folder / "logs")
                 return verdict
+            self._report(verdict, _keep_logs(self._folder, attempt))
             for path in self._private.iterdir():
                 path.unlink()
-            decision = self._node.meet(self._asked)
+            decision = self._node.meet()
             self._last = verdict if self._node.rank == 0 else None
         assert decision.verdict
         self._report(decision.verdict, self._folder / "logs")
@@ -105,7 +110,9 @@ class Attempts:
         """Print the first failure, the newest save, and the next attempt."""
         failure = verdict.failure
         if failure:
-            saved = "" if verdict.code is None else last_saved_message(self._given)
+            saved = ""
+            if self._saves and verdict.code is not None:
+                saved = last_saved_message(self._given)
             print(failure.describe(logs / f"rank-{failure.rank}.log", saved), file=sys.stderr)
         if verdict.why:
             print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)

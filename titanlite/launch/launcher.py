@@ -208,6 +208,7 @@ class Launch:
             return self._end_at_once(getattr(error, "number", signal.SIGINT))
 
     def _run(self, private: Path) -> Verdict:
+        from titanlite.fault.decide import Restarts
         from titanlite.launch.attempts import Attempts, leaving, saved_since
         from titanlite.launch.node import Node
 
@@ -217,16 +218,16 @@ class Launch:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
             say(f"titanlite: {line}")
-        max_restarts = _max_restarts(self.loaded, self.job, os.environ)
-        saved = saved_since(config)
-        node = Node(self.nodes, self.processes, config, private, max_restarts, self._fits, saved)
+        most = _max_restarts(self.loaded, self.job, os.environ)
+        restarts = Restarts(most, self._fits, saved_since(config))
+        node = Node(self.nodes, self.processes, config, private, restarts, lambda: self.stopping.reason)
         with leaving(node):
             decision = node.meet()
             if not decision.is_final:
                 self._take_folder()
-                decision = node.prepare()
+                decision = node.prepare(decision)
             work = partial(self._work, node, private)
-            return Attempts(node, self.job.given, private, work, lambda: self.stopping.reason).run(decision)
+            return Attempts(node, self.job.given, private, work).run(decision)
 
     def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}

@@ -23,9 +23,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, UserError, first_line
 from titanlite.fault.beat import beat_of
 from titanlite.fault.board import Board, Gone, Link, connect, open_board
-from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Saved
+from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Restarts
 from titanlite.fault.inspection import RankProcess, inspect
-from titanlite.fault.status import Decision, Ended, Failure, Inspection, Status, Verdict
+from titanlite.fault.status import Decision, Ended, Inspection, Status, Verdict
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
 from titanlite.launch.workers import kill_group
@@ -37,6 +37,7 @@ LEAVE_SECONDS = 30.0
 """Time for all launchers to read the end of the run."""
 OVER_SECONDS = 5.0
 """For the verdict on an attempt that a second signal has ended."""
+NONE = Restarts()
 
 
 class Node:
@@ -48,21 +49,20 @@ class Node:
         processes: int,
         config: JobConfig,
         private: Path,
-        max_restarts: int = 0,
-        fits: Callable[[int], str] = lambda world: "",
-        saved: Callable[[], Saved] = Saved,
+        restarts: Restarts = NONE,
+        asked: Callable[[], str] = str,
     ) -> None:
         """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be this node.
 
-        `fits` and `saved` are node 0's facts for its decision; the workers' files are in `private`.
+        The workers' files are in `private`. `asked` returns a reason to stop, which all nodes follow.
         """
         self.rank, self.processes = nodes.rank, processes
-        self._nodes, self._config, self._private = nodes, config, private
+        self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
         self._store = _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
         self._decider: Decider | None = None
         if self.rank == 0:
-            self._decider = Decider(config, nodes.count, time.monotonic(), max_restarts, fits, saved)
+            self._decider = Decider(config, nodes.count, time.monotonic(), restarts)
             open_board(self._store, nodes.count)
             self._store.set("run", uuid.uuid4().hex)
         self.address = nodes.master_addr, self._store.port
@@ -100,18 +100,13 @@ class Node:
 
     # ---------------------------------------------------------------- meet
 
-    def meet(self, asked: Callable[[], str] = str) -> Decision:
-        """Return the decision that makes this node a member of the next attempt, or the final one.
-
-        `asked` returns a reason to stop, which ends the run.
-        """
+    def meet(self) -> Decision:
+        """Return the decision that makes this node a member of the next attempt, or the final one."""
         board = self._board
         board.put(ended=None, found=None)
         exchanges = board.exchanges
 
-        def is_member() -> bool:
-            self.request_stop(asked())
-            decision = board.decision
+        def is_member(decision: Decision) -> bool:
             if board.exchanges == exchanges or decision.is_final:
                 return decision.is_final
             if decision.attempt == self.attempt and self.rank in decision.members:
@@ -121,24 +116,27 @@ class Node:
                 board.put(attempt=wanted)
             return False
 
-        self._wait(is_member)
-        return self._leave_if_final()
+        decision = self._wait(is_member)
+        if decision.is_final:
+            self._leave()
+        return decision
 
-    def prepare(self) -> Decision:
-        """Show on node 0 that the dump folder is ready; wait for that elsewhere. Return the newest decision."""
+    def prepare(self, decision: Decision) -> Decision:
+        """Show on node 0 that the dump folder is ready; wait for that elsewhere.
+
+        Return the decision to follow: the given one, unless the run has ended.
+        """
         self._board.put(prepared=True)
         seconds = self._config.comm.init_timeout_seconds
         try:
-            self._wait(lambda: self.decision.prepared or self.decision.is_final, seconds)
+            newest = self._wait(lambda newest: newest.prepared or newest.is_final, seconds)
         except TimeoutError:
             within = f"within {seconds} s (comm.init_timeout_seconds)"
             raise RunFailed(f"node 0 did not prepare the dump folder {within}; see that node's log") from None
-        return self._leave_if_final()
-
-    def _leave_if_final(self) -> Decision:
-        if self.decision.is_final:
-            self._leave()
-        return self.decision
+        if not newest.is_final:
+            return decision
+        self._leave()
+        return newest
 
     # ---------------------------------------------------------------- run
 
@@ -154,17 +152,15 @@ class Node:
         if board.lost_seconds > SILENCE_SECONDS:
             raise RunFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
 
-    def request_stop(self, reason: str) -> None:
-        """Request that all nodes stop, if there is a reason; the first one stays."""
-        if reason and not self._board.own.stop:
-            self._board.put(stop=reason)
-
     def _look(self, status: Status) -> Status:
         """Add the beats and the requests of this node's ranks."""
         pages = read_pages(self._private)
         beats = {rank: beat_of(self._config, page, self._host) for rank, page in pages.items() if page.heartbeat}
-        asked = next((page.asked for page in pages.values() if page.asked), "")
-        return replace(status, beats=beats, stop=status.stop or asked)
+        asked = self._asked() or next((page.asked for page in pages.values() if page.asked), "")
+        if asked and not status.stop:
+            self._board.put(stop=asked)  # for good: the pages are removed after an attempt
+            status = replace(status, stop=asked)
+        return replace(status, beats=beats)
 
     def _processes(self) -> dict[int, RankProcess]:
         """Return the processes of this node that can write their stacks."""
@@ -184,34 +180,30 @@ class Node:
 
     # ---------------------------------------------------------------- settle
 
-    def settle(self, ended: Ended, asked: Callable[[], str] = str) -> Verdict:
-        """Show how the attempt ended here, and return the verdict on it. `asked` returns a reason to stop."""
+    def settle(self, ended: Ended) -> Verdict:
+        """Show how the attempt ended here, and return the verdict on it."""
         number = self.attempt
-        self.request_stop(asked())  # before the end: no attempt follows a request
         self._board.put(ended=ended)
         is_killed = bool(ended.early and ended.over)
-
-        def is_settled() -> bool:
-            self.request_stop(asked())
-            return self.decision.attempt > number or self.decision.is_final
-
+        verdict = None
         try:
-            self._wait(is_settled, OVER_SECONDS if is_killed else None)
+            decision = self._wait(
+                lambda decision: decision.attempt > number or decision.is_final, OVER_SECONDS if is_killed else None
+            )
+            verdict = decision.verdict
         except (RunFailed, TimeoutError):
             if not ended.early:
                 raise
-        verdict = self.decision.verdict if is_settled() else None
-        if verdict is None:
-            verdict = Verdict(ended.early.code if ended.early else FAILED, early=ended.early)
+        verdict = verdict or Verdict(ended.early.code if ended.early else FAILED, early=ended.early)
         if verdict.code is not None:
             self._leave()
         return verdict
 
-    def leave(self, failure: Failure) -> None:
+    def leave(self, ended: Ended) -> None:
         """Show, as far as a few seconds allow, that this launcher ends, and why, unless its ranks have left early."""
-        ended = self._board.own.ended
-        if not ended or not ended.early:
-            self._board.put(ended=Ended(failure, over=True))
+        own = self._board.own.ended
+        if not own or not own.early:
+            self._board.put(ended=ended)
         with suppress(RunFailed):
             self._leave()
 
@@ -220,8 +212,8 @@ class Node:
         board, exchanges = self._board, self._board.exchanges
         board.put(left=True)
         with suppress(RunFailed, TimeoutError):
-            self._wait(lambda: board.exchanges > exchanges + 1, OVER_SECONDS)
-            self._wait(self._are_others_gone, LEAVE_SECONDS)
+            self._wait(lambda decision: board.exchanges > exchanges + 1, OVER_SECONDS)
+            self._wait(lambda decision: self._are_others_gone(), LEAVE_SECONDS)
         board.end()
 
     def _are_others_gone(self) -> bool:
@@ -241,12 +233,15 @@ class Node:
         if board.is_replaced:
             raise RunFailed(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
 
-    def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait for a condition; raise RunFailed if node 0 does not answer, TimeoutError if the time is over."""
+    def _wait(self, condition: Callable[[Decision], bool], seconds: float | None = None) -> Decision:
+        """Return the first decision that meets a condition.
+
+        Raise RunFailed if node 0 does not answer, TimeoutError if the time is over.
+        """
         board, began = self._board, time.monotonic()
         board.is_waiting = True
         try:
-            while not condition():
+            while not condition(decision := board.decision):
                 self._check()
                 is_gone = isinstance(board.problem, Gone)
                 if board.problem and (is_gone or board.lost_seconds > self._config.fault.rejoin_seconds):
@@ -254,6 +249,7 @@ class Node:
                 if seconds is not None and time.monotonic() > began + seconds:
                     raise TimeoutError
                 time.sleep(0.02)
+            return decision
         finally:
             board.is_waiting = False
 

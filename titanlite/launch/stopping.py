@@ -86,12 +86,10 @@ class Stopping:
         self._private = None
 
     def poll(self, node: Node) -> None:
-        """Pass a request on to the other nodes and the ranks; end ranks after their time."""
+        """Pass a request on to the ranks; end those that do not leave in time."""
         private, now = self._private, time.monotonic()
         assert private
-        if self.reason:
-            node.request_stop(self.reason)
-        elif node.decision.stop:
+        if not self.reason and node.decision.stop:
             self.reason, self._asked_at = node.decision.stop, now
         if self.reason and not (private / STOP).exists():
             with store.whole_file(private / STOP) as file:
@@ -122,7 +120,8 @@ class Stopping:
         return None
 
     def _kill(self, cause: str) -> None:
-        self.reason += f"; {cause}"
+        if cause not in self.reason:
+            self.reason += f"; {cause}"
         for page in read_pages(self._private).values() if self._private else ():
             with suppress(ProcessLookupError):
                 os.kill(page.pid, signal.SIGKILL)

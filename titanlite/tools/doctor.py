@@ -25,7 +25,7 @@ from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes,
 from titanlite.launch import launcher
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
-from titanlite.runtime.page import share_own_page
+from titanlite.runtime.page import OWN_PAGE, share_own_page
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
         try:
             with leaving(node):
-                verdict = Attempts(node, config, folder, work).run(node.meet())
+                verdict = Attempts(node, config, folder, work, saves=False).run(node.meet())
         except Signaled as signaled:
             return 128 + signaled.number
         for stacks in folder.glob("logs/hang-*.txt"):
@@ -123,6 +123,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
             print("\n".join(f"  {line}" for line in (*shown_variables(environ), "", *build)), end="\n\n")
         require_equal(facts, rank.world)
         mesh = build_mesh(job.layout, device.type).world
+        OWN_PAGE.enter("network")
         lines = check_network(mesh, device, facts) if rank.world > 1 else [f"warning: {x}" for x in notable(facts)]
         if rank.rank == 0:
             wrong = any(line.startswith("warning") for line in lines)
