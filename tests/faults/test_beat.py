@@ -41,6 +41,7 @@ def test_a_phase_ends_in_the_one_around_it_and_an_error_keeps_it():
         (9, "data", 0, 100),
         (9, "data", 3, 3),
         (9, "save", 3, 1800),
+        (9, "validation", 3, 300),  # its graphs are compiled in the first one
     ],
 )
 def test_each_phase_has_its_limit(step, phase, stall, limit):

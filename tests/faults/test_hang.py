@@ -10,7 +10,7 @@ from tests.jobs import TINY
 from tests.lanes import sample
 from tests.launch.run import finish, start
 from tests.launch.test_nodes import free_port, node
-from titanlite.fault.stall import ENDED, STOPPED, Hang, Judge, Standing, culprits, in_collective, report
+from titanlite.fault.stall import ENDED, IN_KERNEL, STOPPED, Hang, Judge, Standing, culprits, in_collective, report
 from titanlite.fault.status import Beat, Inspection
 
 LIMIT, START = 10.0, (300.0, "comm.init_timeout_seconds")
@@ -25,6 +25,13 @@ Current thread 0x03 (most recent call first):
   File "/home/me/.venv/lib/python3.11/site-packages/torch/_ops.py", line 1317 in __call__
   File "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5170 in all_gather
   File "/home/me/titanlite/train/step.py", line 87 in _forward_backward
+"""
+WAITING_FOR_GPU = """Thread 0x01 (most recent call first):
+  File "/home/me/.venv/lib/python3.11/site-packages/torch/cuda/streams.py", line 254 in synchronize
+  File "/home/me/titanlite/train/late_copy.py", line 19 in read
+"""
+READING_SIZES = """Thread 0x01 (most recent call first):
+  File "/home/me/titanlite/parallel/expert_parallel.py", line 101 in _dispatch
 """
 ELSEWHERE = 'Thread 0x01 (most recent call first):\n  File "/home/me/model.py", line 7 in look_up\n'
 SPIED = 'Process 1: python\nPython v3.11.7\n\nThread 12 (idle): "MainThread"\n    look_up (/home/me/model.py:7)\n'
@@ -90,6 +97,10 @@ def test_a_watcher_that_was_stopped_itself_does_not_count_that_time():
     ("ranks", "blamed"),
     [
         ([standing(0), standing(1, state=STOPPED), standing(2, age=9)], [1]),
+        ([standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state=IN_KERNEL)], [1]),
+        ([standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state="sleeping")], [1]),
+        ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=ELSEWHERE)], [1]),
+        ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=WAITING)], []),
         ([standing(0, replace(STILL, sequence=3)), standing(1), standing(2, age=9)], [2]),
         ([standing(0), standing(1, replace(STILL, sequence=3)), standing(2)], [1]),
         ([standing(0, replace(STILL, step=4, sequence=99)), standing(1)], [0]),
@@ -103,13 +114,18 @@ def test_a_watcher_that_was_stopped_itself_does_not_count_that_time():
     ],
 )
 def test_the_rank_to_blame(ranks, blamed):
-    """Stopped, else without a beat, else behind, else not in a collective, else none."""
+    """Stopped, else in the kernel or without a stack or a beat, else behind, else not in a collective, else none."""
     assert [each.rank for each in culprits(hang(*ranks))[0]] == blamed
 
 
 def test_what_the_main_thread_waits_in_decides():
     assert (
-        in_collective(WAITING) and not in_collective(ELSEWHERE) and not in_collective(SPIED) and not in_collective("")
+        in_collective(WAITING)
+        and in_collective(WAITING_FOR_GPU)
+        and in_collective(READING_SIZES)
+        and not in_collective(ELSEWHERE)
+        and not in_collective(SPIED)
+        and not in_collective("")
     )
 
 

@@ -41,11 +41,6 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
     "ZBVZeroBubble": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=ZBVZeroBubble", FLAGS),
     "DualPipeV": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=DualPipeV", FLAGS),
     "float8": (2, "--quantize.linear.float8.enable", FLAGS),
-    "float8 rowwise": (
-        2,
-        "--quantize.linear.float8.enable --quantize.linear.float8.recipe_name=rowwise",
-        FLAGS,
-    ),
     "float8 gathered": (
         2,
         "--quantize.linear.float8.enable --quantize.linear.float8.enable_fsdp_float8_all_gather "

@@ -1,5 +1,6 @@
 """Several nodes: they connect or name the missing ones; the cluster's variables are understood."""
 
+import os
 import random
 import socket
 from contextlib import suppress
@@ -11,8 +12,10 @@ from tests.lanes import sample
 from tests.launch.run import finish, records, start, train
 from titanlite.cli import main
 from titanlite.errors import UserError
-from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes
+from titanlite.launch import nodes
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime.cluster import rank_info, store_address
+from titanlite.train import rank_facts
 
 
 def free_port() -> str:
@@ -158,6 +161,18 @@ def test_processes_on_a_node():
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     with pytest.raises(UserError, match="NGPU=0 must be a whole number >= 1"):
         count_processes({"NGPU": "0"}, "cpu", 0)
+
+
+def test_a_driver_that_does_not_answer_is_named_and_not_waited_for(tmp_path, monkeypatch, capsys):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nexec sleep 60\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(nodes, "DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(rank_facts, "DRIVER_SECONDS", 0.1)
+    assert gpu_bytes() is None
+    assert "nvidia-smi did not answer in 0.1 s: memory.total of the GPUs is unknown" in capsys.readouterr().out
+    assert rank_facts.own_gpu_complaints() == ["nvidia-smi did not answer in 0.1 s: GPUs are not checked"]
 
 
 @pytest.mark.parametrize("name", ["MAX_RESTARTS", "OMP_NUM_THREADS"])

@@ -1,8 +1,7 @@
 """Memory warnings, and the allocator settings that workers get."""
 
-from titanlite.launch.launcher import worker_environment
-from titanlite.launch.nodes import Nodes
 from titanlite.observe.memory import AllocatorRetries
+from titanlite.runtime.cluster import set_defaults
 
 
 def test_allocator_retries_are_reported_once():
@@ -16,7 +15,8 @@ def test_allocator_retries_are_reported_once():
 
 def test_workers_get_expandable_segments_unless_the_user_set_the_variable():
     def setting(**environ: str) -> str | None:
-        return worker_environment(Nodes(1, 0, "localhost", 0, "nothing"), 2, environ).get("PYTORCH_ALLOC_CONF")
+        set_defaults(environ)
+        return environ.get("PYTORCH_ALLOC_CONF")
 
     assert setting() == "expandable_segments:True"
-    assert setting(PYTORCH_ALLOC_CONF="x") is None and setting(PYTORCH_CUDA_ALLOC_CONF="x") is None
+    assert setting(PYTORCH_ALLOC_CONF="x") == "x" and setting(PYTORCH_CUDA_ALLOC_CONF="x") is None

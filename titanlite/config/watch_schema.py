@@ -46,10 +46,11 @@ class Comm(Section):
     """Timeouts of the communication, and the flight recorder."""
 
     init_timeout_seconds: Seconds = 300
-    """Timeout of the start: nodes meeting, and each phase through the first step."""
+    """Timeout of the start: nodes meeting, and each phase through the first step. A batch of a validation and a token
+    of a sample have it too, since these may compile."""
     train_timeout_seconds: Seconds = 100
-    """Limit for any phase after the first step; beyond it the run is reported as hung and ended. Collectives time out
-    15 seconds after their phase's limit, those of the start and of checkpoints too."""
+    """Limit for any other phase after the first step; beyond it the run is reported as hung and ended. Collectives
+    time out 15 seconds after their phase's limit, those of the start and of checkpoints too."""
     checkpoint_timeout_seconds: Annotated[Seconds, Only("checkpoint.enable or initial_load_path")] = 1800
     """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Annotated[Natural, Only("a GPU")] = 20000

@@ -21,8 +21,9 @@ from titanlite.fault.inspection import RankProcess, inspect, wait_until
 from titanlite.fault.stall import ENDED, Hangs
 from titanlite.fault.status import Beat, Decision, Inspection, Status
 from titanlite.runtime.cluster import RankInfo, store_address
+from titanlite.runtime.distributed import write_flight_record
 from titanlite.runtime.page import OWN_PAGE, Page
-from titanlite.runtime.rank_files import STOP, attempt_number, attempt_prefix, launcher_folder
+from titanlite.runtime.rank_files import STACK, STOP, attempt_number, attempt_prefix, launcher_folder, own_file
 
 BEAT_SECONDS = 1.0
 BEATS_PER_SECOND = 512
@@ -34,7 +35,8 @@ def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
     comm, stall = config.comm, config.fault.stall_seconds
     if page.phase in ("load", "save"):
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
-    if page.phase == "start" or page.step == page.first_step:
+    compiles = page.phase in ("start", "validation", "sample")
+    if compiles or page.step == page.first_step:
         return comm.init_timeout_seconds, "comm.init_timeout_seconds"
     return (stall, "fault.stall_seconds") if stall else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
 
@@ -64,6 +66,7 @@ class Heart(threading.Thread):
         self._environ, self._ended = environ, threading.Event()
         folder = launcher_folder(environ)
         self._request = folder / STOP if folder else None
+        self._stack = own_file(environ, STACK)
 
     def run(self) -> None:
         board = None if self._request else self._open_board()
@@ -71,6 +74,9 @@ class Heart(threading.Thread):
             OWN_PAGE.beat(self._asked())
             if self._request and self._request.exists():
                 self._on_stop(self._request.read_text(encoding="utf-8"))
+            if self._stack and self._stack.exists() and self._stack.stat().st_size:  # the run hangs
+                self._stack = None
+                write_flight_record(self._config, self._rank.rank)
             if board and board.decision.report:
                 self._end_after_hang(board.decision.report)
             if self._ended.wait(BEAT_SECONDS):
@@ -101,6 +107,7 @@ class Heart(threading.Thread):
         return board
 
     def _inspect(self) -> dict[int, Inspection]:
+        write_flight_record(self._config, self._rank.rank)
         stack = Path(self._config.job.dump_folder, "logs", f"rank-{self._rank.rank}.stack")
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
         return inspect({self._rank.rank: RankProcess(os.getpid(), stack)})

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.fault.stall import STOPPED
+from titanlite.fault.stall import IN_KERNEL, STOPPED
 from titanlite.fault.status import Inspection
 
 STACK_SECONDS = 2
 """How long a process has to write its stack."""
-STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device (D)", "T": STOPPED, "t": STOPPED, "Z": "gone"}
-HELD = (STOPPED, STATES["D"])
+STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}
+HELD = (STOPPED, IN_KERNEL)
 """State of a process that does not handle signals now."""
 
 

@@ -13,6 +13,8 @@ ENDED = "ended"
 """Phase of a rank that has nothing left to do."""
 STOPPED = "stopped"
 """State of a process that a signal or a debugger has stopped."""
+IN_KERNEL = "waiting for a device (D)"
+"""State of a process that takes no signal, such as one whose GPU does not answer."""
 SILENT_BEATS = 4
 """So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps the GIL."""
 GATHER_SECONDS = 8
@@ -22,6 +24,10 @@ MOST_STACKS, MOST_FRAMES, MOST_GROUPS = 4, 16, 8
 _FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
 _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
+_WAITS = re.compile(
+    r"torch/(distributed/|cuda/streams\.py)|.*titanlite/(train/(late_copy|report)|parallel/expert_parallel)\.py"
+)
+"""Files in which a thread waits for other ranks, or for its GPU: a copy to the host has no file of its own."""
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
 """Files of torch that only call on: their callers show the work of a thread."""
 
@@ -110,6 +116,7 @@ class Hangs:
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
         self._judge = Judge(world, interval, start, now)
         self._file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")
+        self._traces = Path(config.job.dump_folder, config.comm.save_traces_folder)
         self._hang: Hang | None = None
         self._until = 0.0
         self.report = ""
@@ -137,6 +144,8 @@ class Hangs:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(report(hang, whole=True) + "\n", encoding="utf-8")
         self.report = f"{report(hang)}\nall stacks: {self._file}"
+        if any(self._traces.glob("rank_*")):
+            self.report += f"\ncollectives: titanlite doctor --traces {self._traces}"
 
 
 def culprits(hang: Hang) -> tuple[list[Standing], str]:
@@ -144,6 +153,11 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
     ranks, least = hang.ranks, min(each.place for each in hang.ranks)
     if stopped := [each for each in ranks if each.state == STOPPED]:
         return stopped, "stopped"
+    if held := [each for each in ranks if each.state == IN_KERNEL]:
+        return held, IN_KERNEL
+    answered = any(each.stack for each in ranks)
+    if mute := [each for each in ranks if answered and each.state and not each.stack]:
+        return mute, "without a stack, which others have"
     if silent := [each for each in ranks if each.age > SILENT_BEATS * hang.interval]:
         return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
@@ -226,6 +240,6 @@ def main_frames(stack: str) -> list[str]:
 
 
 def in_collective(stack: str) -> bool:
-    """Return whether the main thread waits in torch's communication."""
+    """Return whether the main thread waits in torch's communication, or for a GPU that may be in it."""
     inner = next((frame for frame in main_frames(stack) if not frame.startswith(_CALLERS)), "")
-    return inner.startswith("torch/distributed/")
+    return bool(_WAITS.match(inner))

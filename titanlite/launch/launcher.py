@@ -344,8 +344,6 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
     }
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
-        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if nodes.count == 1:  # a laptop's host name need not resolve
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {LAUNCHED: str(os.getpid())} | {name: value for name, value in defaults.items() if name not in environ}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, UserError, first_line
-from titanlite.fault.beat import beat_of
+from titanlite.fault.beat import BEAT_SECONDS, beat_of
 from titanlite.fault.board import Board, Gone, Link, connect, open_board
 from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Restarts
 from titanlite.fault.inspection import RankProcess, inspect
@@ -171,7 +171,10 @@ class Node:
         }
 
     def _inspect(self) -> dict[int, Inspection]:
-        return inspect(self._processes())
+        found = inspect(self._processes())
+        if Path(self._config.job.dump_folder, self._config.comm.save_traces_folder).exists():
+            time.sleep(2 * BEAT_SECONDS)  # on GPUs the ranks write what collectives they recorded
+        return found
 
     def _kill_ranks(self) -> None:
         """Kill the ranks of a hang: one that is stopped takes no other signal, and to others SIGTERM is a request."""

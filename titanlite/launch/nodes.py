@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.errors import UserError
-from titanlite.runtime.cluster import DEFAULT_PORT, PORTS, cores, read_number, slurm_master
+from titanlite.launch.terminal import say
+from titanlite.runtime.cluster import DEFAULT_PORT, DRIVER_SECONDS, PORTS, cores, read_number, slurm_master
 
 
 @dataclass(frozen=True)
@@ -113,4 +114,9 @@ def _query_gpus(field: str) -> list[str]:
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        say(f"titanlite: nvidia-smi did not answer in {DRIVER_SECONDS} s: {field} of the GPUs is unknown")
+        return []
+    return done.stdout.splitlines()

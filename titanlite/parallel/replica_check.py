@@ -43,9 +43,9 @@ def check_replicas(
     count = torch.tensor(len(tensors), device=context.device)
     dist.all_reduce(count, dist.ReduceOp.MAX)  # pipeline stages have unlike numbers of tensors
     local_hashes = F.pad(local_hashes, (0, 0, 0, int(count) - len(tensors)))
-    all_hashes = [torch.empty_like(local_hashes) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_hashes, local_hashes)
-    shards, contents = torch.stack(all_hashes).cpu().unbind(-1)  # each (rank, tensor)
+    all_hashes = local_hashes.new_empty(dist.get_world_size(), *local_hashes.shape)
+    dist.all_gather_into_tensor(all_hashes.flatten(0, 1), local_hashes)
+    shards, contents = all_hashes.cpu().unbind(-1)  # each (rank, tensor)
     _, group = shards.flatten().unique(return_inverse=True)
     numbers = torch.arange(len(group))
     first = torch.full_like(numbers, len(group)).scatter_reduce_(0, group, numbers, "amin")[group]

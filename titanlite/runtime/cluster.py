@@ -6,7 +6,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -15,6 +15,8 @@ from pathlib import Path
 from titanlite.errors import UserError, install_command
 
 DEFAULT_PORT, PORTS = 29500, (1, 65535)
+DRIVER_SECONDS = 30
+"""How long nvidia-smi may take: with a sick driver it never ends."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         return RankInfo(0, 1, 0, socket.gethostname())
     rank, world, local_rank = (read_number(environ, name, 0) for name in names)
     return RankInfo(rank, world or 1, local_rank, socket.gethostname())
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set up torch's allocator and Triton, before they are imported, where the user has not."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 changes it, and with it compiled numbers
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Comm
+from titanlite.config.schema import Comm, JobConfig
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import RankInfo, raise_file_limit, read_number, store_address
@@ -64,6 +64,13 @@ def process_group(
     yield
     # Only on success: with peers stuck in a collective this would block and hide the error.
     dist.destroy_process_group()
+
+
+def write_flight_record(config: JobConfig, rank: int) -> None:
+    """Write this rank's record of collectives on a GPU, for `titanlite doctor --traces`."""
+    if torch.cuda.is_initialized():
+        folder = Path(config.job.dump_folder, config.comm.save_traces_folder)
+        (folder / f"rank_{rank}").write_bytes(torch_private.flight_record())
 
 
 def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> dist.Store:

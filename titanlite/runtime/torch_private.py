@@ -59,6 +59,16 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(_world.pg_map)
 
 
+def flight_record() -> bytes:
+    """Return NCCL's record of this process's last collectives, also while a thread waits for one."""
+    # torch 2.14, and 2.15, whose "nccl" is another implementation; 2.11 read only. No public name.
+    c10d: Any = torch._C._distributed_c10d
+    try:
+        return c10d._dump_fr_trace(True, True, False, backend="nccl2")
+    except TypeError:  # until 2.14
+        return c10d._dump_nccl_trace()
+
+
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let inductor split matrix products into pieces that overlap with the group's communication."""
     # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where

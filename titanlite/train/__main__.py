@@ -14,9 +14,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
+    from titanlite.runtime.cluster import set_defaults
     from titanlite.runtime.page import share_own_page
 
     replace_unprintable()
+    set_defaults(os.environ)
     share_own_page(os.environ)  # before torch takes its seconds
     from titanlite.train.worker import main
 

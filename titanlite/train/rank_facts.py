@@ -24,7 +24,7 @@ from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
-from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.cluster import DRIVER_SECONDS, RankInfo
 
 K = TypeVar("K")
 CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
@@ -95,7 +95,7 @@ def facts_of(
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-        complaints = gpu_complaints(_nvidia_smi()) if rank.local_rank == 0 else []
+        complaints = own_gpu_complaints() if rank.local_rank == 0 else []
     folder = Path(job.config.job.dump_folder).absolute()
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     system = os.statvfs(folder)
@@ -233,14 +233,16 @@ def notable(facts: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def _nvidia_smi() -> str:
+def own_gpu_complaints() -> list[str]:
+    """Return what the driver says of this host's GPUs, if there is nvidia-smi."""
+    command = ["nvidia-smi", "-q", "-x"]
     try:
-        command = ["nvidia-smi", "-q", "-x"]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [f"nvidia-smi did not answer in {DRIVER_SECONDS} s: GPUs are not checked"]
+    except OSError:
+        return []
+    return gpu_complaints(done.stdout)
 
 
 def gpu_complaints(xml: str) -> list[str]:

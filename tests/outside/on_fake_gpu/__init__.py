@@ -15,7 +15,7 @@ import torch
 
 from titanlite.parallel import expert_parallel
 from titanlite.runtime.page import OwnPage
-from titanlite.train import trainer
+from titanlite.train import network, trainer
 
 
 def mark(text: str) -> None:
@@ -65,6 +65,15 @@ def find_tokens_to_validate() -> None:
     mock.patch.object(trainer, "validation_loss", validated).start()
 
 
+def take_time_on_the_network() -> None:
+    timed = network._time
+
+    def time(*arguments: Any) -> tuple[int, float]:
+        return reading("item", 1.0, timed, *arguments)
+
+    mock.patch.object(network, "_time", time).start()
+
+
 def vote_for_known_shapes() -> None:
     """Since torch 2.14 the stages of a pipeline vote on how they find the shapes of what they send."""
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -80,6 +89,7 @@ def vote_for_known_shapes() -> None:
 
 if "RANK" in os.environ:  # never in the launcher, which imports this too
     mark_phases()
+    take_time_on_the_network()
     choose_experts_evenly()
     find_tokens_to_validate()
     vote_for_known_shapes()

@@ -1,0 +1,30 @@
+"""The tests run on a machine with a GPU too: those that need one pass, and the others do not use it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu import fake_gpu
+from tests.launch.run import ROOT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("file", "names", "passed"),
+    [
+        ("tests/train/test_waiting.py", "synchronizes and False", 14),
+        ("tests/faults/test_restart.py", "killed_rank_is_replaced", 1),
+        ("tests/gpu/test_steps.py", "FSDP and not x and not HSDP", 1),
+    ],
+)
+def test_tests_pass_on_a_machine_with_one_gpu(fake_gpus, tmp_path, file, names, passed):
+    variables = {**os.environ, **fake_gpu.environment(fake_gpus, tmp_path / "traces", 1)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/own", file]
+    done = subprocess.run(
+        [*command, "-k", names], env=variables, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith("." * passed + " "), done.stdout
