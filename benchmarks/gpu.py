@@ -119,7 +119,7 @@ def _row(model: Model, overrides: list[str], steps: int, path: Path, name: str, 
     if not tokens.exists():
         write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
     data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
-    keep(path, name, measure([*model.overrides, *data, *overrides], steps, timeout=LONGEST))
+    keep(path, name, measure([*model.overrides, *data, *overrides], steps, timeout=LONGEST, NGPU="1"))
 
 
 def _plain_loop(model: Model, flags: list[str], steps: int, path: Path, name: str) -> None:

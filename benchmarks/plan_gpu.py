@@ -67,7 +67,7 @@ def compare(model: Model, options: list[str], steps: int, folder: Path) -> dict[
         write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
     data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
     overrides = [*model.overrides, *data, *options, "--job.no_plan"]
-    measured = measure(overrides, steps, timeout=LONGEST)
+    measured = measure(overrides, steps, timeout=LONGEST, NGPU="1")
     job = job_from(parse_command_line(overrides, {}), world=measured["world_size"], training=True, device="cuda")
     plan = plan_step(job)
     planned = plan.peak / GIB

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ def main() -> None:
         keep(arguments.json, arguments.name or " ".join(overrides), record)
 
 
-def measure(overrides: list[str], steps: int, timeout: float | None = None) -> dict[str, Any]:
+def measure(overrides: list[str], steps: int, timeout: float | None = None, **environ: str) -> dict[str, Any]:
     """Train and return the record; the error of a failed run has its last lines."""
     last = 2 * steps + TRACE_WARM_UP + TRACED
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -53,7 +54,7 @@ def measure(overrides: list[str], steps: int, timeout: float | None = None) -> d
         done = subprocess.run(
             [sys.executable, "-m", "titanlite", "train", *overrides, *own],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[1], env=os.environ | environ,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError("\n".join(done.stdout.strip().splitlines()[-6:]))

@@ -33,6 +33,7 @@ def rows(tmp_path, monkeypatch):
 def test_a_row_of_the_gpu_table_is_measured(rows, tmp_path):
     found = rows("small, eager, recompute op")
     assert "--training.mixed_precision_param=bfloat16" in found["words"] and found["steps"] == 1
+    assert found["world_size"] == 1, "the plain loop has one GPU too"
     assert found["tokens_per_second_per_device"] > 0 and found["mfu_percent"] is None and found["device"] == "cpu"
     assert sum(found["shares_of_a_traced_step"].values()) == pytest.approx(1, abs=1e-2)
     assert {"date", "command", "revision", "torch", "machine"} <= found.keys()

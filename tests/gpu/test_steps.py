@@ -81,6 +81,38 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_g
         assert trace.step(3).waits() == waits
 
 
+COMMUNICATORS = {
+    # options: (GPUs, communicators, those that are used)
+    "": (2, 5, 1),
+    "--parallelism.data_parallel_replicate_degree=2": (4, 6, 3),
+    "--parallelism.tensor_parallel_degree=2": (4, 7, 4),
+    "--parallelism.fsdp_reshard_after_forward=2": (4, 7, 2),
+    "--parallelism.context_parallel_degree=2": (4, 9, 2),
+    MOE: (4, 9, 3),
+    PIPELINE: (2, 7, 2),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", COMMUNICATORS)
+def test_a_layout_has_so_many_communicators(train_on_gpus, tmp_path, options):
+    gpus, made, used = COMMUNICATORS[options]
+    (trace, *_) = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()]).traces
+    assert len(trace.of("communicator")) == made
+    assert len({event.facts["comm"] for event in trace.of("collective", "send", "receive")}) == used
+
+
+@pytest.mark.long
+def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
+    """Forward and backward pass, the optimizer's one for all parameters, and FSDP2's."""
+    launches = []
+    for layers in (2, 3):
+        argv = [*STEPS.split(), f"--model.overrides.n_layers={layers}"]
+        (trace,) = train_on_gpus(tmp_path / str(layers), 1, argv).traces
+        launches.append(len(trace.step(3).of("launch")))
+    assert 70 <= launches[1] - launches[0] <= 85
+
+
 SAVE = "--checkpoint.enable --checkpoint.interval=2 --checkpoint.async_mode="
 ONCE_IN_A_WHILE = {
     "validation and a sample": "--validation.enable --validation.freq=2 --validation.steps=2 --generate.at_end",

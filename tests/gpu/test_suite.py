@@ -18,7 +18,6 @@ from tests.launch.run import ROOT
     [
         ("tests/train/test_waiting.py", "synchronizes and False", 14),
         ("tests/faults/test_restart.py", "killed_rank_is_replaced", 1),
-        ("tests/gpu/test_steps.py", "FSDP and not x and not HSDP", 1),
     ],
 )
 def test_tests_pass_on_a_machine_with_one_gpu(fake_gpus, tmp_path, file, names, passed):

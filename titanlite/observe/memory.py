@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
+REMEDY = "to need less: activation_checkpoint, training.loss_chunks, a smaller training.local_batch_size"
 
 
 def machine_bytes() -> int:
@@ -54,6 +55,5 @@ class AllocatorRetries:
             return ""
         return (
             f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} since the last logged "
-            "step (each synchronizes the device); to need less: activation_checkpoint, training.loss_chunks, a "
-            "smaller training.local_batch_size"
+            f"step (each synchronizes the device); {REMEDY}"
         )

@@ -45,7 +45,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if plan.last_is_root:
         groups[plan.last] = [model]
     experts = {*expert_modules(model, context.table).values()}
-    _shard(model, context, groups, plan, experts)
+    with torch_private.share_reshard_meshes():
+        _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
     if context.mesh.experts:
         for module in experts:

@@ -6,7 +6,8 @@ late where they are slow, so that anything may import this file.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,29 @@ def flight_record() -> bytes:
         return c10d._dump_fr_trace(True, True, False, backend="nccl2")
     except TypeError:  # until 2.14
         return c10d._dump_nccl_trace()
+
+
+@contextmanager
+def share_reshard_meshes() -> Iterator[None]:
+    """Let fully_shard make one mesh for reshard_after_forward = n: its own has two communicators for each group."""
+    # torch 2.14; 2.11 read only. No public name.
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+
+    original = _fsdp_init._get_post_forward_mesh_info
+    made: dict[Any, Any] = {}
+
+    def once(reshard: bool | int, mesh_info: Any) -> Any:
+        key = reshard, mesh_info.mesh
+        if key not in made:
+            made[key] = original(reshard, mesh_info)
+        return made[key]
+
+    modules: tuple[Any, ...] = _fsdp_init, _fully_shard
+    for module in modules:
+        module._get_post_forward_mesh_info = once
+    yield
+    for module in modules:
+        module._get_post_forward_mesh_info = original
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:

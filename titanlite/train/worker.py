@@ -22,6 +22,7 @@ from titanlite.errors import OK, RunFailed, UserError, first_line
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
+from titanlite.observe.memory import REMEDY
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
@@ -66,8 +67,7 @@ def main(
         stop = Stop(job.config, rank, environ)
         return run(job, rank, device, environ, stop)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error = RunFailed(str(error))
+        error = _in_one_line(error)
         if isinstance(error, UserError):
             if LAUNCHED in environ:
                 print(FAILED_MARK, file=sys.stderr)
@@ -83,6 +83,17 @@ def main(
         write_error_file(error, environ)
         traceback.print_exc()
         return 1
+
+
+def _in_one_line(error: BaseException) -> BaseException:
+    """Return the error, or one with a message instead of a traceback."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFailed(str(error))
+    # In the first step it would happen again.
+    if isinstance(error, torch.OutOfMemoryError) and OWN_PAGE.step == OWN_PAGE.first_step:
+        where = f"step {OWN_PAGE.step}" if OWN_PAGE.step else "the start"
+        return RunFailed(f"{where} does not fit; {REMEDY}: {first_line(error)}")
+    return error
 
 
 def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
