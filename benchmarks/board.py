@@ -1,12 +1,13 @@
-"""The launchers' board with simulated nodes: seconds from a request, or a failure, until all nodes have the decision.
+"""The launchers' board with simulated nodes: seconds from a request, or a failure, until all nodes
+have the decision.
 
     python benchmarks/board.py [--nodes 64 512 2048] [--ranks 8] [--clients 4] [--json FILE]
 
-Node 0 is real: its store, its thread, its decisions over the statuses of all. The other nodes are the real exchanges
-of a board, made in turn by a few processes with a connection each; a cluster would give each node a machine. So what
-is measured is node 0 and its store, and the simulation's own time is in it. Printed beside the seconds: how long one
-round of all exchanges takes, which is EXCHANGE_SECONDS where the machine keeps up.
-"""
+Node 0 is real: its store, its thread, its decisions over the statuses of all. The other nodes are
+the real exchanges of a board, made in turn by a few processes with a connection each; a cluster
+would give each node a machine. So what is measured is node 0 and its store, and the simulation's
+own time is in it. Printed beside the seconds: how long one round of all exchanges takes, which is
+EXCHANGE_SECONDS where the machine keeps up."""
 
 from __future__ import annotations
 
@@ -49,15 +50,28 @@ def with_beats(node: int, ranks: int) -> Callable[[Status], Status]:
     places = range(node * ranks, (node + 1) * ranks)
 
     def look(status: Status) -> Status:
-        beat = Beat(status.count, "forward", status.count, 0.1, 300.0, "comm.train_timeout_seconds", 1, f"node{node}")
+        beat = Beat(
+            status.count,
+            "forward",
+            status.count,
+            0.1,
+            300.0,
+            "comm.train_timeout_seconds",
+            1,
+            f"node{node}",
+        )
         return replace(status, beats=dict.fromkeys(places, beat))
 
     return look
 
 
 def simulate(port: int, nodes: range, count: int, ranks: int, pipe: Any) -> None:
-    """Be nodes until the run ends: answer each request on the pipe with the time at which all had its decision."""
-    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=LIMIT_SECONDS))
+    """Be nodes until the run ends: answer each request on the pipe with the time at which all had
+    its decision.
+    """
+    store = dist.TCPStore(
+        "localhost", port, is_master=False, timeout=timedelta(seconds=LIMIT_SECONDS)
+    )
     boards = []
     for node in nodes:
         own = Status(processes=ranks)
@@ -84,7 +98,9 @@ def simulate(port: int, nodes: range, count: int, ranks: int, pipe: Any) -> None
 
 
 def measure(count: int, ranks: int, clients: int) -> dict[str, float]:
-    """Return the seconds of each event with so many nodes, and the longest round of the simulation."""
+    """Return the seconds of each event with so many nodes, and the longest round of the
+    simulation.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     decider = Decider(JobConfig(), count, time.monotonic(), Restarts())
     open_board(store, count)
@@ -93,9 +109,13 @@ def measure(count: int, ranks: int, clients: int) -> dict[str, float]:
     context = get_context("spawn")
     pipes, processes = [], []
     for client in range(clients):
-        nodes = range(1 + client * (count - 1) // clients, 1 + (client + 1) * (count - 1) // clients)
+        nodes = range(
+            1 + client * (count - 1) // clients, 1 + (client + 1) * (count - 1) // clients
+        )
         ours, theirs = context.Pipe()
-        process = context.Process(target=simulate, args=(store.port, nodes, count, ranks, theirs), daemon=True)
+        process = context.Process(
+            target=simulate, args=(store.port, nodes, count, ranks, theirs), daemon=True
+        )
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -109,7 +129,9 @@ def measure(count: int, ranks: int, clients: int) -> dict[str, float]:
 
     all_have(0.0)
     found = {}
-    failure = Failure(count * ranks - 1, "here", time.time(), None, "killed", "killed", FAILED, known=False)
+    failure = Failure(
+        count * ranks - 1, "here", time.time(), None, "killed", "killed", FAILED, known=False
+    )
     for name, wanted, change in (
         ("request to stop", "stop", {"stop": "SIGTERM to rank 1"}),
         ("failure to the end of all workers", "failed", {"ended": Ended(failure, over=True)}),
@@ -131,7 +153,9 @@ def measure(count: int, ranks: int, clients: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--ranks", type=int, default=8, help="on each node")
     parser.add_argument("--clients", type=int, default=4, help="processes that simulate nodes")
@@ -140,7 +164,10 @@ def main() -> None:
     results = {}
     for count in options.nodes:
         results[count] = measure(count, options.ranks, options.clients)
-        print(f"{count} nodes x {options.ranks} ranks:", ", ".join(f"{k} {v} s" for k, v in results[count].items()))
+        print(
+            f"{count} nodes x {options.ranks} ranks:",
+            ", ".join(f"{k} {v} s" for k, v in results[count].items()),
+        )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

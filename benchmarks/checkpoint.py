@@ -3,10 +3,9 @@
     python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
-`torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums, manifest and
-commit. Ratios are taken within a round, since a shared machine drifts, and their medians are printed. Blocked is how
-long training waits.
-"""
+`torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
+manifest and commit. Ratios are taken within a round, since a shared machine drifts, and their
+medians are printed. Blocked is how long training waits."""
 
 from __future__ import annotations
 
@@ -48,10 +47,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         size, seconds = pool.run(measured, arguments.rounds, arguments.dim, folder, timeout=1800)[0]
     pool.close()
-    print(f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds, medians")
+    print(
+        f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds, medians"
+    )
     for what, taken in seconds.items():
         copy, bare = (
-            statistics.median(one / base for one, base in zip(taken, seconds[baseline], strict=True))
+            statistics.median(
+                one / base for one, base in zip(taken, seconds[baseline], strict=True)
+            )
             for baseline in (COPY, BARE)
         )
         spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
@@ -59,18 +62,34 @@ def main() -> None:
 
 
 def measured(rounds: int, dim: int, folder: str) -> tuple[int, dict[str, list[float]]]:
-    """Return bytes per rank, and seconds of each way by round; the first round, which makes buffers, is dropped."""
-    sizes = [f"--model.overrides.{name}" for name in (f"dim={dim}", f"hidden_dim={4 * dim}", "n_layers=4")]
-    argv = [*TINY, *sizes, "--training.steps=1", "--checkpoint.enable", "--checkpoint.async_mode=async"]
+    """Return bytes per rank, and seconds of each way by round; the first round, which makes
+    buffers, is dropped.
+    """
+    sizes = [
+        f"--model.overrides.{name}"
+        for name in (f"dim={dim}", f"hidden_dim={4 * dim}", "n_layers=4")
+    ]
+    argv = [
+        *TINY,
+        *sizes,
+        "--training.steps=1",
+        "--checkpoint.enable",
+        "--checkpoint.async_mode=async",
+    ]
     run = trainer([*argv, "--checkpoint.keep_latest_k=1"], folder)
     run.train()
     run.saver.records.clear()
-    local = [t.to_local() if isinstance(t, dist.tensor.DTensor) else t for t in run.state.tensors().values()]
+    local = [
+        t.to_local() if isinstance(t, dist.tensor.DTensor) else t
+        for t in run.state.tensors().values()
+    ]
     buffers = [torch.empty_like(tensor) for tensor in local]
     synchronous = _synchronous(run)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        taken = {COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])}
+        taken = {
+            COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])
+        }
         costs = _saved(run, run.saver, 2 * number + 2).costs
         taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
         taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]

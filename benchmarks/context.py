@@ -1,13 +1,14 @@
-"""Attention under context parallel, its ranks played in turn by one process: how equal is their work?
+"""Attention under context parallel, its ranks played in turn by one process: how equal is their
+work?
 
     python benchmarks/context.py [--tokens 4096] [--rounds 7] [--json benchmarks/cpu.json]
 
-For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's attention over the
-mean, and the sum over the ranks over the whole sequence's attention in one process; forward and backward, without the
-gather, and without making the masks of chunks, which layers and steps share. On a CPU it is the processor time of one
-thread, the least of the rounds, since other work adds to it; on a GPU it is in bfloat16, and the peak of memory shows
-whether a mask of tokens x tokens was made.
-"""
+For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's
+attention over the mean, and the sum over the ranks over the whole sequence's attention in one
+process; forward and backward, without the gather, and without making the masks of chunks, which
+layers and steps share. On a CPU it is the processor time of one thread, the least of the rounds,
+since other work adds to it; on a GPU it is in bfloat16, and the peak of memory shows whether a mask
+of tokens x tokens was made."""
 
 from __future__ import annotations
 
@@ -58,11 +59,20 @@ def main() -> None:
         for degree in (2, 4, 8):
             ranks = [least[split, degree, rank] for rank in range(degree)]
             slowest, total = max(ranks) / np.mean(ranks), sum(ranks) / least["whole", 1, 0]
-            print(f"{split:<8} {degree} ranks: the slowest {slowest:.2f} of the mean, all {total:.2f} of one process")
-            results[f"{split}, {degree} ranks"] = {"slowest_of_mean": slowest, "all_of_one_process": total}
+            print(
+                f"{split:<8} {degree} ranks: the slowest {slowest:.2f} of the mean, "
+                f"all {total:.2f} of one process"
+            )
+            results[f"{split}, {degree} ranks"] = {
+                "slowest_of_mean": slowest,
+                "all_of_one_process": total,
+            }
     if ON_GPU:
         peak = torch.cuda.max_memory_allocated()
-        print(f"peak memory {peak / 2**30:.2f} GiB; a mask of tokens x tokens would take {2 * tokens**2 / 2**30:.2f}")
+        print(
+            f"peak memory {peak / 2**30:.2f} GiB; "
+            f"a mask of tokens x tokens would take {2 * tokens**2 / 2**30:.2f}"
+        )
     if arguments.json:
         keep(arguments.json, "context", results)
 
@@ -72,8 +82,12 @@ def _random(heads: int, tokens: int) -> torch.Tensor:
     return tensor.to("cuda", torch.bfloat16) if ON_GPU else tensor
 
 
-def _time(core: CausalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: list[range]) -> float:
-    """Return the seconds of attention from these chunks to all that they see, forward and backward."""
+def _time(
+    core: CausalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: list[range]
+) -> float:
+    """Return the seconds of attention from these chunks to all that they see, forward and
+    backward.
+    """
     parts = [(q[:, :, c.start : c.stop], k[:, :, : c.stop], v[:, :, : c.stop]) for c in chunks]
     if ON_GPU:
         torch.cuda.synchronize()

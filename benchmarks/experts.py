@@ -1,11 +1,12 @@
-"""A layer with experts, on one rank: what routing costs, and what the grouped product gains over a loop.
+"""A layer with experts, on one rank: what routing costs, and what the grouped product gains over a
+loop.
 
     python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json benchmarks/cpu.json]
 
-Forward and backward of a layer with 32 experts, 4 of them per token, against a gated feed-forward layer of the
-same active width, which does the same products; and of the experts alone, by torch's grouped product and by a loop
-over them. Rounds take turns, in float32 on a CPU and in bfloat16 on a GPU.
-"""
+Forward and backward of a layer with 32 experts, 4 of them per token, against a gated feed-forward
+layer of the same active width, which does the same products; and of the experts alone, by torch's
+grouped product and by a loop over them. Rounds take turns, in float32 on a CPU and in bfloat16 on a
+GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Looped(Experts):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = zip(tokens.split(counts.tolist()), self.w1, self.w2, self.w3, strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in parts])
+        return torch.cat(
+            [F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in parts]
+        )
 
 
 def main() -> None:
@@ -68,11 +71,20 @@ def main() -> None:
             taken = _time(forward)
             if number:  # the first round warms up
                 seconds[name].append(taken)
-    routing, grouping = ratio(seconds["routed"], seconds["dense"]), ratio(seconds["grouped"], seconds["looped"])
+    routing, grouping = (
+        ratio(seconds["routed"], seconds["dense"]),
+        ratio(seconds["grouped"], seconds["looped"]),
+    )
     print(f"layer with experts / dense layer of the same active width: {routing}")
     print(f"grouped product / loop over the experts: {grouping}")
     if arguments.json:
-        sizes = {"tokens": arguments.tokens, "dim": DIM, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K}
+        sizes = {
+            "tokens": arguments.tokens,
+            "dim": DIM,
+            "hidden": HIDDEN,
+            "experts": EXPERTS,
+            "top_k": TOP_K,
+        }
         keep(
             arguments.json,
             "experts",

@@ -1,11 +1,11 @@
-"""The table of one GPU: two models; eager, compiled or in float8; recomputing nothing, some operations, or all.
+"""The table of one GPU: two models; eager, compiled or in float8; recomputing nothing, some
+operations, or all.
 
     python benchmarks/gpu.py [--json benchmarks/gpu.json] [--seconds 530] [--steps 6] [--small]
 
-All rows train in bfloat16 mixed precision. The most important rows come first, and none is started that might not end
-within --seconds: run the command again for the remaining rows, then for those that failed. `--small` runs the same
-rows with the debug model on any machine.
-"""
+All rows train in bfloat16 mixed precision. The most important rows come first, and none is started
+that might not end within --seconds: run the command again for the remaining rows, then for those
+that failed. `--small` runs the same rows with the debug model on any machine."""
 
 from __future__ import annotations
 
@@ -31,15 +31,23 @@ from benchmarks.ratios import keep  # noqa: E402
 from benchmarks.train import measure  # noqa: E402
 from titanlite.models.llama3 import FLAVORS  # noqa: E402
 
-FLOAT8 = "--quantize.linear.float8.enable"  # both models' output layers stay in bfloat16: one is tied, one left out
+# both models' output layers stay in bfloat16: one is tied, one left out
+FLOAT8 = "--quantize.linear.float8.enable"
 TECHNIQUES = {
     "compile": ["--compile.enable"],
     "compile + float8 tensorwise": ["--compile.enable", FLOAT8],
     "eager": [],
-    "compile + float8 rowwise": ["--compile.enable", FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
+    "compile + float8 rowwise": [
+        "--compile.enable",
+        FLOAT8,
+        "--quantize.linear.float8.recipe_name=rowwise",
+    ],
 }
 RECOMPUTE = {
-    "op": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    "op": [
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ],
     "none": ["--activation_checkpoint.mode=none"],
     "full": ["--activation_checkpoint.mode=full"],
 }
@@ -73,9 +81,12 @@ def models(small: bool) -> list[Model]:
     if small:
         return [Model("small", "debugmodel", 2, 4, 128)]
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    # A layer: 3.5 GB of float32 parameters, gradients and AdamW, and 3 GB of activations; embedding, head and
-    # logits: 27 GB. Estimated from shapes, not measured.
-    return [Model("1B", "1B", 16, 1, 8192), Model("8B width", "8B", max(2, int((0.9 * gib - 27) / 6.5)), 1, 8192)]
+    # A layer: 3.5 GB of float32 parameters, gradients and AdamW, and 3 GB of activations;
+    # embedding, head and logits: 27 GB. Estimated from shapes, not measured.
+    return [
+        Model("1B", "1B", 16, 1, 8192),
+        Model("8B width", "8B", max(2, int((0.9 * gib - 27) / 6.5)), 1, 8192),
+    ]
 
 
 def main() -> None:
@@ -101,25 +112,39 @@ def main() -> None:
     print(table(arguments.json))
 
 
-def table_of(models: list[Model], steps: int, path: Path, folder: Path) -> dict[str, Callable[[], None]]:
-    """Return the functions that measure the rows and store their records; the plain loops come first."""
+def table_of(
+    models: list[Model], steps: int, path: Path, folder: Path
+) -> dict[str, Callable[[], None]]:
+    """Return the functions that measure the rows and store their records; the plain loops come
+    first.
+    """
     rows: dict[str, Callable[[], None]] = {}
     for model in models:
         for flags in (["--compile"], []):
             name = f"{model.name}, plain loop{', compiled' if flags else ''}"
             rows[name] = partial(_plain_loop, model, flags, steps, path, name)
-    for (technique, switches), (recompute, more), model in product(TECHNIQUES.items(), RECOMPUTE.items(), models):
+    for (technique, switches), (recompute, more), model in product(
+        TECHNIQUES.items(), RECOMPUTE.items(), models
+    ):
         name = f"{model.name}, {technique}, recompute {recompute}"
         rows[name] = partial(_row, model, [*switches, *more], steps, path, name, folder)
     return rows
 
 
-def _row(model: Model, overrides: list[str], steps: int, path: Path, name: str, folder: Path) -> None:
+def _row(
+    model: Model, overrides: list[str], steps: int, path: Path, name: str, folder: Path
+) -> None:
     tokens = folder / f"{model.flavor}.npy"
     if not tokens.exists():
         write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
-    data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
-    keep(path, name, measure([*model.overrides, *data, *overrides], steps, timeout=LONGEST, NGPU="1"))
+    data = [
+        "--training.dataset=tokens",
+        f"--training.dataset_path={tokens}",
+        "--model.hf_assets_path=",
+    ]
+    keep(
+        path, name, measure([*model.overrides, *data, *overrides], steps, timeout=LONGEST, NGPU="1")
+    )
 
 
 def _plain_loop(model: Model, flags: list[str], steps: int, path: Path, name: str) -> None:
@@ -146,7 +171,9 @@ def table(path: Path) -> str:
         mfu = "" if record["mfu_percent"] is None else f"{record['mfu_percent']:.1f} %"
         peak = "" if record["peak_gib"] is None else f"{record['peak_gib']:.1f}"
         rate = f"{record['tokens_per_second_per_device']:,.0f} | {record['tflops']:.4g}"
-        lines.append(f"| {name} | {rate} | {mfu} | {peak} | {1000 * record['step_seconds']:.0f} ms |")
+        lines.append(
+            f"| {name} | {rate} | {mfu} | {peak} | {1000 * record['step_seconds']:.0f} ms |"
+        )
     return "\n".join(lines)
 
 

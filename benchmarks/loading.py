@@ -2,10 +2,10 @@
 
     python benchmarks/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
 
-Each round times the plain gather (one copy of each window, in the same order, in this thread), then the trainer's
-loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as in training. Nothing else runs
-meanwhile, so the time to hand over a batch counts fully. Prints ratios of medians; the start of workers is excluded.
-"""
+Each round times the plain gather (one copy of each window, in the same order, in this thread), then
+the trainer's loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as
+in training. Nothing else runs meanwhile, so the time to hand over a batch counts fully. Prints
+ratios of medians; the start of workers is excluded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ from titanlite.data.shuffle import Order, RankSlice  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
-WORKERS = {"alone": 0, "read ahead, 0 workers": 0, "read ahead, 1 worker": 1, "read ahead, 2 workers": 2}
+WORKERS = {
+    "alone": 0,
+    "read ahead, 0 workers": 0,
+    "read ahead, 1 worker": 1,
+    "read ahead, 2 workers": 2,
+}
 WARM_UP, MEASURED = 40, 200
 """Batches: those before the clock starts, and those that are timed."""
 
@@ -47,14 +52,17 @@ def main() -> None:
         tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS, dtype=np.uint16)
         np.save(f"{folder}/0.npy", tokens)
         source = ShardSource("bench", Path(folder), VOCAB, end=-1)
-        data = Windows([Concatenated(source, arguments.seq, False, "bench")], arguments.seq, 0, repeat=True)
+        data = Windows(
+            [Concatenated(source, arguments.seq, False, "bench")], arguments.seq, 0, repeat=True
+        )
         for _ in range(arguments.rounds):
             gathered.append(_time_gather(Path(folder) / "0.npy", arguments.seq))
             for case, workers in WORKERS.items():
                 loaded[case].append(_time_loader(data, workers, case != "alone"))
     rate = MEASURED * BATCH * arguments.seq / np.median(gathered) / 1e6
     print(
-        f"plain gather of {BATCH} windows of {arguments.seq} at a time: {rate:.0f} million tokens a second; of that"
+        f"plain gather of {BATCH} windows of {arguments.seq} at a time: "
+        f"{rate:.0f} million tokens a second; of that"
     )
     results = {}
     for case, seconds in loaded.items():
@@ -81,8 +89,14 @@ def _time_gather(path: Path, seq: int) -> float:
 
 
 def _time_loader(data: Windows, workers: int, prefetch: bool) -> float:
-    loader = build_loader(data, RankSlice(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers))
-    with closing(BatchPrefetcher(loader, torch.device("cpu"))) if prefetch else nullcontext(iter(loader)) as batches:
+    loader = build_loader(
+        data, RankSlice(0, 1, BATCH), 0, WARM_UP + MEASURED, Dataloader(num_workers=workers)
+    )
+    with (
+        closing(BatchPrefetcher(loader, torch.device("cpu")))
+        if prefetch
+        else nullcontext(iter(loader)) as batches
+    ):
         for _ in islice(batches, WARM_UP):
             pass
         start_time = time.perf_counter()

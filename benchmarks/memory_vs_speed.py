@@ -1,13 +1,15 @@
-"""The time that each way to save memory costs: recompute x reshard x offload x prefetch, in one table.
+"""The time that each way to save memory costs: recompute x reshard x offload x prefetch, in one
+table.
 
     python benchmarks/memory_vs_speed.py [--steps 7] [--json benchmarks/cpu.json]
-    python benchmarks/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]    (on GPUs)
+    python benchmarks/memory_vs_speed.py [--steps 7] [--json FILE] --config … [--section.key …]
+                                         (on GPUs)
 
-Rows are relative to the baseline: no recomputation, parameters kept after the forward pass, no offload, FSDP2's own
-prefetch. With GPUs, all of them train in bfloat16 by `titanlite train`, and the peak is the allocator's. On a CPU two
-ranks train a small model, the bytes that a step allocates and frees are counted (without parameters and optimizer
-state; offloaded bytes stay in the same memory), and steps alternate with the baseline's in the same processes.
-"""
+Rows are relative to the baseline: no recomputation, parameters kept after the forward pass, no
+offload, FSDP2's own prefetch. With GPUs, all of them train in bfloat16 by `titanlite train`, and
+the peak is the allocator's. On a CPU two ranks train a small model, the bytes that a step allocates
+and frees are counted (without parameters and optimizer state; offloaded bytes stay in the same
+memory), and steps alternate with the baseline's in the same processes."""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ CHOICES: dict[str, dict[str, list[str]]] = {
         "2nd": [AC + "mode=selective", AC + "selective_ac_option=2"],
         "full": [AC + "mode=full"],
     },
-    "reshard": {"never": [FSDP + "reshard_after_forward=never"], "always": [FSDP + "reshard_after_forward=always"]},
+    "reshard": {
+        "never": [FSDP + "reshard_after_forward=never"],
+        "always": [FSDP + "reshard_after_forward=always"],
+    },
     "offload": {"no": [], "yes": ["--training.enable_cpu_offload"]},
     "prefetch": {
-        depth: [f"{FSDP}forward_prefetch={depth}", f"{FSDP}backward_prefetch={depth}"] for depth in ("0", "1", "2")
+        depth: [f"{FSDP}forward_prefetch={depth}", f"{FSDP}backward_prefetch={depth}"]
+        for depth in ("0", "1", "2")
     },
 }
 if torch.cuda.device_count() == 1:  # nothing is gathered, so reshard and prefetch have no effect
@@ -58,7 +64,9 @@ class Stepped(Trainer):
     """Takes single steps on one batch."""
 
     def with_batch(self) -> Stepped:
-        tokens = torch.randint(256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.rank_info.rank))
+        tokens = torch.randint(
+            256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(self.rank_info.rank)
+        )
         self.micro_batches = [MicroBatch(torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=1))]
         return self
 
@@ -74,15 +82,24 @@ class Stepped(Trainer):
 
 
 def overrides(row: Row) -> list[str]:
-    return [word for choices, choice in zip(CHOICES.values(), row, strict=True) for word in choices[choice]]
+    return [
+        word
+        for choices, choice in zip(CHOICES.values(), row, strict=True)
+        for word in choices[choice]
+    ]
 
 
 def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
     """Return the seconds of a step of the row and of the baseline, and the peak bytes of both."""
     small = [*QUIET, *(f"--model.overrides.{size}" for size in SMALL), f"--training.seq_len={SEQ}"]
-    small += [f"--training.local_batch_size={BATCH}", "--training.steps=1000", "--metrics.log_freq=1000"]
+    small += [
+        f"--training.local_batch_size={BATCH}",
+        "--training.steps=1000",
+        "--metrics.log_freq=1000",
+    ]
     both = [
-        trainer([*small, *overrides(one)], f"{folder}/{n}", kind=Stepped) for n, one in enumerate((row, BASELINE))
+        trainer([*small, *overrides(one)], f"{folder}/{n}", kind=Stepped)
+        for n, one in enumerate((row, BASELINE))
     ]
     seconds: list[list[float]] = [[], []]
     peaks = []
@@ -100,14 +117,18 @@ def in_turn(row: Row, steps: int, folder: str) -> tuple[float, float, int, int]:
 def counted_peak(run: Stepped) -> int:
     """Return the peak bytes of a step above what stays allocated between steps."""
     counted = count_later_step(run.runner, run.micro_batches)
-    return counted.peak - sum(counted.static[kind] for kind in ("parameters", "optimizer", "buffers"))
+    return counted.peak - sum(
+        counted.static[kind] for kind in ("parameters", "optimizer", "buffers")
+    )
 
 
 BASELINE = tuple(next(iter(choices)) for choices in CHOICES.values())
 
 
 def on_cpu(row: Row, steps: int, folder: str, pool: Pool) -> dict[str, float]:
-    seconds, baseline, peak, baseline_peak = pool.run(in_turn, row, steps, folder, world=RANKS, timeout=600)[0]
+    seconds, baseline, peak, baseline_peak = pool.run(
+        in_turn, row, steps, folder, world=RANKS, timeout=600
+    )[0]
     return {"time": seconds / baseline, "memory": peak / baseline_peak}
 
 
@@ -132,16 +153,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         pool = Pool(RANKS, ["titanlite.train.trainer", "torch._dynamo"])
         for row in product(*CHOICES.values()):
-            name = ", ".join(f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True))
+            name = ", ".join(
+                f"{column} {choice}" for column, choice in zip(CHOICES, row, strict=True)
+            )
             first = next(iter(found.values()), {})
             try:
                 found[name] = (
-                    on_gpus(row, arguments.steps, job, first) if gpu else on_cpu(row, arguments.steps, folder, pool)
+                    on_gpus(row, arguments.steps, job, first)
+                    if gpu
+                    else on_cpu(row, arguments.steps, folder, pool)
                 )
             except RuntimeError as error:  # for example too large for this GPU
                 if row == BASELINE:
                     raise
-                print(" ".join(f"{choice:>9}" for choice in row), str(error).splitlines()[-1], flush=True)
+                print(
+                    " ".join(f"{choice:>9}" for choice in row),
+                    str(error).splitlines()[-1],
+                    flush=True,
+                )
                 continue
             shown = f"{found[name]['memory']:>9.2f} {found[name]['time']:>9.2f}"
             print(" ".join(f"{choice:>9}" for choice in row), shown, flush=True)

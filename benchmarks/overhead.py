@@ -1,14 +1,17 @@
-"""The framework's overhead: titanlite's Trainer against a plain PyTorch loop of the same training, as ratios.
+"""The framework's overhead: titanlite's Trainer against a plain PyTorch loop of the same training,
+as ratios.
 
-    python benchmarks/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas] [--json FILE]
+    python benchmarks/overhead.py [--steps 300] [--models llama3 qwen3] [--ranks 1 2] [--replicas]
+                                  [--json FILE]
 
-Both train a model of the same sizes, the plain loop one of the usual form (usual.py), on the same data with the same
-optimizer and initial values, step by step in turn in the same processes, and must have the same losses. The time of a
-clock and the processor time are compared; other work on the machine disturbs the latter less. A step of the Trainer
-includes all that its loop does between two plain steps: data, logging, and checks of due work. Then each runs
-without the other to measure its peak memory, and the debug config is started to measure the time from the command to
-the first step. With --replicas nothing is sharded: HSDP with a shard degree of 1 against DistributedDataParallel.
-"""
+Both train a model of the same sizes, the plain loop one of the usual form (usual.py), on the same
+data with the same optimizer and initial values, step by step in turn in the same processes, and
+must have the same losses. The time of a clock and the processor time are compared; other work on
+the machine disturbs the latter less. A step of the Trainer includes all that its loop does between
+two plain steps: data, logging, and checks of due work. Then each runs without the other to measure
+its peak memory, and the debug config is started to measure the time from the command to the first
+step. With --replicas nothing is sharded: HSDP with a shard degree of 1 against
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -92,62 +95,104 @@ def data(folder: str) -> Path:
 def overrides(steps: int, folder: str, replicas: bool, model: str) -> list[str]:
     sizes = [f"--model.name={model}", "--model.flavor=debugmodel"]
     sizes += [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
-    tokens = ["--training.dataset=tokens", f"--training.dataset_path={data(folder)}", f"--training.seq_len={SEQ}"]
-    same = "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 --lr_scheduler.decay_ratio=0 --debug.seed=0".split()
-    batch = [f"--training.local_batch_size={BATCH}", f"--training.steps={steps}", f"--metrics.log_freq={LOG}"]
-    mesh = [f"--parallelism.data_parallel_replicate_degree={dist.get_world_size()}"] if replicas else []
+    tokens = [
+        "--training.dataset=tokens",
+        f"--training.dataset_path={data(folder)}",
+        f"--training.seq_len={SEQ}",
+    ]
+    same = (
+        "--optimizer.lr=1e-3 --lr_scheduler.warmup_steps=0 "
+        "--lr_scheduler.decay_ratio=0 --debug.seed=0"
+    ).split()
+    batch = [
+        f"--training.local_batch_size={BATCH}",
+        f"--training.steps={steps}",
+        f"--metrics.log_freq={LOG}",
+    ]
+    mesh = (
+        [f"--parallelism.data_parallel_replicate_degree={dist.get_world_size()}"]
+        if replicas
+        else []
+    )
     return [*QUIET, *sizes, *tokens, *same, *batch, *mesh]
 
 
-def in_turn(steps: int, folder: str, replicas: bool, model: str) -> tuple[list[Times], list[Times], list[float]]:
+def in_turn(
+    steps: int, folder: str, replicas: bool, model: str
+) -> tuple[list[Times], list[Times], list[float]]:
     """Return the times of our steps and of the plain ones, and the losses of the plain ones."""
     run = trainer(overrides(steps, folder, replicas, model), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
-    run.plain = Plain(run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas, build=build(model))
+    run.plain = Plain(
+        run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas, build=build(model)
+    )
     run.ours, run.theirs = [], []
     run.train()
     return run.ours[WARM_UP:], run.theirs[WARM_UP:-1], run.plain.losses
 
 
-def steps_in_turn(ranks: int, steps: int, folder: Path, replicas: bool, model: str) -> dict[str, Any]:
+def steps_in_turn(
+    ranks: int, steps: int, folder: Path, replicas: bool, model: str
+) -> dict[str, Any]:
     pool = Pool(ranks, PRELOAD)
     of_ranks = pool.run(in_turn, steps, str(folder), replicas, model, world=ranks, timeout=3600)
     pool.close()
     losses = of_ranks[0][2]
     ours, theirs = ([clock for clock, _ in of_ranks[0][which]] for which in (0, 1))
     processor, plain_processor = (
-        [sum(seconds for _, seconds in step) for step in zip(*(rank[which] for rank in of_ranks), strict=True)]
+        [
+            sum(seconds for _, seconds in step)
+            for step in zip(*(rank[which] for rank in of_ranks), strict=True)
+        ]
         for which in (0, 1)
     )
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     pairs = list(zip((record["loss"] for record in records), losses, strict=True))
     worst = max(abs(ours / plain - 1) for ours, plain in pairs)
     assert worst < SAME, f"these are not the same training: {pairs}"
-    found, of_processor, unsteady = ratio(ours, theirs), ratio(processor, plain_processor), more_jitter(ours, theirs)
-    data = statistics.mean(record["data_seconds"] / record["step_seconds"] for record in records[1:])
+    found, of_processor, unsteady = (
+        ratio(ours, theirs),
+        ratio(processor, plain_processor),
+        more_jitter(ours, theirs),
+    )
+    data = statistics.mean(
+        record["data_seconds"] / record["step_seconds"] for record in records[1:]
+    )
     kind = ("replica" if replicas else "rank") + "s" * (ranks > 1)
-    print(f"{model}, {ranks} {kind}, {len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:")
+    print(
+        f"{model}, {ranks} {kind}, "
+        f"{len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:"
+    )
     print(f"  step, titanlite / plain         {found}")
     print(
-        f"  processor time, of all ranks    {of_processor}, plain {1000 * statistics.median(plain_processor):.0f} ms"
+        f"  processor time, of all ranks    {of_processor}, "
+        f"plain {1000 * statistics.median(plain_processor):.0f} ms"
     )
-    print(f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: larger by {unsteady}")
+    print(
+        f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: "
+        f"larger by {unsteady}"
+    )
     print(f"  losses                          within {worst:.1e} of each other")
     print(f"  wait for data                   {100 * data:.2f} % of the step", flush=True)
     return {
-        "ratio": found.middle, "low": found.low, "high": found.high, "processor_ratio": of_processor.middle,
-        "processor_low": of_processor.low, "processor_high": of_processor.high, "jitter": float(jitter(ours)),
-        "plain_jitter": float(jitter(theirs)), "more_jitter_low": unsteady.low, "more_jitter_high": unsteady.high,
-        "losses_within": worst, "data_share": data,
+        "ratio": found.middle, "low": found.low, "high": found.high,
+        "processor_ratio": of_processor.middle, "processor_low": of_processor.low,
+        "processor_high": of_processor.high, "jitter": float(jitter(ours)),
+        "plain_jitter": float(jitter(theirs)), "more_jitter_low": unsteady.low,
+        "more_jitter_high": unsteady.high, "losses_within": worst, "data_share": data,
     }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------ each by itself
 
 
-def peak_by_itself(which: str, steps: int, folder: str, replicas: bool, model: str) -> tuple[float, float]:
-    """Return the peak MiB above those before anything was built: without and with pages of files."""
+def peak_by_itself(
+    which: str, steps: int, folder: str, replicas: bool, model: str
+) -> tuple[float, float]:
+    """Return the peak MiB above those before anything was built: without and with pages of
+    files.
+    """
     own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
 
     def watch() -> None:
@@ -169,8 +214,14 @@ def peak_by_itself(which: str, steps: int, folder: str, replicas: bool, model: s
 
 
 def resident(field: str) -> float:
-    """Return this process's MiB: now (VmRSS), now without pages of files (RssAnon), or at most so far (VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    """Return this process's MiB: now (VmRSS), now without pages of files (RssAnon), or at most so
+    far (VmHWM).
+    """
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    ]
     return int(line.split()[1]) / 1024
 
 
@@ -178,20 +229,32 @@ def peaks(ranks: int, folder: Path, replicas: bool, model: str) -> dict[str, flo
     found = dict[str, list[float]]()
     for which in ("plain", "titanlite"):
         pool = Pool(ranks, PRELOAD)
-        of_ranks = pool.run(peak_by_itself, which, 20, str(folder), replicas, model, world=ranks, timeout=600)
+        of_ranks = pool.run(
+            peak_by_itself, which, 20, str(folder), replicas, model, world=ranks, timeout=600
+        )
         found[which] = [max(kind) for kind in zip(*of_ranks, strict=True)]
         pool.close()
     (own, every), (plain_own, plain_every) = found["titanlite"], found["plain"]
     print(f"  peak memory, each by itself     {own / plain_own:.3f} of plain ({plain_own:.0f} MiB)")
-    print(f"  including pages of libraries    {every / plain_every:.3f} of plain ({plain_every:.0f} MiB)", flush=True)
+    print(
+        f"  including pages of libraries    {every / plain_every:.3f} "
+        f"of plain ({plain_every:.0f} MiB)",
+        flush=True,
+    )
     return {"memory_ratio": own / plain_own, "memory_ratio_with_files": every / plain_every}
 
 
 def seconds(*command: str, until: str = "") -> float:
-    """Return the seconds from starting a Python command to its line that starts with `until`, or to its end."""
+    """Return the seconds from starting a Python command to its line that starts with `until`, or to
+    its end.
+    """
     began = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
     ) as process:
         assert process.stdout
         lines = []
@@ -208,16 +271,27 @@ def seconds(*command: str, until: str = "") -> float:
 
 
 def start_up(folder: Path) -> dict[str, float]:
-    """Return medians of three; the launcher checks config and machine first, with an own import of torch."""
+    """Return medians of three; the launcher checks config and machine first, with an own import of
+    torch.
+    """
     worker = ("-m", "titanlite.train", *FIRST_STEP, f"--job.dump_folder={folder}/debug")
     command = ("-m", "titanlite", "train", *worker[2:])
-    taken = [(seconds(*TORCH), seconds(*worker, until="step:"), seconds(*command, until="step:")) for _ in range(3)]
+    taken = [
+        (seconds(*TORCH), seconds(*worker, until="step:"), seconds(*command, until="step:"))
+        for _ in range(3)
+    ]
     torch_import = statistics.median(one for one, _, _ in taken)
     of_worker, of_command = (statistics.median(t[n] - t[0] for t in taken) for n in (1, 2))
     print(f"start-up of debug.toml, without the {torch_import:.1f} s of torch's import:")
     print(f"  a worker, to its first step     {of_worker:.1f} s")
-    print(f"  the whole command, to that      {of_command:.1f} s (a second import of torch included)", flush=True)
-    return {"worker_of_torch_import": of_worker / torch_import, "command_of_torch_import": of_command / torch_import}
+    print(
+        f"  the whole command, to that      {of_command:.1f} s (a second import of torch included)",
+        flush=True,
+    )
+    return {
+        "worker_of_torch_import": of_worker / torch_import,
+        "command_of_torch_import": of_command / torch_import,
+    }
 
 
 def main() -> None:
@@ -233,7 +307,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             write_tokens(data(folder), VOCAB, TOKENS)
             turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas, model)
-            found[f"{model}, ranks {ranks}"] = turns | peaks(ranks, Path(folder), arguments.replicas, model)
+            found[f"{model}, ranks {ranks}"] = turns | peaks(
+                ranks, Path(folder), arguments.replicas, model
+            )
     if arguments.json:
         keep(arguments.json, "replicas" if arguments.replicas else "overhead", found)
     if arguments.replicas:

@@ -1,12 +1,13 @@
-"""Measure the costs that the estimates of pipeline parallel leave out: naps as stages, and pp2 against dp2.
+"""Measure the costs that the estimates of pipeline parallel leave out: naps as stages, and pp2
+against dp2.
 
     .venv/bin/python benchmarks/pipeline.py naps --nap 0.04
     .venv/bin/python benchmarks/pipeline.py train --rounds 5
 
-`naps`: four processes with stages that only sleep (a forward pass one nap, each half of a backward pass one too), so
-two cores are enough; how long torch's schedules take against the time that the list of actions predicts. `train`: the
-median step of `titanlite train` on two processes, in turns. Overlap of computing and sending on GPUs needs several.
-"""
+`naps`: four processes with stages that only sleep (a forward pass one nap, each half of a backward
+pass one too), so two cores are enough; how long torch's schedules take against the time that the
+list of actions predicts. `train`: the median step of `titanlite train` on two processes, in turns.
+Overlap of computing and sending on GPUs needs several."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def stages_of(schedule: str, micro_batches: int) -> Stages:
 
 def run_naps(rank: int, folder: str, micro_batches: int, nap: float) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     for schedule in SCHEDULES:
         plan = stages_of(schedule, micro_batches)
         seconds = nap / (len(plan.names) // RANKS)
@@ -107,22 +110,33 @@ def run_naps(rank: int, folder: str, micro_batches: int, nap: float) -> None:
             assert abs(busy - work) < 1e-6 * work
             expected, measured = work / (1 - waits), statistics.median(times[1:])
             print(
-                f"{schedule:<22} bubble {waits:6.1%}  predicted {expected:6.3f} s  measured {measured:6.3f} s "
-                f"({measured / expected - 1:+.1%}), bubble by measurement {1 - work / measured:6.1%}",
+                f"{schedule:<22} bubble {waits:6.1%}  predicted {expected:6.3f} s  "
+                f"measured {measured:6.3f} s ({measured / expected - 1:+.1%}), "
+                f"bubble by measurement {1 - work / measured:6.1%}",
                 flush=True,
             )
     dist.destroy_process_group()
 
 
 def train(rounds: int, steps: int) -> None:
-    """Print the median step of pp2 and dp2, and their ratio, for one global batch of 16 sequences."""
+    """Print the median step of pp2 and dp2, and their ratio, for one global batch of 16
+    sequences.
+    """
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=16"]
     variants = {
         "dp2": ["--training.local_batch_size=8"],
         "pp2, 16 micro-batches of 1": pipeline,
-        "pp2, 4 micro-batches of 4": [*pipeline, "--parallelism.pipeline_parallel_microbatch_size=4"],
+        "pp2, 4 micro-batches of 4": [
+            *pipeline,
+            "--parallelism.pipeline_parallel_microbatch_size=4",
+        ],
     }
-    off = ("validation.no_enable", "generate.no_at_end", "checkpoint.no_enable", "metrics.no_enable_tensorboard")
+    off = (
+        "validation.no_enable",
+        "generate.no_at_end",
+        "checkpoint.no_enable",
+        "metrics.no_enable_tensorboard",
+    )
     command = [
         sys.executable,
         "-m",
@@ -139,7 +153,9 @@ def train(rounds: int, steps: int) -> None:
         for name, options in variants.items():
             with tempfile.TemporaryDirectory() as folder:
                 line = [*command, *options, f"--job.dump_folder={folder}"]
-                subprocess.run(line, env={**os.environ, "NGPU": "2"}, check=True, capture_output=True)
+                subprocess.run(
+                    line, env={**os.environ, "NGPU": "2"}, check=True, capture_output=True
+                )
                 lines = Path(folder, "metrics.jsonl").read_text().splitlines()
                 logged = [json.loads(text)["step_seconds"] for text in lines]
                 seconds[name].append(statistics.median(logged[len(logged) // 4 :]))
@@ -151,14 +167,25 @@ def train(rounds: int, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("naps", "train"))
-    parser.add_argument("--nap", type=float, default=0.04, help="seconds of a rank's forward pass of one micro-batch")
+    parser.add_argument(
+        "--nap",
+        type=float,
+        default=0.04,
+        help="seconds of a rank's forward pass of one micro-batch",
+    )
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+    print(
+        f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, "
+        f"torch {torch.__version__}",
+        flush=True,
+    )
     if arguments.what == "train":
         train(arguments.rounds, arguments.steps)
     else:

@@ -1,7 +1,7 @@
 """The loop that one would write by hand, which titanlite's Trainer is measured against.
 
-python benchmarks/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile] [--json FILE]
-"""
+python benchmarks/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile]
+[--json FILE]"""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ class Plain:
         replicas: bool = False,
         build: Callable[[Any, int], torch.nn.Module] = SPEC.module,
     ) -> None:
-        self.tokens, self.seq, self.batch, self.device = np.load(data, mmap_mode="r"), seq, batch, device
+        self.tokens, self.seq, self.batch, self.device = (
+            np.load(data, mmap_mode="r"),
+            seq,
+            batch,
+            device,
+        )
         self.order = Order((len(self.tokens) - 1) // seq, seed=0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         with torch.device(device):
@@ -70,12 +75,18 @@ class Plain:
         elif mixed or self.world > 1:
             wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             policy = wide if mixed else MixedPrecisionPolicy()
-            embedding, *head = (self.model.get_submodule(name) for name in ("tok_embeddings", "norm", "output"))
+            embedding, *head = (
+                self.model.get_submodule(name) for name in ("tok_embeddings", "norm", "output")
+            )
             if not flavor.tied:
                 fully_shard(embedding, mp_policy=policy)
             for block in blocks:
                 fully_shard(block, mp_policy=policy)
-            fully_shard([embedding, *head] if flavor.tied else head, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(
+                [embedding, *head] if flavor.tied else head,
+                mp_policy=policy,
+                reshard_after_forward=False,
+            )
             fully_shard(self.model, mp_policy=policy)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         exempt = [p for p in self.model.parameters() if p.dim() == 1]
@@ -88,7 +99,11 @@ class Plain:
         starts = [self.order(number) * self.seq for number in range(first, first + self.batch)]
         rows = np.stack([self.tokens[s : s + self.seq + 1] for s in starts]).astype(np.int64)
         batch = torch.from_numpy(rows)
-        return batch.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else batch
+        return (
+            batch.pin_memory().to(self.device, non_blocking=True)
+            if self.device == "cuda"
+            else batch
+        )
 
     def step(self) -> None:
         batch = self.next_batch()
@@ -108,7 +123,9 @@ class Plain:
 
 def write_tokens(path: Path, vocab_size: int, count: int) -> None:
     """Write random tokens: what a model learns from them does not matter."""
-    np.save(path, np.random.default_rng(0).integers(vocab_size, size=count).astype(id_type(vocab_size)))
+    np.save(
+        path, np.random.default_rng(0).integers(vocab_size, size=count).astype(id_type(vocab_size))
+    )
 
 
 def main() -> None:
@@ -124,7 +141,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     flavor = FLAVORS[arguments.flavor]
     flavor = dataclasses.replace(flavor, n_layers=arguments.layers) if arguments.layers else flavor
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -158,7 +177,8 @@ def main() -> None:
     rate = arguments.batch * arguments.seq / seconds
     peak = peak_tflops(torch.device(device))
     record = {
-        "step_seconds": seconds, "tokens_per_second_per_device": rate, "tflops": rate * flops / 1e12,
+        "step_seconds": seconds, "tokens_per_second_per_device": rate,
+        "tflops": rate * flops / 1e12,
         "mfu_percent": 100 * rate * flops / 1e12 / peak if peak else None,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
         "losses": plain.losses,

@@ -1,10 +1,11 @@
-"""The planner's peak against torch.cuda.max_memory_allocated, on one GPU: two models, each way to recompute, eager.
+"""The planner's peak against torch.cuda.max_memory_allocated, on one GPU: two models, each way to
+recompute, eager.
 
     python benchmarks/plan_gpu.py [--json benchmarks/plan.json] [--steps 4] [--seconds 530]
 
 A row trains --steps steps and notes the measured and the planned values, and their ratio. Rows that
-are in the file already are left out, and none is started that might not end within --seconds: run the command again.
-"""
+are in the file already are left out, and none is started that might not end within --seconds: run
+the command again."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=530)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("plan_gpu.py measures a GPU's allocator, and torch finds no usable GPU on this machine")
+        sys.exit(
+            "plan_gpu.py measures a GPU's allocator, and torch finds no usable GPU on this machine"
+        )
     until = time.monotonic() + arguments.seconds
     done = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -53,7 +56,11 @@ def main() -> None:
                 continue
             try:
                 record = compare(model, options, arguments.steps, Path(folder))
-                print(f"{name}: {record['measured_gib']:.2f} GiB, planned {record['planned_gib']:.2f}", flush=True)
+                print(
+                    f"{name}: {record['measured_gib']:.2f} GiB, "
+                    f"planned {record['planned_gib']:.2f}",
+                    flush=True,
+                )
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 record = {"failed": str(error)}
                 print(f"{name}: failed: {error}", flush=True)
@@ -65,10 +72,19 @@ def compare(model: Model, options: list[str], steps: int, folder: Path) -> dict[
     tokens = folder / f"{model.flavor}.npy"
     if not tokens.exists():
         write_tokens(tokens, FLAVORS[model.flavor].vocab_size, 1 << 22)
-    data = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--model.hf_assets_path="]
+    data = [
+        "--training.dataset=tokens",
+        f"--training.dataset_path={tokens}",
+        "--model.hf_assets_path=",
+    ]
     overrides = [*model.overrides, *data, *options, "--job.no_plan"]
     measured = measure(overrides, steps, timeout=LONGEST, NGPU="1")
-    job = job_from(parse_command_line(overrides, {}), world=measured["world_size"], training=True, device="cuda")
+    job = job_from(
+        parse_command_line(overrides, {}),
+        world=measured["world_size"],
+        training=True,
+        device="cuda",
+    )
     plan = plan_step(job)
     planned = plan.peak / GIB
     return {

@@ -1,10 +1,11 @@
-"""Compare the speed of `titanlite data prepare` with the tokenizer in a plain loop, on the same text.
+"""Compare the speed of `titanlite data prepare` with the tokenizer in a plain loop, on the same
+text.
 
     python benchmarks/prepare.py [--rounds 5]
 
-The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate between the plain loop
-(one process, one thread, ids discarded), prepare with one worker, and prepare with all cores; medians are printed.
-"""
+The text is the standard library, the tokenizer a BPE of 8,000 trained on it. Rounds alternate
+between the plain loop (one process, one thread, ids discarded), prepare with one worker, and
+prepare with all cores; medians are printed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     module.UNIT_BYTES = 1 << 20  # the text is small, and every core needs a part of it
     documents = standard_library(held_out=False)
-    texts = [(documents.root / n).read_bytes().decode("utf-8", errors="replace") for n in documents.names]
+    texts = [
+        (documents.root / n).read_bytes().decode("utf-8", errors="replace") for n in documents.names
+    ]
     size = sum(documents.sizes)
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
@@ -63,14 +66,19 @@ def main() -> None:
     print(f"{size / 1e6:.1f} MB of text in {len(texts)} documents, {rounds} rounds, medians")
     for name, times in seconds.items():
         median = statistics.median(times)
-        print(f"  {name:<26} {size / median / 1e6:6.2f} MB/s   {reference / median:.2f} of the plain loop")
+        print(
+            f"  {name:<26} {size / median / 1e6:6.2f} MB/s   {reference / median:.2f} "
+            "of the plain loop"
+        )
 
 
 def _train_tokenizer(assets: Path, texts: list[str]) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|end_of_text|>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000, special_tokens=["<|end_of_text|>"], show_progress=False
+    )
     tokenizer.train_from_iterator(texts[::10], trainer)
     tokenizer.save(str(assets / "tokenizer.json"))
 

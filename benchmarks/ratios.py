@@ -1,4 +1,6 @@
-"""Compare two implementations that were timed in turn in one process: their ratio and its confidence interval."""
+"""Compare two implementations that were timed in turn in one process: their ratio and its
+confidence interval.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def more_jitter(ours: list[float], theirs: list[float]) -> Range:
 
 
 def _resampled(compare: Callable[[Any, Any], Any], ours: list[float], theirs: list[float]) -> Range:
-    """Resample pairs of steps taken in turn, since a drift of the machine affects both of a pair."""
+    """Resample pairs of steps taken in turn, since a drift of the machine affects both of a
+    pair.
+    """
     a, b = np.array(ours), np.array(theirs)
     picks = np.random.default_rng(0).integers(len(a), size=(RESAMPLES, len(a)))
     low, high = np.quantile(compare(a[picks], b[picks]), (0.025, 0.975))
@@ -74,5 +78,9 @@ def machine() -> str:
     """Return the kind and number of GPUs, or of processor cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cores = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cores = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{len(cores)} cores of {cores[0].partition(': ')[2]}" if cores else platform.processor()

@@ -3,9 +3,8 @@
     NGPU=8 python benchmarks/train.py --config llama_8b.toml [--section.key value …]
                                          [--steps 20] [--json benchmarks/mine.json] [--name row]
 
-The first `--steps` steps warm up (and compile), the next `--steps` are measured, and two more are traced to see where
-their time goes. The run does not validate, generate or save.
-"""
+The first `--steps` steps warm up (and compile), the next `--steps` are measured, and two more are
+traced to see where their time goes. The run does not validate, generate or save."""
 
 from __future__ import annotations
 
@@ -40,21 +39,30 @@ def main() -> None:
         keep(arguments.json, arguments.name or " ".join(overrides), record)
 
 
-def measure(overrides: list[str], steps: int, timeout: float | None = None, **environ: str) -> dict[str, Any]:
+def measure(
+    overrides: list[str], steps: int, timeout: float | None = None, **environ: str
+) -> dict[str, Any]:
     """Train and return the record; the error of a failed run has its last lines."""
     last = 2 * steps + TRACE_WARM_UP + TRACED
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         own = [
             *("--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end"),
-            *("--metrics.no_enable_tensorboard", f"--job.dump_folder={folder}", f"--metrics.log_freq={steps}"),
+            *(
+                "--metrics.no_enable_tensorboard",
+                f"--job.dump_folder={folder}",
+                f"--metrics.log_freq={steps}",
+            ),
             *(f"--training.steps={last}", f"--lr_scheduler.total_steps={10 * last}"),
             *("--profiling.enable_profiling", f"--profiling.profile_freq={last}"),
-            *(f"--profiling.profiler_warmup={TRACE_WARM_UP}", f"--profiling.profiler_active={TRACED}"),
+            *(
+                f"--profiling.profiler_warmup={TRACE_WARM_UP}",
+                f"--profiling.profiler_active={TRACED}",
+            ),
         ]
         done = subprocess.run(
             [sys.executable, "-m", "titanlite", "train", *overrides, *own],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
-            cwd=Path(__file__).parents[1], env=os.environ | environ,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            timeout=timeout, cwd=Path(__file__).parents[1], env=os.environ | environ,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError("\n".join(done.stdout.strip().splitlines()[-6:]))
@@ -66,12 +74,21 @@ def _record(folder: Path, overrides: list[str], steps: int, last: int) -> dict[s
     (measured,) = [line for line in lines if line["step"] == 2 * steps and "loss" in line]
     environment = json.loads((folder / "environment.json").read_text())
     try:
-        ranks = [read(path) for path in sorted((folder / "profile_traces" / f"step-{last}").iterdir())]
+        ranks = [
+            read(path) for path in sorted((folder / "profile_traces" / f"step-{last}").iterdir())
+        ]
         where: dict[str, Any] = {
-            "exposed_communication_share": mean(rank.kinds[COMMUNICATION] / rank.step for rank in ranks),
-            "shares_of_a_traced_step": {k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS},
+            "exposed_communication_share": mean(
+                rank.kinds[COMMUNICATION] / rank.step for rank in ranks
+            ),
+            "shares_of_a_traced_step": {
+                k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS
+            },
         }
-    except (UserError, OSError) as error:  # a container may forbid tracing its GPU; the rest is measured anyway
+    except (
+        UserError,
+        OSError,
+    ) as error:  # a container may forbid tracing its GPU; the rest is measured anyway
         where = {"no_trace": str(error)}
     return {
         "words": overrides,

@@ -1,12 +1,12 @@
-"""Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured against them.
+"""Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured
+against them.
 
     python benchmarks/usual.py [--pairs 300] [--json benchmarks/cpu.json]
 
-The modules have nothing of titanlite but the names of their parameters, so that both models have the same values:
-complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The command takes a forward and a
-backward pass of each in turn, in one process, and compares their processor time: other work of the machine changes
-it less than the time of a clock.
-"""
+The modules have nothing of titanlite but the names of their parameters, so that both models have
+the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The
+command takes a forward and a backward pass of each in turn, in one process, and compares their
+processor time: other work of the machine changes it less than the time of a clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Attention(nn.Module):
         v = self.wv(x).view(batch, tokens, self.kv_heads, self.head_dim)
         q, k = rotate(self.q_norm(q), turns), rotate(self.k_norm(k), turns)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        values = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads)
+        values = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads
+        )
         return self.wo(values.transpose(1, 2).reshape(batch, tokens, -1))
 
 
@@ -141,10 +143,18 @@ def passes_in_turn(name: str, pairs: int) -> dict[str, Any]:
     (_, loss), (_, usual_loss) = taken[0]
     mine, theirs = ([pair[which][0] for pair in taken[WARM_UP:]] for which in (0, 1))
     found = ratio(mine, theirs)
-    print(f"{name}, forward and backward, {pairs} pairs in turn of {1000 * statistics.median(theirs):.0f} ms:")
+    print(
+        f"{name}, forward and backward, "
+        f"{pairs} pairs in turn of {1000 * statistics.median(theirs):.0f} ms:"
+    )
     print(f"  processor time, titanlite / usual {found}")
     print(f"  losses                            {loss} and {usual_loss}", flush=True)
-    return {"ratio": found.middle, "low": found.low, "high": found.high, "losses": [loss, usual_loss]}
+    return {
+        "ratio": found.middle,
+        "low": found.low,
+        "high": found.high,
+        "losses": [loss, usual_loss],
+    }
 
 
 def main() -> None:

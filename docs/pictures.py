@@ -69,7 +69,13 @@ EXAMPLE = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, experts=Tru
 
 
 def text(
-    x: float, y: float, words: str, size: float = 13, color: str = INK, style: str = "", anchor: str = "start"
+    x: float,
+    y: float,
+    words: str,
+    size: float = 13,
+    color: str = INK,
+    style: str = "",
+    anchor: str = "start",
 ) -> str:
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{color}" text-anchor="{anchor}"'
@@ -77,8 +83,13 @@ def text(
     )
 
 
-def box(x: float, y: float, width: float, height: float, fill: str = PAPER, line: str = LINE) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{line}"/>'
+def box(
+    x: float, y: float, width: float, height: float, fill: str = PAPER, line: str = LINE
+) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+        f'rx="6" fill="{fill}" stroke="{line}"/>'
+    )
 
 
 def down(x: float, y: float, length: float) -> str:
@@ -209,9 +220,17 @@ def draw_order() -> str:
                 shapes.append(text(390, y + 15 + 16 * row + 8 * (len(lines) == 1), line, 12, INK))
             y += height
         if variable == "WHOLE":
-            milestone("pipeline parallel cuts the model into stages; the rest acts on each stage of a rank")
-    milestone("memory is allocated, initial values are drawn by each rank for its shard, replicas are compared")
-    return picture(y + 6, "The fixed order of the techniques, each with the reason for its place", shapes)
+            milestone(
+                "pipeline parallel cuts the model into stages; "
+                "the rest acts on each stage of a rank"
+            )
+    milestone(
+        "memory is allocated, initial values are drawn by each rank for its shard, "
+        "replicas are compared"
+    )
+    return picture(
+        y + 6, "The fixed order of the techniques, each with the reason for its place", shapes
+    )
 
 
 # ------------------------------------------------------------------------- mesh
@@ -273,7 +292,9 @@ def draw_mesh() -> str:
             x = left + (column + 0.5) * cell
             shapes.append(text(x, y + 23, str(rank), 13, ink, "", "middle"))
     y = top + rows * (tall + 6) + 34
-    shapes.append(text(24, y, "Rank 0 and the other ranks of its group, for each purpose", 14, INK, BOLD))
+    shapes.append(
+        text(24, y, "Rank 0 and the other ranks of its group, for each purpose", 14, INK, BOLD)
+    )
     y += 16
     width = (WIDTH - 48 - 4 * 16) / 5
     for number, (name, (ranks, words)) in enumerate(groups_of_rank_0().items()):
@@ -289,8 +310,8 @@ def draw_mesh() -> str:
             side = width / columns
             fill = "#0072b2" if rank == 0 else "#56b4e9" if rank in ranks else "#e6eaef"
             shapes.append(
-                f'<rect x="{x + across * side:.4g}" y="{panel + 40 + below * 16}" width="{side - 2:.4g}" '
-                f'height="14" rx="2" fill="{fill}"/>'
+                f'<rect x="{x + across * side:.4g}" y="{panel + 40 + below * 16}" '
+                f'width="{side - 2:.4g}" height="14" rx="2" fill="{fill}"/>'
             )
     return picture(y + 266, f"The mesh of {EXAMPLE.world} ranks and the groups of rank 0", shapes)
 
@@ -307,7 +328,9 @@ def take_run(folder: Path) -> None:
     kept = []
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        losses = {key: round(record[key], 5) for key in ("loss", "validation_loss") if key in record}
+        losses = {
+            key: round(record[key], 5) for key in ("loss", "validation_loss") if key in record
+        }
         if losses:
             kept.append(json.dumps({"step": record["step"], **losses}))
     LOSSES.write_text("\n".join(kept) + "\n", encoding="utf-8")
@@ -335,10 +358,14 @@ def draw_loss() -> str:
         shapes.append(text(x, top + height + 20, str(step), 11.5, SOFT, "", "middle"))
     shapes.append(text(left + width / 2, top + height + 38, "step", 11.5, SOFT, "", "middle"))
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in losses))
-    shapes.append(f'<polyline points="{points}" fill="none" stroke="{RINGS[1]}" stroke-width="1.8"/>')
+    shapes.append(
+        f'<polyline points="{points}" fill="none" stroke="{RINGS[1]}" stroke-width="1.8"/>'
+    )
     for step, loss in validated:
         x, y = place(step, loss)
-        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="#d55e00" stroke="{PAPER}"/>')
+        shapes.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="#d55e00" stroke="{PAPER}"/>'
+        )
     x = left + width - 250
     shapes.append(f'<path d="M{x} {top + 14}h24" stroke="{RINGS[1]}" stroke-width="1.8"/>')
     shapes.append(text(x + 32, top + 18, "training loss of each step", 12))

@@ -1,9 +1,9 @@
 """Count titanlite: python scripts/count.py [--style | --ring 1]. Only the standard library is used.
 
-Prints the tokens of every ring and room; with --style how densely the rings are written, with --ring the files of one
-ring in reading order. Tokens are those of Python's lexer without comments, docstrings, line ends and indentation:
-lines can be packed, tokens can't. A ring is a block of files in CONTRIBUTING.md.
-"""
+Prints the tokens of every ring and room; with --style how densely the rings are written, with
+--ring the files of one ring in reading order. Tokens are those of Python's lexer without comments,
+docstrings, line ends and indentation: lines can be packed, tokens can't. A ring is a block of files
+in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LONG_LINE = 100
 
 def source_files() -> list[Path]:
     """Return every Python file of titanlite/ and models/, relative to the root."""
-    files = [*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "models").rglob("*.py")]  # rglob follows no links
+    files = [
+        *(ROOT / "titanlite").rglob("*.py"),
+        *(ROOT / "models").rglob("*.py"),
+    ]  # rglob follows no links
     return sorted({path.resolve().relative_to(ROOT) for path in files})
 
 
@@ -40,21 +43,32 @@ def source_files() -> list[Path]:
 def rings() -> dict[int, list[Path]]:
     """Return the files of each ring in reading order.
 
-    A line of a block in CONTRIBUTING.md names a file or a folder, and what it holds. A folder stands for the files in
-    it that no other line names.
-    """
+    A line of a block in CONTRIBUTING.md names a file or a folder, and what it holds. A folder
+    stands for the files in it that no other line names."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = {int(n): block.split("\n") for n, block in re.findall(r"```ring-(\d)\n(.+?)\n```", text, re.DOTALL)}
+    named = {
+        int(n): block.split("\n")
+        for n, block in re.findall(r"```ring-(\d)\n(.+?)\n```", text, re.DOTALL)
+    }
     patterns = {ring: [line.split()[0] for line in lines] for ring, lines in named.items()}
-    files = {Path(pattern) for lines in patterns.values() for pattern in lines if not pattern.endswith("/")}
+    files = {
+        Path(pattern)
+        for lines in patterns.values()
+        for pattern in lines
+        if not pattern.endswith("/")
+    }
     found: dict[int, list[Path]] = {}
     for ring, lines in patterns.items():
         found[ring] = []
         for pattern in lines:
             matching = [Path(pattern)]
             if pattern.endswith("/"):
-                matching = [f for f in source_files() if f"{f}".startswith(pattern) and f not in files]
-            assert matching and all((ROOT / f).is_file() for f in matching), f"ring {ring}: no file {pattern}"
+                matching = [
+                    f for f in source_files() if f"{f}".startswith(pattern) and f not in files
+                ]
+            assert matching and all((ROOT / f).is_file() for f in matching), (
+                f"ring {ring}: no file {pattern}"
+            )
             found[ring] += matching
     return found
 
@@ -90,11 +104,15 @@ def style(paths: Iterable[Path]) -> dict[str, float]:
             found["comprehensions"] += isinstance(node, LOOPS)
             found["ternaries"] += isinstance(node, ast.IfExp)
     names = ("tuple assignments", "comprehensions", "ternaries")
-    return {name: 1000 * found[name] / size for name in names} | {"lines > 100": found["lines > 100"]}
+    return {name: 1000 * found[name] / size for name in names} | {
+        "lines > 100": found["lines > 100"]
+    }
 
 
 def room(path: Path) -> str:
-    """Return the folder that a file counts for: titanlite/ROOM, models/MODEL or, for a loose file, titanlite."""
+    """Return the folder that a file counts for: titanlite/ROOM, models/MODEL or, for a loose file,
+    titanlite.
+    """
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 

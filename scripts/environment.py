@@ -1,12 +1,13 @@
-"""Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if needed.
+"""Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if
+needed.
 
     python scripts/environment.py [--dev | --browser]
 
---browser is --dev with what the test of the planner's page needs: the package playwright, and a Chromium, which it
-installs where apt-get can.
+--browser is --dev with what the test of the planner's page needs: the package playwright, and a
+Chromium, which it installs where apt-get can.
 
-Uses only the standard library. When several nodes on a shared disk start at once, one makes `.venv`, the others wait.
-"""
+Uses only the standard library. When several nodes on a shared disk start at once, one makes
+`.venv`, the others wait."""
 
 from __future__ import annotations
 
@@ -30,7 +31,17 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PLACE = VENV / "titanlite-place"
 HOST = "titanlite-host.pth"
-NEEDED = ("torch", "torchdata", "tensorboard", "pydantic", "numpy", "safetensors", "tokenizers", "rich", "matplotlib")
+NEEDED = (
+    "torch",
+    "torchdata",
+    "tensorboard",
+    "pydantic",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "rich",
+    "matplotlib",
+)
 NEEDED += ("tomli",) if sys.version_info < (3, 11) else ()
 NEEDED_DEV = (
     "pytest",
@@ -66,8 +77,18 @@ def main() -> None:
 
 def add_browser(python: Path) -> None:
     """Install the package playwright, without a browser of its own, and the system's Chromium."""
-    if subprocess.run([python, "-c", "import playwright"], stderr=subprocess.DEVNULL, check=False).returncode:
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "playwright>=1.49"]
+    if subprocess.run(
+        [python, "-c", "import playwright"], stderr=subprocess.DEVNULL, check=False
+    ).returncode:
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "playwright>=1.49",
+        ]
         run_or_fail(pip, "the package playwright is needed to test the planner's page")
     if any(map(shutil.which, BROWSERS)):
         return
@@ -83,7 +104,12 @@ def run_or_fail(command: list[str], purpose: str) -> None:
     """Run a command silently; if it fails, show what it printed."""
     environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(
-        command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        command,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     if done.returncode:
         print(done.stdout, file=sys.stderr)
@@ -101,7 +127,9 @@ def active_can_run(dev: bool) -> bool:
 
 
 def can_run(dev: bool) -> bool:
-    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is run each time."""
+    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is run
+    each time.
+    """
     if not made_by_others():
         return is_made(dev)
     command = [PYTHON, __file__, "--check", *["--dev"] * dev]
@@ -120,19 +148,25 @@ def marker(dev: bool) -> Path:
 
 
 def is_made(dev: bool) -> bool:
-    """Return whether `.venv` is complete; a copied or moved one runs another checkout's code, or none."""
+    """Return whether `.venv` is complete; a copied or moved one runs another checkout's code, or
+    none.
+    """
     complete = PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
     hosts = [Path(file.read_text().strip()) for file in VENV.glob(f"lib/*/site-packages/{HOST}")]
     return complete and made_for() == this_place() and all(host.is_dir() for host in hosts)
 
 
 def this_place() -> str:
-    """Return where `.venv` is, and what it runs, such as python3.11, which an upgrade of the system may change."""
+    """Return where `.venv` is, and what it runs, such as python3.11, which an upgrade of the system
+    may change.
+    """
     return f"{ROOT}\n{os.path.basename(os.path.realpath(PYTHON))}\n"
 
 
 def made_for() -> str:
-    """Return the place and the interpreter that `.venv` was made for; empty if an older titanlite made it."""
+    """Return the place and the interpreter that `.venv` was made for; empty if an older titanlite
+    made it.
+    """
     return PLACE.read_text() if PLACE.exists() else ""
 
 
@@ -140,15 +174,34 @@ def make(dev: bool) -> None:
     """Make `.venv`, unless others did, and install titanlite in it, in place."""
     if made_by_others():
         if Path(sys.prefix).resolve() != VENV.resolve() and "--again" not in sys.argv[1:]:
-            os.execv(PYTHON, [str(PYTHON), __file__, *sys.argv[1:], "--again"])  # it may be of another version
+            os.execv(
+                PYTHON, [str(PYTHON), __file__, *sys.argv[1:], "--again"]
+            )  # it may be of another version
     else:
         make_empty()
     say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
     # Float8's package is small, and any config may need it.
     target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
-    if not installed("pip") and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode:
-        command = ["uv", "pip", "install", "--python", str(PYTHON)]  # it made an environment without pip
+    command = [
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "on",
+    ]
+    if (
+        not installed("pip")
+        and subprocess.run([PYTHON, "-m", "ensurepip"], capture_output=True).returncode
+    ):
+        command = [
+            "uv",
+            "pip",
+            "install",
+            "--python",
+            str(PYTHON),
+        ]  # it made an environment without pip
         if not shutil.which("uv"):
             fail(f"{VENV} has no pip, and there is no uv to install with. {START_OVER}")
     command += ["-e", target]
@@ -188,11 +241,15 @@ def make_empty() -> None:
 
 def installed(module: str) -> bool:
     """Return whether `.venv` has a module."""
-    return not subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True, check=False).returncode
+    return not subprocess.run(
+        [PYTHON, "-c", f"import {module}"], capture_output=True, check=False
+    ).returncode
 
 
 def show_unpacking(done: threading.Event, seconds: float = 5) -> None:
-    """Print how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a minute or more."""
+    """Print how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a
+    minute or more.
+    """
     size = installed_bytes()
     while not done.wait(seconds):
         if (now := installed_bytes()) > size + (1 << 20):
@@ -202,7 +259,9 @@ def show_unpacking(done: threading.Event, seconds: float = 5) -> None:
 
 def installed_bytes() -> int:
     # pip moves, writes and deletes meanwhile
-    return sum(size(Path(folder, name)) for folder, _, names in os.walk(site_packages()) for name in names)
+    return sum(
+        size(Path(folder, name)) for folder, _, names in os.walk(site_packages()) for name in names
+    )
 
 
 def size(path: Path) -> int:
@@ -213,7 +272,9 @@ def size(path: Path) -> int:
 
 
 def folder_of_active_torch() -> str | None:
-    """Return where the active interpreter has a torch in range, so that `.venv` need not download one."""
+    """Return where the active interpreter has a torch in range, so that `.venv` need not download
+    one.
+    """
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
@@ -226,15 +287,21 @@ def folder_of_active_torch() -> str | None:
 
 
 def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the first torch version that pyproject.toml's dependency allows, and the first that it excludes."""
-    limits = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    """Return the first torch version that pyproject.toml's dependency allows, and the first that it
+    excludes.
+    """
+    limits = re.search(
+        r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()
+    )
     assert limits, "pyproject.toml has a line like torch>=2.11,<2.16"
     numbers = tuple(map(int, limits.groups()))
     return numbers[:2], numbers[2:]
 
 
 def site_packages() -> Path:
-    return VENV / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    return (
+        VENV / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    )
 
 
 class lock:
@@ -245,8 +312,9 @@ class lock:
             self.file = (ROOT / ".venv.lock").open("w")
         except OSError as error:
             fail(
-                f"{VENV} cannot be made: {error}. Copy the checkout to a folder that can be written to, or activate "
-                f"an environment in which this ran: pip install -e {shlex.quote(str(ROOT))}"
+                f"{VENV} cannot be made: {error}. Copy the checkout to a folder that can be "
+                "written to, or activate an environment in which this ran: "
+                f"pip install -e {shlex.quote(str(ROOT))}"
             )
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +322,10 @@ class lock:
         except BlockingIOError:
             say(f"another process is making {VENV}; waiting for it")
         except OSError as error:
-            say(f"this file system has no locks ({error.strerror}); do not start several nodes before {VENV} is made")
+            say(
+                f"this file system has no locks ({error.strerror}); "
+                f"do not start several nodes before {VENV} is made"
+            )
             return
         while True:
             try:

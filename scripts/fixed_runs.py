@@ -1,4 +1,5 @@
-"""Train ten fixed runs, models x meshes, for four steps each and print their losses and gradient norms in full.
+"""Train ten fixed runs, models x meshes, for four steps each and print their losses and gradient
+norms in full.
 
     python scripts/fixed_runs.py > before.txt       # and after a change: the two files are equal
 
@@ -23,7 +24,10 @@ RUNS = {
     ),
     "llama3, pp2, 1F1B": ("2", [P + "pipeline_parallel_degree=2"]),
     "llama3, cp2, documents": ("2", [P + "context_parallel_degree=2", "--training.document_mask"]),
-    "gpt2, dp2, Muon": ("2", ["--model.name=gpt2", "--optimizer.name=Muon", "--model.overrides.dropout=0.1"]),
+    "gpt2, dp2, Muon": (
+        "2",
+        ["--model.name=gpt2", "--optimizer.name=Muon", "--model.overrides.dropout=0.1"],
+    ),
     "gpt2, pp2 x dp2": ("4", ["--model.name=gpt2", P + "pipeline_parallel_degree=2"]),
     "qwen3, dp2, chunked loss": ("2", ["--model.name=qwen3", "--training.loss_chunks=4"]),
     "qwen3 with experts, ep2": (
@@ -49,13 +53,30 @@ COMMON = [
 def main() -> None:
     for name, (ranks, options) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "titanlite", "train", *COMMON, *options, f"--job.dump_folder={folder}"]
+            command = [
+                sys.executable,
+                "-m",
+                "titanlite",
+                "train",
+                *COMMON,
+                *options,
+                f"--job.dump_folder={folder}",
+            ]
             environ = {**os.environ, "NGPU": ranks, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
             if done.returncode:
-                sys.exit(f"{name}: exit code {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-            records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-            values = [f"{record['loss']!r} {record['grad_norm']!r}" for record in records if "loss" in record]
+                sys.exit(
+                    f"{name}: exit code {done.returncode}\n"
+                    f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+                )
+            records = [
+                json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+            ]
+            values = [
+                f"{record['loss']!r} {record['grad_norm']!r}"
+                for record in records
+                if "loss" in record
+            ]
             print(f"{name}: {'; '.join(values)}", flush=True)
 
 

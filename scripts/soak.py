@@ -1,15 +1,16 @@
-"""Train under random faults for a while; at the end the weights must be those of a run that met none.
+"""Train under random faults for a while; at the end the weights must be those of a run that met
+none.
 
     python scripts/soak.py --minutes 30 [--seed 0]
-    python scripts/soak.py --matrix           every fault of a rank in every phase, one run each, as a table
+    python scripts/soak.py --matrix    every fault of a rank in every phase, a run each, as a table
 
-Four ranks on the CPU, dp 2 x tp 2. Every start of the launcher meets up to three faults of a rank in random phases,
-each of which it must restart from by itself, and is then ended: by a signal to the launcher or to a rank (which must
-save the step that it stops at), by SIGKILL of the launcher, or by a full disk (where this user may mount one). Before
-some starts a byte of the newest checkpoint is flipped. Gradients that are not finite or too large are in the course
-of training: the undisturbed run skips the same steps. The last line is the result; the exit code is 1 if anything was
-lost.
-"""
+Four ranks on the CPU, dp 2 x tp 2. Every start of the launcher meets up to three faults of a rank
+in random phases, each of which it must restart from by itself, and is then ended: by a signal to
+the launcher or to a rank (which must save the step that it stops at), by SIGKILL of the launcher,
+or by a full disk (where this user may mount one). Before some starts a byte of the newest
+checkpoint is flipped. Gradients that are not finite or too large are in the course of training: the
+undisturbed run skips the same steps. The last line is the result; the exit code is 1 if anything
+was lost."""
 
 from __future__ import annotations
 
@@ -49,15 +50,40 @@ ENDS = (
 )
 ARGV = [
     *TINY,
-    *("--model.package=injured", "--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"),
-    *("--metrics.log_freq=1", "--validation.enable", f"--validation.freq={INTERVAL}", "--validation.steps=2"),
+    *(
+        "--model.package=injured",
+        "--parallelism.tensor_parallel_degree=2",
+        "--model.overrides.n_kv_heads=2",
+    ),
+    *(
+        "--metrics.log_freq=1",
+        "--validation.enable",
+        f"--validation.freq={INTERVAL}",
+        "--validation.steps=2",
+    ),
     *("--checkpoint.enable", f"--checkpoint.interval={INTERVAL}", "--checkpoint.keep_latest_k=3"),
-    *("--lr_scheduler.total_steps=1000000", "--fault.grace_seconds=30", f"--fault.stall_seconds={STALL}"),
-    *("--comm.init_timeout_seconds=60", "--comm.checkpoint_timeout_seconds=20", "--comm.train_timeout_seconds=20"),
-    *("--fault.on_nonfinite=skip", "--fault.spike_sigma=8", "--fault.spike_window=32", "--fault.on_spike=skip"),
+    *(
+        "--lr_scheduler.total_steps=1000000",
+        "--fault.grace_seconds=30",
+        f"--fault.stall_seconds={STALL}",
+    ),
+    *(
+        "--comm.init_timeout_seconds=60",
+        "--comm.checkpoint_timeout_seconds=20",
+        "--comm.train_timeout_seconds=20",
+    ),
+    *(
+        "--fault.on_nonfinite=skip",
+        "--fault.spike_sigma=8",
+        "--fault.spike_window=32",
+        "--fault.on_spike=skip",
+    ),
     "--fault.skip_budget=1000",
 ]
-COURSE = ",".join(f"{'nan' if step % 300 else 'spike'}:gradient norm:1:{step}:*" for step in range(150, 20_000, 150))
+COURSE = ",".join(
+    f"{'nan' if step % 300 else 'spike'}:gradient norm:1:{step}:*"
+    for step in range(150, 20_000, 150)
+)
 """What every run meets, and skips."""
 
 
@@ -79,7 +105,12 @@ def fault_after(step: int, kind: str, phase: str, rank: int, chance: random.Rand
     if phase in ("start", "load"):
         return Fault(kind, phase, rank, 0)
     step += chance.randint(2, INTERVAL)
-    return Fault(kind, phase, rank, -(-step // INTERVAL) * INTERVAL if phase in ("validation", "save") else step)
+    return Fault(
+        kind,
+        phase,
+        rank,
+        -(-step // INTERVAL) * INTERVAL if phase in ("validation", "save") else step,
+    )
 
 
 class Soak:
@@ -103,7 +134,9 @@ class Soak:
             self.flip_a_byte()
         before = step = self.newest()
         faults = []
-        places = [(kind, phase) for kind in OF_A_RANK for phase in PHASES]  # the same error twice is not restarted
+        places = [
+            (kind, phase) for kind in OF_A_RANK for phase in PHASES
+        ]  # the same error twice is not restarted
         for kind, phase in self.chance.sample(places, self.chance.randint(1, 3)):
             faults.append(fault_after(step, kind, phase, self.chance.randrange(RANKS), self.chance))
             step = max(step, faults[-1].step)
@@ -113,7 +146,9 @@ class Soak:
         injuries = [fault.injury(number) for number, fault in enumerate(faults, 1)]
         began = time.monotonic()
         code, out = self.run(injuries, 1_000_000, end, last)
-        self.met.update([*(f"{fault.kind} in {fault.phase}" for fault in faults if fault.kind != "term"), end])
+        self.met.update(
+            [*(f"{fault.kind} in {fault.phase}" for fault in faults if fault.kind != "term"), end]
+        )
         wrong = self.judge(end, code, out, before, last, len(faults) - (end == "SIGTERM to a rank"))
         verdict, seconds = "LOST" if wrong else "kept", time.monotonic() - began
         print(f"{verdict} {seconds:5.0f} s  step {self.newest():>6}  {end}  {injuries}", flush=True)
@@ -121,8 +156,12 @@ class Soak:
             self.lost.append(f"{injuries}, then {end}: {wrong}")
             print(f"{self.lost[-1]}\n{out[-6000:]}", flush=True)
 
-    def run(self, injuries: Iterable[str], steps: int, end: str = "", last: int = 0) -> tuple[int, str]:
-        """Start the launcher, end it after step `last` unless it ends by itself; return its exit code and output."""
+    def run(
+        self, injuries: Iterable[str], steps: int, end: str = "", last: int = 0
+    ) -> tuple[int, str]:
+        """Start the launcher, end it after step `last` unless it ends by itself; return its exit
+        code and output.
+        """
         course = {"INJURY": ",".join([*injuries, COURSE]), "NGPU": str(RANKS)}
         with tempfile.NamedTemporaryFile("w+") as out:
             process = start([*ARGV, f"--training.steps={steps}"], self.folder, out=out, **course)
@@ -136,7 +175,11 @@ class Soak:
                         process.wait(60)
                         if remain := left_over(family):
                             self.lost.append(f"{end}: processes {remain} remained")
-                    elif end == "full disk" and not ballast.exists() and _reached(last, Path(out.name)):
+                    elif (
+                        end == "full disk"
+                        and not ballast.exists()
+                        and _reached(last, Path(out.name))
+                    ):
                         with ballast.open("wb", buffering=0) as file:
                             try:
                                 while True:
@@ -153,13 +196,19 @@ class Soak:
 
     def judge(self, end: str, code: int, out: str, before: int, last: int, restarts: int) -> str:
         """Return the faults in the state after a start, or nothing."""
-        expected = {"full disk": FAILED, "SIGKILL of the launcher": -signal.SIGKILL}.get(end, STOPPED)
+        expected = {"full disk": FAILED, "SIGKILL of the launcher": -signal.SIGKILL}.get(
+            end, STOPPED
+        )
         if code != expected:
             return f"exit code {code}, not {expected}"
         if (restarted := len(re.findall(r"^titanlite: restart", out, re.MULTILINE))) != restarts:
             return f"{restarted} restarts, not {restarts}"
         least = last if expected == STOPPED else last - INTERVAL
-        return "" if self.newest() >= max(before, least) else f"the newest checkpoint is {self.newest()}, not {least}"
+        return (
+            ""
+            if self.newest() >= max(before, least)
+            else f"the newest checkpoint is {self.newest()}, not {least}"
+        )
 
     def flip_a_byte(self) -> None:
         newest = step_folder(self.root, self.newest())
@@ -179,7 +228,9 @@ class Soak:
             for run in (self, straight):
                 code, out = run.run([], last)
                 if code != OK:
-                    self.lost.append(f"the last run without faults: exit code {code}\n{out[-6000:]}")
+                    self.lost.append(
+                        f"the last run without faults: exit code {code}\n{out[-6000:]}"
+                    )
                     return
             self.compare(straight, last)
         finally:
@@ -189,9 +240,12 @@ class Soak:
         """Note what differs from the undisturbed run after its last step."""
         found, expected = (load_tensors(step_folder(run.root, last)) for run in (self, straight))
         if wrong := [name for name in expected if not torch.equal(found[name], expected[name])]:
-            self.lost.append(f"after {last} steps {len(wrong)} tensors differ: {', '.join(wrong[:4])}")
+            self.lost.append(
+                f"after {last} steps {len(wrong)} tensors differ: {', '.join(wrong[:4])}"
+            )
         losses, expected_losses = (
-            [(r["step"], r["loss"]) for r in records(run.folder) if "loss" in r] for run in (self, straight)
+            [(r["step"], r["loss"]) for r in records(run.folder) if "loss" in r]
+            for run in (self, straight)
         )
         if losses != expected_losses:
             self.lost.append("metrics.jsonl has not the steps and losses of the undisturbed run")
@@ -202,8 +256,13 @@ class Soak:
 
 
 def _reached(step: int, out: Path) -> bool:
-    """Whether this start, rather than one before it, has taken a step: rank 0's log is in its output."""
-    return any(int(number) >= step for number in re.findall(r"^step: *(\d+)", out.read_text(), re.MULTILINE))
+    """Whether this start, rather than one before it, has taken a step: rank 0's log is in its
+    output.
+    """
+    return any(
+        int(number) >= step
+        for number in re.findall(r"^step: *(\d+)", out.read_text(), re.MULTILINE)
+    )
 
 
 def matrix(folder: Path, kinds: Iterable[str], phases: Iterable[str]) -> int:
@@ -225,7 +284,8 @@ def matrix(folder: Path, kinds: Iterable[str], phases: Iterable[str]) -> int:
                 for name, tensor in load_tensors(step_folder(soak.root, 4 * INTERVAL)).items()
             )
             print(
-                f"| {kind} | {phase} | {seconds:.0f} | {'yes' if named else 'NO'} | {'yes' if same else 'NO'} |",
+                f"| {kind} | {phase} | {seconds:.0f} | {'yes' if named else 'NO'} | "
+                f"{'yes' if same else 'NO'} |",
                 flush=True,
             )
             if not (named and same):
@@ -256,7 +316,10 @@ def main() -> int:
             failures = matrix(Path(folder), arguments.kinds, arguments.phases)
             print(f"{len(arguments.kinds) * len(arguments.phases)} faults, {failures} lost")
             return int(failures > 0)
-        soak, until = Soak(Path(folder, "run"), arguments.seed), time.monotonic() + 60 * arguments.minutes
+        soak, until = (
+            Soak(Path(folder, "run"), arguments.seed),
+            time.monotonic() + 60 * arguments.minutes,
+        )
         try:
             while time.monotonic() < until:
                 soak.round()

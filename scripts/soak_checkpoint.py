@@ -1,14 +1,15 @@
-"""Kill training 200 times while it saves; each next start must resume the committed steps by itself.
+"""Kill training 200 times while it saves; each next start must resume the committed steps by
+itself.
 
     python scripts/soak_checkpoint.py --rounds 200 [--seed 0]
     python scripts/soak_checkpoint.py --round 17 --seed 3     only the kill of one round
 
-Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a failpoint of a
-save, otherwise at a random moment; all rounds use one folder, which is watched all the time. Then everything is
-compared bit for bit with a run that was never killed; a save of 60 s meets a training timeout of 20 s; 50 saves on
-four ranks must not grow the memory; and state saved on each of eight layouts loads on all of them. The last line is
-the result, and the exit code is 1 if anything failed.
-"""
+Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a
+failpoint of a save, otherwise at a random moment; all rounds use one folder, which is watched all
+the time. Then everything is compared bit for bit with a run that was never killed; a save of 60 s
+meets a training timeout of 20 s; 50 saves on four ranks must not grow the memory; and state saved
+on each of eight layouts loads on all of them. The last line is the result, and the exit code is 1
+if anything failed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def main() -> int:
         print(failure)
     fewest = min(soak.hits[point] for point in FAILPOINTS)
     hits = f"every failpoint hit at least {5 if fewest >= 5 else fewest} times"
-    print(f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, {len(failures)} failures")
+    print(
+        f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, "
+        f"{len(failures)} failures"
+    )
     enough = one_round or (fewest >= 5 and soak.inside >= 0.6 * len(numbers))
     return int(bool(failures) or not enough)
 
@@ -60,10 +64,17 @@ def _rounds(folder: Path, numbers: list[int], seed: int) -> tuple[list[str], Soa
             failures.append(f"--seed {seed} --round {number}, {plan}: {wrong}")
             print(failures[-1], flush=True)
         if (number + 1) % 10 == 0:
-            print(f"{number + 1} rounds, {soak.inside} kills inside, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{number + 1} rounds, {soak.inside} kills inside, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     failures += [f"after the rounds of --seed {seed}: {wrong}" for wrong in soak.finish()]
     watcher.end()
-    print(f"the watcher looked {watcher.looks} times, {watcher.missed} times without a verified checkpoint")
+    print(
+        f"the watcher looked {watcher.looks} times, "
+        f"{watcher.missed} times without a verified checkpoint"
+    )
     return failures + ["the watcher saw no verified checkpoint"] * (watcher.missed > 0), soak
 
 
@@ -71,8 +82,16 @@ def _slow_disk(folder: Path) -> list[str]:
     pool = Pool(RANKS, preload=["titanlite.train.trainer"])
     results = pool.run(slow_save, 60.0, 20.0, str(folder / "slow"), timeout=300)
     pool.close()
-    print(f"a save of 60 s under a training timeout of 20 s: step {results[0][0]}, {results[0][1]:.0f} s", flush=True)
-    return [] if all(step == 4 and took >= 60 for step, took in results) else [f"the slow save: {results}"]
+    print(
+        f"a save of 60 s under a training timeout of 20 s: step {results[0][0]}, "
+        f"{results[0][1]:.0f} s",
+        flush=True,
+    )
+    return (
+        []
+        if all(step == 4 and took >= 60 for step, took in results)
+        else [f"the slow save: {results}"]
+    )
 
 
 def _memory(folder: Path) -> list[str]:
@@ -80,15 +99,26 @@ def _memory(folder: Path) -> list[str]:
     ranks = pool.run(memory_of_saves, 50, str(folder / "memory"), timeout=900)
     pool.close()
     growth = [max(found[10:]) / found[9] - 1 for found in ranks]
-    print(f"50 saves on 4 ranks: memory after the tenth {', '.join(f'{100 * g:+.1f} %' for g in growth)}", flush=True)
-    return [] if max(growth) <= 0.05 and all(len(found) == 50 for found in ranks) else [f"memory grew: {growth}"]
+    print(
+        "50 saves on 4 ranks: memory after the tenth "
+        f"{', '.join(f'{100 * g:+.1f} %' for g in growth)}",
+        flush=True,
+    )
+    return (
+        []
+        if max(growth) <= 0.05 and all(len(found) == 50 for found in ranks)
+        else [f"memory grew: {growth}"]
+    )
 
 
 def _layouts(folder: Path) -> list[str]:
     pool = Pool(8, preload=["titanlite.train.trainer"])
     wrong = save_and_load_everywhere(pool, folder / "layouts", LAYOUTS)
     pool.close()
-    print(f"saved and loaded on {', '.join(LAYOUTS)}: {len(LAYOUTS) ** 2} pairs, {len(wrong)} differ", flush=True)
+    print(
+        f"saved and loaded on {', '.join(LAYOUTS)}: {len(LAYOUTS) ** 2} pairs, {len(wrong)} differ",
+        flush=True,
+    )
     return wrong
 
 

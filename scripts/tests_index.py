@@ -1,8 +1,8 @@
 """Find tests: python scripts/tests_index.py [--write | FILE …]. Only the standard library is used.
 
-With files of titanlite/ or models/, prints the tests of each: those of its name and those that import it, or else
-those of the files that import it. --write makes tests/README.md, the list of what each test file promises.
-"""
+With files of titanlite/ or models/, prints the tests of each: those of its name and those that
+import it, or else those of the files that import it. --write makes tests/README.md, the list of
+what each test file promises."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ HEAD = """# Tests
 Written by `python scripts/tests_index.py --write` from the first lines of the test files.
 
 - A promise is in the name of its test and in the first line of the file, below.
-- The tests of a source file: `python scripts/tests_index.py titanlite/optim/skip.py`. Folders have the names of
-  titanlite's rooms; `parity` runs rows of `titanlite verify`, `faults` and `multinode` start whole runs.
-- Helpers for all: `conftest.py` has the pool of ranks and the two lanes, `lanes.py` marks long samples, `jobs.py` has
-  small jobs, `launch/run.py` starts the command as a person does, `outside/` has models and converters of users'
+- The tests of a source file: `python scripts/tests_index.py titanlite/optim/skip.py`. \
+Folders have the names of
+  titanlite's rooms; `parity` runs rows of `titanlite verify`, \
+`faults` and `multinode` start whole runs.
+- Helpers for all: `conftest.py` has the pool of ranks and the two lanes, \
+`lanes.py` marks long samples, `jobs.py` has
+  small jobs, `launch/run.py` starts the command as a person does, \
+`outside/` has models and converters of users'
   packages.
-- `./scripts/test.sh tests/data -k order` runs a selection; [CONTRIBUTING.md](../CONTRIBUTING.md) has the rest.
+- `./scripts/test.sh tests/data -k order` runs a selection; \
+[CONTRIBUTING.md](../CONTRIBUTING.md) has the rest.
 """
 
 
@@ -52,7 +57,11 @@ def page() -> str:
         if path.parent != room:
             room = path.parent
             title = room.relative_to("tests").as_posix()
-            lines += [f"\n## {title if title != '.' else 'The repository'}\n", "| promise | file |", "|---|---|"]
+            lines += [
+                f"\n## {title if title != '.' else 'The repository'}\n",
+                "| promise | file |",
+                "|---|---|",
+            ]
         words = promise(path).replace("|", "\\|")
         lines.append(f"| {words} | [{path.name}]({path.relative_to('tests')}) |")
     return "\n".join(lines) + "\n"
@@ -81,15 +90,30 @@ def imports(path: Path) -> Counter[str]:
 def tests_of(source: Path) -> list[Path]:
     """Return the test files of a source file, the nearest first."""
     room = source.parent.name
-    names = {f"test_{source.stem}", f"test_{room}"} if source.parts[0] == "models" else {f"test_{source.stem}"}
+    names = (
+        {f"test_{source.stem}", f"test_{room}"}
+        if source.parts[0] == "models"
+        else {f"test_{source.stem}"}
+    )
     named = [path for path in test_files() if path.stem in names]
     found = [path for path in named if room in path.parts] or named
     modules = {module_of(source)}
     while not found or modules == {module_of(source)}:
-        importing = [path for path in test_files() if any(imports(path)[module] for module in modules)]
-        importing.sort(key=lambda path: (room not in path.parts, -sum(imports(path)[module] for module in modules)))
+        importing = [
+            path for path in test_files() if any(imports(path)[module] for module in modules)
+        ]
+        importing.sort(
+            key=lambda path: (
+                room not in path.parts,
+                -sum(imports(path)[module] for module in modules),
+            )
+        )
         found += [path for path in importing if path not in found]
-        users = {module_of(path) for path in source_files() if any(imports(path)[module] for module in modules)}
+        users = {
+            module_of(path)
+            for path in source_files()
+            if any(imports(path)[module] for module in modules)
+        }
         if users <= modules:
             break
         modules |= users

@@ -1,4 +1,6 @@
-"""One pool of ranks for the whole session, and two lanes: tests marked `long` run with --long or when named."""
+"""One pool of ranks for the whole session, and two lanes: tests marked `long` run with --long or
+when named.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "outside"))  # packages that register models and converters
+sys.path.insert(
+    0, str(Path(__file__).parent / "outside")
+)  # packages that register models and converters
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-with suppress(ImportError):  # it writes the width of its terminal, or 80, into the environment of subprocesses
+with suppress(
+    ImportError
+):  # it writes the width of its terminal, or 80, into the environment of subprocesses
     import readline  # noqa: F401
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
@@ -34,12 +40,12 @@ ABORT = "abort of a rank:"
 
 
 class RepeatingPool(Pool):
-    """Records in ABORTS each run that an abort of a rank ended, and in the default lane runs it once more.
+    """Records in ABORTS each run that an abort of a rank ended, and in the default lane runs it
+    once more.
 
-    The cause of these aborts is an open question: CONTRIBUTING.md has what is known. The long lane, and a test that
-    is named, fail at the first one; a second one in a row always fails, as does any other end. The record has the
-    test and the Python stack of each thread.
-    """
+    The cause of these aborts is an open question: CONTRIBUTING.md has what is known. The long lane,
+    and a test that is named, fail at the first one; a second one in a row always fails, as does any
+    other end. The record has the test and the Python stack of each thread."""
 
     repeats = False
 
@@ -50,7 +56,10 @@ class RepeatingPool(Pool):
             if "died, exit code -6" not in str(failure):
                 raise
             with ABORTS.open("a") as file:
-                file.write(f"{ABORT} {datetime.now():%F %T} {os.environ.get('PYTEST_CURRENT_TEST')}\n{failure}\n\n")
+                file.write(
+                    f"{ABORT} {datetime.now():%F %T} {os.environ.get('PYTEST_CURRENT_TEST')}\n"
+                    f"{failure}\n\n"
+                )
             if not self.repeats:
                 raise
             warnings.warn(f"run again: {failure}\nrecorded in {ABORTS}", stacklevel=2)
@@ -79,7 +88,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = 0
     if not hasattr(config, "workerinput"):  # xdist's workers get the option from here
-        named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
+        named = (
+            config.args_source is config.ArgsSource.ARGS
+            or config.option.keyword
+            or config.option.markexpr
+        )
         config.option.long = bool(config.option.long or named)
 
 
@@ -105,7 +118,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.stash[LEFT_OUT]:
         terminalreporter.line(
-            f"left out: {config.stash[LEFT_OUT]} tests marked long; ./scripts/test.sh --long runs all"
+            f"left out: {config.stash[LEFT_OUT]} tests marked long; "
+            "./scripts/test.sh --long runs all"
         )
     if ABORTS.exists():
-        terminalreporter.line(f"aborts of ranks up to now: {ABORTS.read_text().count(ABORT)}, recorded in {ABORTS}")
+        terminalreporter.line(
+            f"aborts of ranks up to now: {ABORTS.read_text().count(ABORT)}, recorded in {ABORTS}"
+        )

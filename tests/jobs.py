@@ -28,23 +28,31 @@ from titanlite.train.validate import validation_loss
 OUTSIDE = str(Path(__file__).parent / "outside")
 
 QUIET = (
-    "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 --metrics.no_enable_tensorboard "
-    "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --job.device=cpu --job.no_plan "
-    "--fault.no_preflight"
+    "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 "
+    "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end "
+    "--checkpoint.no_enable --job.device=cpu --job.no_plan --fault.no_preflight"
 ).split()
 TINY = [
     *QUIET,
-    *(f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2 n_kv_heads=1 hidden_dim=32".split()),
+    *(
+        f"--model.overrides.{field}"
+        for field in "dim=16 n_layers=2 n_heads=2 n_kv_heads=1 hidden_dim=32".split()
+    ),
 ]
 MOE = [*QUIET, "--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 _MOE_SIZES = "dim=16 n_layers=2 n_heads=2 n_kv_heads=2 head_dim=8 expert_dim=8 experts=4 top_k=2"
 MOE += [f"--model.overrides.{size}" for size in _MOE_SIZES.split()]
 PARROT = [*QUIET, "--model.package=parrot", "--model.name=parrot", "--model.flavor=small"]
-FLOAT64 = [f"--training.{key}=float64" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")]
+FLOAT64 = [
+    f"--training.{key}=float64"
+    for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+]
 
 
 def job(argv: list[str], world: int) -> Job:
-    return job_from(parse_command_line(["--config", "debug.toml", *argv], {}), world=world, training=True)
+    return job_from(
+        parse_command_line(["--config", "debug.toml", *argv], {}), world=world, training=True
+    )
 
 
 def trainer(
@@ -71,7 +79,9 @@ def gradients(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in run.parts[0].named_parameters() if p.grad is not None}
 
 
-def micro_batches(tokens: torch.Tensor, labels: torch.Tensor, rank_slice: RankSlice) -> list[MicroBatch]:
+def micro_batches(
+    tokens: torch.Tensor, labels: torch.Tensor, rank_slice: RankSlice
+) -> list[MicroBatch]:
     """Return this rank's part of a global batch."""
     parts = [rank_slice.micro_batch(0, number) for number in range(rank_slice.accumulation)]
     rows = torch.stack([tokens, labels], dim=1)
@@ -99,7 +109,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
-    """Train; return this rank's weights, its log with the lines of the start, and the step reached."""
+    """Train; return this rank's weights, its log with the lines of the start, and the step
+    reached.
+    """
     lines: list[str] = []
     log = logging.Logger("captured")
     handler = logging.Handler()
@@ -113,6 +125,8 @@ def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
 
 @contextmanager
 def fake_world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
-    """Be one rank of a layout, without its processes, while the context lasts; yield the layout's mesh."""
+    """Be one rank of a layout, without its processes, while the context lasts; yield the layout's
+    mesh.
+    """
     with FakeWorld() as world:
         yield world.mesh(layout, rank)

@@ -1,4 +1,6 @@
-"""The two lanes of the suite: what is marked `long` runs with --long, or when its file or test is named."""
+"""The two lanes of the suite: what is marked `long` runs with --long, or when its file or test is
+named.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,14 @@ import pytest
 from titanlite.parallel.parallelize import ORDER, WHOLE
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "tests/README.md"])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        ROOT / "tests/README.md",
+    ]
+)
 PAGES = [page for page in PAGES if page.exists()]
 
 
@@ -36,18 +43,26 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("name", ["rooms", "order", "mesh", "loss"])
 def test_a_picture_is_what_the_code_draws(pictures, name):
     drawn = pictures["PICTURES"][name]()
-    assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/pictures.py"
+    assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == drawn, (
+        "run: python docs/pictures.py"
+    )
 
 
 def test_every_picture_is_shown():
-    shown = {target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\((?:docs/)?([^)]+\.svg)\)", read(page))}
+    shown = {
+        target
+        for page in PAGES
+        for target in re.findall(r"!\[[^\]]+\]\((?:docs/)?([^)]+\.svg)\)", read(page))
+    }
     assert shown == {path.name for path in ROOT.glob("docs/*.svg")}
 
 
 def test_the_list_of_the_fixed_order_is_the_order(pictures):
     page = read(ROOT / "docs" / "parallelism.md")
     section = page.partition("## The fixed order")[2].partition("\n## ")[0]
-    assert re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE) == pictures["technique_names"]([*WHOLE, *ORDER])
+    assert re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE) == pictures["technique_names"](
+        [*WHOLE, *ORDER]
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -68,12 +83,16 @@ def test_every_source_file_that_a_document_names_exists(page):
     """Paths begin at the root, at the page or, for short, in titanlite/."""
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|slurm))\b", read(page)))
     folders = (ROOT, page.parent, ROOT / "titanlite")
-    missing = sorted(name for name in named if not any((folder / name).exists() for folder in folders))
+    missing = sorted(
+        name for name in named if not any((folder / name).exists() for folder in folders)
+    )
     assert not missing
 
 
 def test_the_list_of_tests_is_current():
-    assert read(ROOT / "tests" / "README.md") == INDEX["page"](), "run: python scripts/tests_index.py --write"
+    assert read(ROOT / "tests" / "README.md") == INDEX["page"](), (
+        "run: python scripts/tests_index.py --write"
+    )
 
 
 def test_the_tests_of_every_source_file_are_found():

@@ -10,7 +10,10 @@ from titanlite.errors import format_bytes, format_table, nearest, some_of
 
 def test_a_table_has_aligned_columns_and_no_trailing_spaces():
     rows = [("a", "1", ""), ("longer", "20", "x 2")]
-    assert format_table(rows, ("name", "n", ""), align="<>") == "name     n\na        1\nlonger  20  x 2"
+    assert (
+        format_table(rows, ("name", "n", ""), align="<>")
+        == "name     n\na        1\nlonger  20  x 2"
+    )
     assert format_table([("a", "b")], align="<>>>", indent=2) == "  a  b"
     assert format_table([]) == ""
 

@@ -1,4 +1,6 @@
-"""titanlite: pretraining with multi-dimensional parallelism. `titanlite --help` lists the commands."""
+"""titanlite: pretraining with multi-dimensional parallelism. `titanlite --help` lists the
+commands.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -7,11 +9,11 @@ __version__ = "0.1.0"
 
 
 def load(checkpoint: Any, *overrides: str, package: str = "") -> tuple[Any, Any]:
-    """Return the model of a checkpoint, on the CPU and in evaluation mode, and its tokenizer (None if it has none).
+    """Return the model of a checkpoint, on the CPU and in evaluation mode, and its tokenizer (None
+    if it has none).
 
-    `checkpoint` is a checkpoint's folder, a folder of them, or a run's dump folder: the latest complete one is used.
-    Overrides are those of the command line: `titanlite.load("outputs", "--training.seq_len=4096")`.
-    `package` registers the model, if it is not one of titanlite's.
-    """
+    `checkpoint` is a checkpoint's folder, a folder of them, or a run's dump folder: the latest
+    complete one is used. Overrides are those of the command line: `titanlite.load("outputs",
+    "--training.seq_len=4096")`. `package` registers the model, if it is not one of titanlite's."""
     tools = import_module(".tools.load", __name__)  # imports torch, which takes seconds
     return tools.load(checkpoint, *overrides, package=package)

@@ -1,9 +1,10 @@
-"""The `titanlite` command: finds the module of a command, parses its options, and handles every error.
+"""The `titanlite` command: finds the module of a command, parses its options, and handles every
+error.
 
-A command's module has `add_arguments(parser)` and `run(arguments, overrides) -> exit code`. It is imported when its
-command is typed, and imports torch no earlier than in `run`. A parser with `takes_overrides` leaves `--config` and
-`--section.key VALUE` to config/load.py, which names all faults at once.
-"""
+A command's module has `add_arguments(parser)` and `run(arguments, overrides) -> exit code`. It is
+imported when its command is typed, and imports torch no earlier than in `run`. A parser with
+`takes_overrides` leaves `--config` and `--section.key VALUE` to config/load.py, which names all
+faults at once."""
 
 import argparse
 import errno
@@ -20,32 +21,48 @@ from titanlite.errors import PAGE, UserError, columns, format_table, nearest, re
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),
-    "config": ("titanlite.tools.config", "print the resolved config, its mesh, or the schema of all configs"),
+    "config": (
+        "titanlite.tools.config",
+        "print the resolved config, its mesh, or the schema of all configs",
+    ),
     "models": ("titanlite.tools.models", "list the models, their flavors and fields"),
     "data": ("titanlite.tools.data", "tokenize text into shards on all cores, and inspect them"),
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
-    "tour": ("titanlite.tools.tour", "train, kill, resume on another mesh, export: the promises in 3 minutes"),
+    "tour": (
+        "titanlite.tools.tour",
+        "train, kill, resume on another mesh, export: the promises in 3 minutes",
+    ),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
-    "plan": ("titanlite.tools.plan", "memory, communication and speed of a config on any mesh, without a GPU"),
-    "doctor": ("titanlite.tools.doctor", "compare the ranks and time their network, for a bug report"),
+    "plan": (
+        "titanlite.tools.plan",
+        "memory, communication and speed of a config on any mesh, without a GPU",
+    ),
+    "doctor": (
+        "titanlite.tools.doctor",
+        "compare the ranks and time their network, for a bug report",
+    ),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
-OVERVIEW = f"""titanlite {__version__}: pretraining that you can read in an afternoon and prove on your laptop
+OVERVIEW = f"""\
+titanlite {__version__}: pretraining that you can read in an afternoon and prove on your laptop
 
 usage: titanlite COMMAND …
 
 {format_table([(name, summary) for name, (_, summary) in COMMANDS.items()], indent=2)}
 
-`titanlite COMMAND --help` shows a command's options with an example; `titanlite train --help` every config key.
+`titanlite COMMAND --help` shows a command's options with an example; \
+`titanlite train --help` every config key.
 """
 OVERRIDES_HELP = """
-Config keys are options too: [--config FILE.toml …] [--section.key VALUE …]; `titanlite train --help` lists them.
+Config keys are options too: [--config FILE.toml …] [--section.key VALUE …]; \
+`titanlite train --help` lists them.
 """
 NO_BUG = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP)
-DOWNLOAD = """`titanlite download` was removed; use huggingface_hub's own command, e.g. for a tokenizer:
+DOWNLOAD = """\
+`titanlite download` was removed; use huggingface_hub's own command, e.g. for a tokenizer:
   hf download REPO --include "tokenizer*" --local-dir DIR"""
 
 
@@ -53,7 +70,9 @@ def run() -> NoReturn:
     """Run the command as a process."""
     replace_unprintable()
     code = main(sys.argv[1:])
-    if sys.argv[1:2] == ["train"]:  # the workers have exited; a normal exit with torch loaded takes most of a second
+    if sys.argv[1:2] == [
+        "train"
+    ]:  # the workers have exited; a normal exit with torch loaded takes most of a second
         with suppress(OSError):  # the console may be closed too
             sys.stdout.flush()
             sys.stderr.flush()
@@ -62,7 +81,9 @@ def run() -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is 130."""
+    """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is
+    130.
+    """
     arguments, code = argparse.Namespace(), 0
     try:
         if argv[:1] == ["help"] and argv[1:]:
@@ -90,7 +111,11 @@ def main(argv: list[str]) -> int:
         print(f"titanlite: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        further = "; the same command continues from here" if getattr(arguments, "resumable", False) else ""
+        further = (
+            "; the same command continues from here"
+            if getattr(arguments, "resumable", False)
+            else ""
+        )
         print(f"\ntitanlite: stopped{further}", file=sys.stderr)
         return 130
     except SystemExit as done:  # how argparse ends after --help
@@ -121,7 +146,11 @@ class _Page(argparse.RawDescriptionHelpFormatter):
 def wrap(text: str, width: int) -> str:
     """Wrap the paragraphs of a text; indented lines and examples stay as they are."""
     text = re.sub(r"(?<=\S)\n(?=\S)(?!example)", " ", text)
-    return re.sub("(?m)^(?! |example).+", lambda line: textwrap.fill(line[0], width, break_on_hyphens=False), text)
+    return re.sub(
+        "(?m)^(?! |example).+",
+        lambda line: textwrap.fill(line[0], width, break_on_hyphens=False),
+        text,
+    )
 
 
 def fit(message: str) -> str:
@@ -143,19 +172,27 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # that of a sub-command replaces its parent's
 
     def error(self, message: str) -> NoReturn:
-        if choice := re.match(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+        if choice := re.match(
+            r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message
+        ):
             option, value, legal = choice.groups()
             legal = re.sub(r"['\s]", "", legal).split(",")
             close = nearest(value, legal)
             what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
-            message = f"{what} '{value}'; " + (f"did you mean '{close}'?" if close else f"use {', '.join(legal)}")
+            message = f"{what} '{value}'; " + (
+                f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
+            )
         message = f"{message.removeprefix('argument ')} (see {self.prog} --help)"
-        raise UserError(f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message)
+        raise UserError(
+            f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message
+        )
 
 
 def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return a command's own options, and the config overrides behind them."""
-    parser = Parser(prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve")
+    parser = Parser(
+        prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve"
+    )
     command.add_arguments(parser)
     if parser.get_default("takes_overrides") and not parser.usage:
         parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
@@ -163,9 +200,16 @@ def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Na
     own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())
     for word in rest:
         option = word.partition("=")[0]
-        close = nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
+        close = (
+            nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
+        )
         if close and option != "--config":
-            raise UserError(f"unknown option {option}; did you mean --{close}? (see {arguments.parser.prog} --help)")
+            raise UserError(
+                f"unknown option {option}; "
+                f"did you mean --{close}? (see {arguments.parser.prog} --help)"
+            )
     if rest and not getattr(arguments, "takes_overrides", False):
-        raise UserError(f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)")
+        raise UserError(
+            f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)"
+        )
     return arguments, rest

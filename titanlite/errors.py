@@ -1,4 +1,6 @@
-"""Exit codes, errors that a user can cause, which need no traceback, and the formatting that messages share."""
+"""Exit codes, errors that a user can cause, which need no traceback, and the formatting that
+messages share.
+"""
 
 import difflib
 import shlex
@@ -10,20 +12,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
-"""Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step saved or with
-some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
+"""Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step
+saved or with some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
 
 PAGE = 110
 """Columns of a page of help that goes to no terminal."""
 
 
 class UserError(Exception):
-    """A request that can't be carried out; the message names the key, file or tensor, the value, and the remedy."""
+    """A request that can't be carried out; the message names the key, file or tensor, the value,
+    and the remedy.
+    """
 
     code = REFUSED
 
     def __init__(self, why: str = "", key: str = "", value: str | None = None) -> None:
-        """Take the key and its value where readers need them apart; elsewhere the message has them."""
+        """Take the key and its value where readers need them apart; elsewhere the message has
+        them.
+        """
         super().__init__(why)
         self.why, self.key, self.value = why, key, value
 
@@ -35,7 +41,9 @@ class UserError(Exception):
 
 
 class RunFailed(UserError):
-    """A run that had started cannot continue: its data ended, a save failed, a loss was not finite."""
+    """A run that had started cannot continue: its data ended, a save failed, a loss was not
+    finite.
+    """
 
     code = FAILED
 
@@ -47,14 +55,18 @@ class GivenUp(RunFailed):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the word of `known` closest to `word` in any case, or an empty string if none is close."""
+    """Return the word of `known` closest to `word` in any case, or an empty string if none is
+    close.
+    """
     by_lower_case = {each.lower(): each for each in known}
     close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
     return by_lower_case[close[0]] if close else ""
 
 
 def install_command(*packages: str) -> str:
-    """Return the command that installs packages into this environment; uv makes environments without pip."""
+    """Return the command that installs packages into this environment; uv makes environments
+    without pip.
+    """
     if find_spec("pip") is None and shutil.which("uv"):
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
     python = shlex.quote(sys.executable)
@@ -65,11 +77,15 @@ def install_command(*packages: str) -> str:
 def command_line(command: str, *words: str) -> str:
     """Return how to type a command of this environment, quoted for a shell."""
     own = Path(sys.executable).with_name(command)
-    return shlex.join([str(own) if own.exists() and shutil.which(command) != str(own) else command, *words])
+    return shlex.join(
+        [str(own) if own.exists() and shutil.which(command) != str(own) else command, *words]
+    )
 
 
 def replace_unprintable() -> None:
-    """Print a question mark for what the terminal's encoding lacks, instead of ending in an error."""
+    """Print a question mark for what the terminal's encoding lacks, instead of ending in an
+    error.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
@@ -99,8 +115,11 @@ def columns(piped: int = 1_000_000) -> int:
     return shutil.get_terminal_size((piped, 24)).columns
 
 
-def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0) -> str:
-    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where it ends.
+def format_table(
+    rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0
+) -> str:
+    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where
+    it ends.
 
     Text in the last column takes several lines where the terminal is narrow.
     """
@@ -114,5 +133,9 @@ def format_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), alig
             for number, part in enumerate(textwrap.wrap(last, room, break_on_hyphens=False) or [""])
         ]
         widths[-1] = room
-    formats = [f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)]
-    return "\n".join(" " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines)
+    formats = [
+        f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)
+    ]
+    return "\n".join(
+        " " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines
+    )

@@ -62,8 +62,8 @@ class QwenConfig:
             raise ValueError(f"head_dim {self.head_dim} must be even")
         if self.experts and not (0 < self.top_k <= self.experts and self.expert_dim > 0):
             raise ValueError(
-                f"with experts {self.experts}, top_k {self.top_k} must be from 1 to {self.experts}, "
-                f"and expert_dim {self.expert_dim} at least 1"
+                f"with experts {self.experts}, top_k {self.top_k} must be "
+                f"from 1 to {self.experts}, and expert_dim {self.expert_dim} at least 1"
             )
 
 

@@ -1,10 +1,12 @@
-"""Several nodes of a Ray cluster: one actor per node, which runs one launcher, which starts one worker per GPU.
+"""Several nodes of a Ray cluster: one actor per node, which runs one launcher, which starts one
+worker per GPU.
 
-    ray job submit --working-dir . -- python scripts/ray/train.py --nodes 2 --gpus 8 -- --config llama_8b.toml
+    ray job submit --working-dir . -- python scripts/ray/train.py --nodes 2 --gpus 8 -- \
+--config llama_8b.toml
 
-Exits with the code of the run. `ray job stop` stops it on request: it saves first, if RAY_JOB_STOP_WAIT_TIME_S, which
-is 3 unless `ray start` found it set, is more than fault.grace_seconds.
-"""
+Exits with the code of the run. `ray job stop` stops it on request: it saves first, if
+RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless `ray start` found it set, is more than
+fault.grace_seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Node:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def run(self, arguments: list[str], variables: dict[str, str]) -> int:
-        self.launcher = subprocess.Popen(["./run_train.sh", *arguments], env={**os.environ, **variables})
+        self.launcher = subprocess.Popen(
+            ["./run_train.sh", *arguments], env={**os.environ, **variables}
+        )
         return self.launcher.wait()
 
     def stop(self) -> None:
@@ -42,16 +46,21 @@ class Node:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="per node; 0: a worker per CPU core")
     parser.add_argument("--cpus", type=int, default=8, help="per node")
     parser.add_argument("arguments", nargs="*", help="those of titanlite train, after --")
     options = parser.parse_args()
     ray.init()
-    # Ray replaces no actor that is lost, and need not: the launchers restart their workers (fault.min_nodes).
+    # Ray replaces no actor that is lost, and need not: the launchers restart their workers
+    # (fault.min_nodes).
     share = {"CPU": options.cpus, "GPU": options.gpus}
-    group = placement_group([share] * options.nodes, strategy="STRICT_SPREAD")  # each on a node of its own
+    group = placement_group(
+        [share] * options.nodes, strategy="STRICT_SPREAD"
+    )  # each on a node of its own
     ray.get(group.ready())
     # Two calls at a time: `stop` comes while `run` waits.
     actor = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_concurrency=2)(Node)
@@ -67,7 +76,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, stop)
     ranks = [{**cluster, "NODE_RANK": str(rank)} for rank in range(options.nodes)]
-    runs = [node.run.remote(options.arguments, rank) for node, rank in zip(nodes, ranks, strict=True)]
+    runs = [
+        node.run.remote(options.arguments, rank) for node, rank in zip(nodes, ranks, strict=True)
+    ]
     ray.wait(runs, num_returns=len(runs))  # the actor of a lost node has ended too, with an error
     return ray.get(runs[0])  # the launcher of node 0 decides how a run ends
 

@@ -1,10 +1,11 @@
 """A TorchX component: one launcher per node, which starts one worker per GPU.
 
-TorchX ignores exit codes: it starts a run again whatever ended it, three times. Under SLURM its --kill-on-bad-exit
-may cut short a save of the last nodes, which scripts/slurm/train.slurm does not.
+TorchX ignores exit codes: it starts a run again whatever ended it, three times. Under SLURM its
+--kill-on-bad-exit may cut short a save of the last nodes, which scripts/slurm/train.slurm does not.
 
     torchx run -s slurm scripts/torchx/titanlite.py:train --nodes 2 -- --config llama_8b.toml
-    torchx run -s kubernetes -cfg queue=default scripts/torchx/titanlite.py:train --image IMAGE -- --config …
+    torchx run -s kubernetes -cfg queue=default scripts/torchx/titanlite.py:train --image IMAGE -- \
+--config …
 """
 
 import shlex
@@ -12,7 +13,9 @@ import shlex
 import torchx.specs as specs
 
 
-def train(*args: str, image: str, nodes: int = 2, gpus: int = 8, cpus: int = 96, gib: int = 1024) -> specs.AppDef:
+def train(
+    *args: str, image: str, nodes: int = 2, gpus: int = 8, cpus: int = 96, gib: int = 1024
+) -> specs.AppDef:
     """Train the job of `args`, the arguments of `titanlite train`.
 
     Args:
@@ -23,7 +26,8 @@ def train(*args: str, image: str, nodes: int = 2, gpus: int = 8, cpus: int = 96,
         cpus: per node
         gib: memory per node
     """
-    # Each scheduler has node 0's name in another variable, which only a shell can read. On node 0 there may be none.
+    # Each scheduler has node 0's name in another variable, which only a shell can read. On node 0
+    # there may be none.
     master = f"MASTER_ADDR=$${{{specs.macros.rank0_env}:-localhost}}"
     role = specs.Role(
         name="node",

@@ -34,7 +34,11 @@ def test_a_row_of_the_gpu_table_is_measured(rows, tmp_path):
     found = rows("small, eager, recompute op")
     assert "--training.mixed_precision_param=bfloat16" in found["words"] and found["steps"] == 1
     assert found["world_size"] == 1, "the plain loop has one GPU too"
-    assert found["tokens_per_second_per_device"] > 0 and found["mfu_percent"] is None and found["device"] == "cpu"
+    assert (
+        found["tokens_per_second_per_device"] > 0
+        and found["mfu_percent"] is None
+        and found["device"] == "cpu"
+    )
     assert sum(found["shares_of_a_traced_step"].values()) == pytest.approx(1, abs=1e-2)
     assert {"date", "command", "revision", "torch", "machine"} <= found.keys()
     assert "| small, eager, recompute op | " in gpu.table(tmp_path / "gpu.json")
@@ -51,7 +55,9 @@ def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:
     """Return whether FSDP2 shards the model, and the losses of two steps."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    plain = Plain(FLAVORS["debugmodel"], overhead.data(folder), 16, 2, compiler=compiler, mixed=True)
+    plain = Plain(
+        FLAVORS["debugmodel"], overhead.data(folder), 16, 2, compiler=compiler, mixed=True
+    )
     losses = []
     for _ in range(2):
         plain.done = 0  # each step's loss is read, and both have the same batch
@@ -100,7 +106,8 @@ def test_failed_rows_run_again_after_the_remaining_ones(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("replicas", "model"), sample([(False, "llama3"), (True, "llama3"), (False, "qwen3")], (False, "qwen3"))
+    ("replicas", "model"),
+    sample([(False, "llama3"), (True, "llama3"), (False, "qwen3")], (False, "qwen3")),
 )
 def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas, model):
     """Although the plain loop has a model of the usual form, with nothing of titanlite's."""

@@ -10,7 +10,10 @@ from tests.jobs import TINY, trainer
 from titanlite.checkpoint.load import at_path, restore
 from titanlite.verify.pool import Pool
 
-_TP2, _HSDP = "--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_replicate_degree=2"
+_TP2, _HSDP = (
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.data_parallel_replicate_degree=2",
+)
 LAYOUTS = {
     "one": (1, []),
     "dp2": (2, []),
@@ -48,5 +51,9 @@ def save_and_load_everywhere(
     for target, (world, layout) in layouts.items():
         ranks = pool.run(load_all, [*model, *layout], str(folder / "to"), sources, world=world)
         found = {name: joined([rank[name] for rank in ranks]) for name in saved}
-        wrong |= {f"saved on {name}, loaded on {target}: differs" for name in saved if found[name] != saved[name]}
+        wrong |= {
+            f"saved on {name}, loaded on {target}: differs"
+            for name in saved
+            if found[name] != saved[name]
+        }
     return sorted(wrong)

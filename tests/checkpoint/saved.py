@@ -57,9 +57,13 @@ def keeping_log() -> tuple[logging.Logger, list[str]]:
 
 
 def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str, Any]:
-    """Train, resuming if there is a checkpoint; with `stop`, an error ends the run after that many steps."""
+    """Train, resuming if there is a checkpoint; with `stop`, an error ends the run after that many
+    steps.
+    """
     log, lines = keeping_log()
-    current_process()._config["daemon"] = False  # the pool's ranks are daemons, and a loader has children
+    current_process()._config["daemon"] = (
+        False  # the pool's ranks are daemons, and a loader has children
+    )
     run = trainer(argv, folder, log)
     begun, seen = run.step, {}
     fetch = run.next_micro_batches
@@ -68,7 +72,9 @@ def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str
         if stop is not None and run.step > stop:
             raise Stop
         batches = fetch()
-        seen[run.step] = hashlib.sha256(torch.stack([b.rows for b in batches]).numpy().tobytes()).hexdigest()
+        seen[run.step] = hashlib.sha256(
+            torch.stack([b.rows for b in batches]).numpy().tobytes()
+        ).hexdigest()
         return batches
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
@@ -81,8 +87,12 @@ def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str
     return {"begun": begun, "step": run.step, "state": digests(run), "data": seen, "log": lines}
 
 
-def after_save(argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
-    """Train to the end, changing the live state right after each call of save; return the digests of the end."""
+def after_save(
+    argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None
+) -> dict[str, Any]:
+    """Train to the end, changing the live state right after each call of save; return the digests
+    of the end.
+    """
     run = trainer(argv, folder)
     if change:
         save = run.save

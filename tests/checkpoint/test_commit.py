@@ -1,4 +1,6 @@
-"""Committing in one process: nothing incomplete gets its final name, and what has it is on the disk."""
+"""Committing in one process: nothing incomplete gets its final name, and what has it is on the
+disk.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def save(root: Path) -> None:
     documents = {"state.json": b"{}\n"}
-    content = commit.Content(1, TENSORS, TENSORS.__getitem__, None, lambda _: documents, weights_only=True)
+    content = commit.Content(
+        1, TENSORS, TENSORS.__getitem__, None, lambda _: documents, weights_only=True
+    )
     commit.commit(root, content, group=None)
 
 
@@ -52,11 +56,15 @@ def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, reason
 
 
 @pytest.mark.parametrize(
-    ("offset", "length"), [(0, 11), (8, 3), (0, None)], ids=["too long", "beyond the end", "not stored"]
+    ("offset", "length"),
+    [(0, 11), (8, 3), (0, None)],
+    ids=["too long", "beyond the end", "not stored"],
 )
 def test_a_chunk_that_is_not_inside_its_file_is_refused(offset, length):
     planned = TensorStorageMetadata(
-        TensorProperties(), torch.Size([1]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))]
+        TensorProperties(),
+        torch.Size([1]),
+        [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))],
     )
     stored = {}
     if length:

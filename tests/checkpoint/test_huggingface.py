@@ -1,4 +1,6 @@
-"""Hugging Face folders: bit-equal export and import, the published function, the same bytes from any mesh."""
+"""Hugging Face folders: bit-equal export and import, the published function, the same bytes from
+any mesh.
+"""
 
 import dataclasses
 import json
@@ -46,9 +48,16 @@ SMALL = llama3.LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=256, norm
 
 def narrow(flavor: Any) -> Any:
     """Return a flavor with its heads, ties and scaling, at a width that a test can afford."""
-    sizes: dict[str, Any] = {"dim": 4 * flavor.n_heads, "n_layers": 2, "vocab_size": 99, "max_seq_len": 256}
+    sizes: dict[str, Any] = {
+        "dim": 4 * flavor.n_heads,
+        "n_layers": 2,
+        "vocab_size": 99,
+        "max_seq_len": 256,
+    }
     if isinstance(flavor, llama3.LlamaConfig):
-        scaling = flavor.rope_scaling and dataclasses.replace(flavor.rope_scaling, original_positions=64)
+        scaling = flavor.rope_scaling and dataclasses.replace(
+            flavor.rope_scaling, original_positions=64
+        )
         sizes |= {"hidden_dim": 48, "rope_scaling": scaling}
     if isinstance(flavor, qwen3.QwenConfig):
         sizes |= {"hidden_dim": 48, "head_dim": 16}
@@ -56,7 +65,11 @@ def narrow(flavor: Any) -> Any:
     return dataclasses.replace(flavor, **sizes)
 
 
-CASES = {f"{name} {flavor}": (spec, narrow(c)) for name, spec in SPECS.items() for flavor, c in spec.flavors.items()}
+CASES = {
+    f"{name} {flavor}": (spec, narrow(c))
+    for name, spec in SPECS.items()
+    for flavor, c in spec.flavors.items()
+}
 for name in "1.7B 4B 8B 14B 32B 235B-A22B debugmodel_moe".split():  # sizes of the same kinds
     del CASES[f"qwen3 {name}"]
 LONG_CASES = {"gpt2 350M", "gpt2 774M", "gpt2 1.5B"}
@@ -82,7 +95,13 @@ def written(
     live = {name: p.detach() for name, p in build(spec, flavor).named_parameters()}
     translation = Translation(spec, flavor)
     texts = documents(translation.config, dtype, ByteTokenizer())
-    export(folder, translation.hf_tensors(dtype), texts, lambda name, owner: live[name], file_bytes=file_bytes)
+    export(
+        folder,
+        translation.hf_tensors(dtype),
+        texts,
+        lambda name, owner: live[name],
+        file_bytes=file_bytes,
+    )
     return live
 
 
@@ -110,8 +129,18 @@ def test_exported_weights_are_read_back_and_transformers_computes_the_same(case,
     assert all(torch.equal(back.read(name), live[name]) for name in live)
 
 
-SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64}
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SCALING = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 FOREIGN = {
     "grouped heads and scaling": LLAMA
     | {"num_key_value_heads": 2, "rope_scaling": SCALING | {"rope_type": "llama3"}},
@@ -136,14 +165,20 @@ def made_by_transformers(case: str, folder: Path, **change: Any) -> Any:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):  # ones do not show how they are turned
+            if name.endswith(
+                ("q_norm.weight", "k_norm.weight")
+            ):  # ones do not show how they are turned
                 parameter.normal_(1.0, 0.2)
     model.eval().save_pretrained(folder)
     return model
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("case", FOREIGN)
@@ -157,7 +192,10 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
     trained = job([*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
     assert (trained.spec, trained.model) == (imported.spec, imported.model)
-    assert trained.config.checkpoint.initial_load_in_hf and not imported.config.checkpoint.initial_load_in_hf
+    assert (
+        trained.config.checkpoint.initial_load_in_hf
+        and not imported.config.checkpoint.initial_load_in_hf
+    )
     assert getattr(imported.model, "dropout", 0.2) == 0.2
     tensors = all_tensors(hf)
     shutil.rmtree(hf)  # the config of the import has all that it needs
@@ -169,22 +207,34 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     assert cli.main(["checkpoint", "export", str(out), str(hf)]) == 0
     back = all_tensors(hf)  # transformers stacks experts in memory, and writes a tensor for each
     assert ("model.layers.1.mlp.experts.7.down_proj.weight" in back) == (case == "qwen3 moe")
-    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in back)
+    assert back.keys() == tensors.keys() and all(
+        torch.equal(back[name], tensors[name]) for name in back
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", FOREIGN)
 def test_a_run_from_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path):
-    theirs, pattern = made_by_transformers(case, tmp_path / "hf", resid_pdrop=0.0), "0123456789abcdef"
+    theirs, pattern = (
+        made_by_transformers(case, tmp_path / "hf", resid_pdrop=0.0),
+        "0123456789abcdef",
+    )
     (tmp_path / "text.txt").write_text(pattern * 1000)  # so that all windows are the same
-    short = ["--training.steps=2", "--training.seq_len=16", "--training.dataset=text", "--validation.no_enable"]
+    short = [
+        "--training.steps=2",
+        "--training.seq_len=16",
+        "--training.dataset=text",
+        "--validation.no_enable",
+    ]
     short += [f"--training.dataset_path={tmp_path}/text.txt", "--generate.no_at_end"]
     path = ["--model.flavor=hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
     code, out = train([*path, *short], tmp_path / "run", NGPU="2")
     assert code == 0 and f"loaded Hugging Face weights from {tmp_path}/hf" in out, out
     tokens = torch.tensor([[*pattern.encode()]])
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(theirs(tokens).logits[0], tokens[0].roll(-1)).item()
+        loss = torch.nn.functional.cross_entropy(
+            theirs(tokens).logits[0], tokens[0].roll(-1)
+        ).item()
     first, second = (record["loss"] for record in records(tmp_path / "run") if "loss" in record)
     assert first == pytest.approx(loss, rel=1e-5) and second < first
 
@@ -197,7 +247,9 @@ def test_a_run_from_a_folder_of_transformers_needs_no_more_than_its_path(case, t
 
 
 def test_flavor_hf_takes_the_tokenizer_of_the_folder_unless_another_is_given(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(llama3.SPEC.hf.config(SCALED) | {"vocab_size": 999}))  # type: ignore
+    (tmp_path / "config.json").write_text(
+        json.dumps(llama3.SPEC.hf.config(SCALED) | {"vocab_size": 999})
+    )  # type: ignore
     make_assets(tmp_path, ["the cat sat on the mat"], 300)
     argv = [*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={tmp_path}"]
     assert job(argv, 1).config.model.hf_assets_path == str(tmp_path)
@@ -212,7 +264,10 @@ HF_FLAVOR_REFUSED = [
         'rope_scaling {"rope_type": "yarn", "factor": 2.0}, but',
     ),
     ({"model_type": "gpt2"}, 'is of a gpt2, and model.name is "llama3"; use --model.name gpt2'),
-    ({"model_type": "mistral"}, 'model_type "mistral", which no registered model has; legal: gpt2, llama'),
+    (
+        {"model_type": "mistral"},
+        'model_type "mistral", which no registered model has; legal: gpt2, llama',
+    ),
 ]
 
 
@@ -220,7 +275,15 @@ HF_FLAVOR_REFUSED = [
 def test_a_config_json_of_another_model_is_no_flavor(tmp_path, change, says):
     (tmp_path / "config.json").write_text(json.dumps({**llama3.SPEC.hf.config(SMALL), **change}))  # type: ignore
     with pytest.raises(ConfigError) as caught:
-        job([*QUIET, "--model.name=llama3", "--model.flavor=hf", f"--model.hf_assets_path={tmp_path}"], 1)
+        job(
+            [
+                *QUIET,
+                "--model.name=llama3",
+                "--model.flavor=hf",
+                f"--model.hf_assets_path={tmp_path}",
+            ],
+            1,
+        )
     assert says in str(caught.value) and f"{tmp_path}/config.json" in str(caught.value)
 
 
@@ -232,7 +295,9 @@ def test_flavor_hf_takes_overrides_and_needs_a_folder(tmp_path):
         "--model.overrides.rope_scaling.factor=2",
         "--model.overrides.vocab_size=256",
     ]
-    with pytest.raises(ConfigError, match=r"needs a folder with config\.json in checkpoint\.initial_load_path or"):
+    with pytest.raises(
+        ConfigError, match=r"needs a folder with config\.json in checkpoint\.initial_load_path or"
+    ):
         job(argv, 1)
     scaling = RopeScaling(factor=2.0)
     expected = dataclasses.replace(SCALED, vocab_size=256, rope_scaling=scaling)
@@ -252,7 +317,9 @@ def test_a_region_is_read_as_part_of_the_whole_tensor(tmp_path):
         live = written(spec, flavor, tmp_path / case)
         translation, reader = Translation(spec, flavor), files.Reader(tmp_path / case)
         for name, tensor in live.items():
-            box = tuple(slice(size // 3, max(size // 3 + 1, 2 * size // 3)) for size in tensor.shape)
+            box = tuple(
+                slice(size // 3, max(size // 3 + 1, 2 * size // 3)) for size in tensor.shape
+            )
             assert torch.equal(translation.read(name, box, reader.read), tensor[box]), name
 
 
@@ -277,7 +344,9 @@ def test_an_export_holds_one_file_at_a_time(tmp_path, monkeypatch):
 
     def fetch(name: str, owner: int) -> torch.Tensor:
         nonlocal most_bytes
-        assert not any(ref() is not None for ref in written_before), "a tensor of an earlier file is held"
+        assert not any(ref() is not None for ref in written_before), (
+            "a tensor of an earlier file is held"
+        )
         tensor = live[name].detach().clone()
         fetched.append(weakref.ref(tensor))
         most_bytes = max(most_bytes, sum(t.nbytes for ref in fetched if (t := ref()) is not None))
@@ -287,7 +356,9 @@ def test_an_export_holds_one_file_at_a_time(tmp_path, monkeypatch):
     largest = max(tensor.nbytes for tensor in tensors)
     monkeypatch.setattr(export_module, "write", write)
     export(tmp_path / "out", tensors, {}, fetch, file_bytes=limit)
-    assert most_bytes <= max(limit, largest) + largest < sum(tensor.nbytes for tensor in tensors) / 2
+    assert (
+        most_bytes <= max(limit, largest) + largest < sum(tensor.nbytes for tensor in tensors) / 2
+    )
 
 
 def exported(argv: list[str], folder: str, dtype: str) -> None:
@@ -295,7 +366,15 @@ def exported(argv: list[str], folder: str, dtype: str) -> None:
     run = trainer(argv, folder)
     translation = Translation(run.job.spec, run.job.model)
     target = Path(folder) / "out"
-    export_live(target, translation, run.state, getattr(torch, dtype), run.tokenizer, everyone(), file_bytes=3000)
+    export_live(
+        target,
+        translation,
+        run.state,
+        getattr(torch, dtype),
+        run.tokenizer,
+        everyone(),
+        file_bytes=3000,
+    )
 
 
 def counted_gathers(*arguments: Any) -> list[str]:
@@ -303,7 +382,9 @@ def counted_gathers(*arguments: Any) -> list[str]:
     gathered, write_files = [], export_module._write_files
 
     def counting(staging: Path, files: Any, fetch: Any, *rest: Any) -> None:
-        write_files(staging, files, lambda name, owner: gathered.append(name) or fetch(name, owner), *rest)
+        write_files(
+            staging, files, lambda name, owner: gathered.append(name) or fetch(name, owner), *rest
+        )
 
     export_module._write_files = counting  # type: ignore[bad-assignment]
     try:
@@ -328,12 +409,19 @@ def test_four_ranks_write_the_same_bytes_as_one(pool, tmp_path, model):
     assert len([name for name in names if name.endswith("safetensors")]) > 4
     assert names == sorted(path.name for path in (tmp_path / "four/out").iterdir())
     for name in names:
-        assert (tmp_path / "one/out" / name).read_bytes() == (tmp_path / "four/out" / name).read_bytes(), name
+        assert (tmp_path / "one/out" / name).read_bytes() == (
+            tmp_path / "four/out" / name
+        ).read_bytes(), name
 
 
 GPT2 = [*TINY[: -len("dim n_layers n_heads n_kv_heads hidden_dim".split())], "--model.name=gpt2"]
 GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()]
-QWEN = [*TINY, "--model.name=qwen3", "--model.flavor=debugmodel_moe", "--model.overrides.n_kv_heads=2"]
+QWEN = [
+    *TINY,
+    "--model.name=qwen3",
+    "--model.flavor=debugmodel_moe",
+    "--model.overrides.n_kv_heads=2",
+]
 QWEN += [f"--model.overrides.{field}" for field in "head_dim=8 expert_dim=16 experts=4".split()]
 ARGV = {"llama3": [*TINY, "--model.overrides.n_kv_heads=2"], "gpt2": GPT2, "qwen3": QWEN}
 MESH = dict.fromkeys(ARGV, ["--parallelism.tensor_parallel_degree=2"])
@@ -341,7 +429,9 @@ MESH["qwen3"] = [*MESH["qwen3"], "--parallelism.expert_parallel_degree=2"]
 
 
 def start(argv: list[str], folder: str) -> dict[str, Any]:
-    """Return a run's weights at its start, its log, and how many numbers this rank read from files."""
+    """Return a run's weights at its start, its log, and how many numbers this rank read from
+    files.
+    """
     log, lines = keeping_log()
     read, elements = files.Reader.read, 0
 
@@ -371,7 +461,9 @@ def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
     total = sum(tensor.numel() for tensor in live.values())
     for found in pool.run(start, argv, str(tmp_path / "run"), world=4):
         assert all(torch.equal(found["weights"][name], live[name]) for name in live)
-        assert f"loaded Hugging Face weights from {tmp_path}/hf" in found["log"] and found["step"] == 0
+        assert (
+            f"loaded Hugging Face weights from {tmp_path}/hf" in found["log"] and found["step"] == 0
+        )
         assert found["elements"] < 0.4 * total, "a quarter, and what every rank holds"
 
 
@@ -383,7 +475,11 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
     del tensors["lm_head.weight"]
     (tmp_path / "hf" / files.INDEX).unlink()
     save_file(tensors, tmp_path / "hf" / files.SINGLE)
-    argv = [*TINY, "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/hf"]
+    argv = [
+        *TINY,
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={tmp_path}/hf",
+    ]
     (found,) = pool.run(start, argv, str(tmp_path / "a"), world=1)
     assert "lm_head.weight: missing" in found["error"] and "nothing was read" in found["error"]
     argv += ["--checkpoint.exclude_from_loading=['model.output.weight']"]
@@ -391,10 +487,17 @@ def test_what_is_excluded_may_be_missing(pool, tmp_path):
     assert torch.equal(found["weights"]["norm.weight"], tensors["model.norm.weight"])
 
 
-def test_a_folder_that_is_not_named_as_one_of_hugging_face_is_told_from_a_damaged_checkpoint(pool, tmp_path):
+def test_a_folder_that_is_not_named_as_one_of_hugging_face_is_told_from_a_damaged_checkpoint(
+    pool, tmp_path
+):
     written(llama3.SPEC, job(TINY, 1).model, tmp_path / "hf")
-    (found,) = pool.run(start, [*TINY, f"--checkpoint.initial_load_path={tmp_path}/hf"], str(tmp_path), world=1)
-    assert "has no manifest.json; --model.flavor hf starts from a Hugging Face folder" in found["error"]
+    (found,) = pool.run(
+        start, [*TINY, f"--checkpoint.initial_load_path={tmp_path}/hf"], str(tmp_path), world=1
+    )
+    assert (
+        "has no manifest.json; --model.flavor hf starts from a Hugging Face folder"
+        in found["error"]
+    )
 
 
 def damage(folder: Path, how: str) -> None:
@@ -410,11 +513,15 @@ def damage(folder: Path, how: str) -> None:
         table["weight_map"]["model.norm.weight"] = first.name
         index.write_text(json.dumps(table))
     elif how == "outside":
-        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
+        index.write_text(
+            json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})
+        )
     elif how == "heads":
         config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 8}))
     elif how == "no heads":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": None}))
+        config.write_text(
+            json.dumps({**json.loads(config.read_text()), "num_attention_heads": None})
+        )
     elif how == "no config":
         config.unlink()
     elif how == "no index":
@@ -440,7 +547,11 @@ def damage(folder: Path, how: str) -> None:
         ("outside", "is not a file name"),
         ("heads", "config.json: num_attention_heads 8, but the model has 4"),
         ("no config", "has no config.json: nothing says which heads"),
-        ("no heads", "config.json: num_attention_heads 32 (absent, so transformers' default), but the model has 4"),
+        (
+            "no heads",
+            "config.json: num_attention_heads 32 (absent, so transformers' default), "
+            "but the model has 4",
+        ),
         ("no index", "it has no model.safetensors.index.json or model.safetensors"),
         ("integers", ": I8, but weights are F64, F32, BF16, F16"),
         ("misshapen", ": of shape [3, 3], but the model has ["),
@@ -464,7 +575,9 @@ GENERATED = "architectures bos_token_id eos_token_id torch_dtype dtype transform
 
 
 def faults_of(spec: Any, flavor: Any, changes: dict[str, Any], remove: str = "") -> list[str]:
-    """Return what is wrong with the config.json of a flavor with some keys changed, and one removed."""
+    """Return what is wrong with the config.json of a flavor with some keys changed, and one
+    removed.
+    """
     exported = spec.hf.config(flavor)
     config = {key: value for key, value in {**exported, **changes}.items() if key != remove}
     return config_faults(json.loads(json.dumps(config)), spec.hf, exported)
@@ -502,7 +615,10 @@ def test_a_key_that_config_json_lacks_counts_as_transformers_default(spec, flavo
         differs = any(lacking[name] != with_all[name] for name in lacking.keys() - unchecked)
         faults = faults_of(spec, flavor, {}, remove=key)
         assert bool(faults) == differs, (key, faults)
-        assert bool(faults_of(spec, flavor, {key: None})) == differs, (key, "null is as good as absent")
+        assert bool(faults_of(spec, flavor, {key: None})) == differs, (
+            key,
+            "null is as good as absent",
+        )
         assert not differs or faults[0].startswith(f"config.json: {key} "), faults
 
 
@@ -513,7 +629,8 @@ def test_every_key_of_transformers_is_compared_or_known_to_change_no_value(name)
     ours = complete({"model_type": oracle.model_type}, spec.hf)
     theirs = complete(oracle().to_dict(), spec.hf)
     assert ours == {key: theirs[key] for key in ours}
-    # A whole file of another version, with what it does not say left at the default, is read without a word.
+    # A whole file of another version, with what it does not say left at the default, is read
+    # without a word.
     assert config_faults(oracle().to_dict(), spec.hf, ours) == []
 
 
@@ -523,16 +640,27 @@ REFUSED = [
         {"rope_theta": None},
         "rope_theta 10000.0 (absent, so transformers' default), but the model has 500000.0",
     ),
-    (SMALL, {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, but the model has 1e-05; --model.overrides.norm_eps 1e-06"),
+    (
+        SMALL,
+        {"rms_norm_eps": 1e-6},
+        "rms_norm_eps 1e-06, but the model has 1e-05; --model.overrides.norm_eps 1e-06",
+    ),
     (
         SCALED,
         {"rope_scaling": ROPE | {"factor": 4.0, "original_max_position_embeddings": 8192}},
-        'rope_scaling {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, '
-        '"original_max_position_embeddings": 8192}, but the model has {"rope_type": "llama3", "factor": 8.0, '
-        '"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}; '
+        'rope_scaling {"rope_type": "llama3", "factor": 4.0, '
+        '"low_freq_factor": 1.0, "high_freq_factor": 4.0, '
+        '"original_max_position_embeddings": 8192}, '
+        'but the model has {"rope_type": "llama3", "factor": 8.0, '
+        '"low_freq_factor": 1.0, "high_freq_factor": 4.0, '
+        '"original_max_position_embeddings": 8192}; '
         "--model.overrides.rope_scaling.factor 4.0",
     ),
-    (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta 10000.0, but the model has 500000.0"),
+    (
+        SMALL,
+        {"rope_parameters": {"rope_theta": 1e4}},
+        "rope_theta 10000.0, but the model has 500000.0",
+    ),
     (
         SMALL,
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
@@ -551,19 +679,39 @@ REFUSED = [
     (SMALL, {"rope_scaling": "linear"}, 'rope_scaling "linear", but the model has null'),
     (SMALL, {"num_attention_heads": "4"}, 'num_attention_heads "4", but the model has 4'),
     (SMALL, {"num_attention_heads": 0}, "num_attention_heads 0, but the model has 4"),
-    (SCALED, {"rope_scaling": None}, 'rope_scaling null, but the model has {"rope_type": "llama3", "factor": 8.0'),
+    (
+        SCALED,
+        {"rope_scaling": None},
+        'rope_scaling null, but the model has {"rope_type": "llama3", "factor": 8.0',
+    ),
     (SMALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, but the model has 1.0"),
-    (SMALL, {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but"),
+    (
+        SMALL,
+        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5, but",
+    ),
     (SMALL, {"sliding_window": 16}, "sliding_window 16, which the model does not know; remove it"),
-    (SMALL, {"attention_multiplier": 0.5}, "attention_multiplier 0.5, which the model does not know"),
-    (SMALL, {"quantization_config": {"bits": 4}}, 'quantization_config {"bits": 4}, which the model does not know'),
+    (
+        SMALL,
+        {"attention_multiplier": 0.5},
+        "attention_multiplier 0.5, which the model does not know",
+    ),
+    (
+        SMALL,
+        {"quantization_config": {"bits": 4}},
+        'quantization_config {"bits": 4}, which the model does not know',
+    ),
     (SMALL, {"model_type": "mistral"}, 'model_type "mistral", but the model has "llama"'),
     (SMALL, {"is_causal": False}, "is_causal false, but the model has true"),
     (SMALL, {"hidden_act": "gelu"}, 'hidden_act "gelu", but the model has "silu"'),
     (SMALL, {"attention_bias": True}, "attention_bias true, but the model has false"),
     (SMALL, {"mlp_bias": True}, "mlp_bias true, but the model has false"),
     (SMALL, {"tie_word_embeddings": True}, "tie_word_embeddings true, but the model has false"),
-    (SMALL, {"num_key_value_heads": None}, "num_key_value_heads 4 (absent, so transformers' default), but the model"),
+    (
+        SMALL,
+        {"num_key_value_heads": None},
+        "num_key_value_heads 4 (absent, so transformers' default), but the model",
+    ),
     (GPT2_SMALL, {"scale_attn_weights": False}, "scale_attn_weights false, but the model has true"),
     (
         GPT2_SMALL,
@@ -575,8 +723,16 @@ REFUSED = [
     (GPT2_SMALL, {"rope_theta": 1e4}, "rope_theta 10000.0, which the model does not know"),
     (QWEN_SMALL, {"use_sliding_window": True}, "use_sliding_window true, but the model has false"),
     (QWEN_SMALL, {"mlp_only_layers": [0]}, "mlp_only_layers [0], but the model has []"),
-    (QWEN_SMALL, {"norm_topk_prob": None}, "norm_topk_prob false (absent, so transformers' default), but the"),
-    (QWEN_SMALL, {"num_experts": 4}, "num_experts 4, but the model has 8; --model.overrides.experts 4"),
+    (
+        QWEN_SMALL,
+        {"norm_topk_prob": None},
+        "norm_topk_prob false (absent, so transformers' default), but the",
+    ),
+    (
+        QWEN_SMALL,
+        {"num_experts": 4},
+        "num_experts 4, but the model has 8; --model.overrides.experts 4",
+    ),
     (
         QWEN_SMALL,
         {"num_experts": None, "num_local_experts": 4},
@@ -593,12 +749,15 @@ def test_a_config_json_that_changes_a_value_is_refused_with_both(flavor, change,
 
 
 HUB = """
-    "_name_or_path": "x", "bos_token_id": 128000, "eos_token_id": [128001, 128008], "initializer_range": 0.02,
-    "pad_token_id": 0, "pretraining_tp": 1, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
-    "use_cache": true, "attention_dropout": 0.0, "unsloth_fixed": true, "rope_interleaved": false, "n_ctx": 1024,
-    "is_llama_config": true, "predict_special_tokens": true, "transformers.js_config": {"kv_cache_dtype": {}},
-    "summary_type": "cls_index", "summary_first_dropout": 0.1, "rope_scaling": null, "sliding_window": null,
-    "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "resid_pdrop": 0.1
+    "_name_or_path": "x", "bos_token_id": 128000, "eos_token_id": [128001, 128008],
+    "initializer_range": 0.02, "pad_token_id": 0, "pretraining_tp": 1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0", "use_cache": true, "attention_dropout": 0.0,
+    "unsloth_fixed": true, "rope_interleaved": false, "n_ctx": 1024, "is_llama_config": true,
+    "predict_special_tokens": true, "transformers.js_config": {"kv_cache_dtype": {}},
+    "summary_type": "cls_index", "summary_first_dropout": 0.1, "rope_scaling": null,
+    "sliding_window": null,
+    "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+    "resid_pdrop": 0.1
 """
 
 
@@ -610,11 +769,19 @@ def test_keys_of_the_hub_that_change_no_value_are_accepted(flavor):
 
 def test_rotary_tables_of_either_version_are_the_same():
     theta = {"rope_theta": 500000.0, "rope_type": "default"}
-    for change in ({"rope_parameters": theta}, {"rope_parameters": {"rope_theta": 5e5}}, {"rope_scaling": theta}):
+    for change in (
+        {"rope_parameters": theta},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_scaling": theta},
+    ):
         assert faults_of(llama3.SPEC, SMALL, {"rope_theta": None, **change}) == []
     scaling = {**ROPE, "original_max_position_embeddings": 8192}
     assert faults_of(llama3.SPEC, SCALED, {"rope_scaling": {**scaling, "type": "llama3"}}) == []
-    v5 = {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    v5 = {
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {**scaling, "rope_theta": 5e5},
+    }
     assert faults_of(llama3.SPEC, SCALED, v5) == []
 
 
@@ -644,8 +811,13 @@ def test_a_failed_export_leaves_the_older_one(tmp_path):
         export(tmp_path / "hf", outputs, {}, fetch)
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    written(llama3.SPEC, dataclasses.replace(SMALL, n_layers=1), tmp_path / "hf", file_bytes=1 << 30)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1 and len(list(tmp_path.iterdir())) == 1
+    written(
+        llama3.SPEC, dataclasses.replace(SMALL, n_layers=1), tmp_path / "hf", file_bytes=1 << 30
+    )
+    assert (
+        len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
+        and len(list(tmp_path.iterdir())) == 1
+    )
 
 
 def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
@@ -661,7 +833,15 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
     export_module.write = full_disk
     try:
         translation, target = Translation(run.job.spec, run.job.model), Path(folder) / "out"
-        export_live(target, translation, run.state, torch.float32, run.tokenizer, everyone(), file_bytes=3000)
+        export_live(
+            target,
+            translation,
+            run.state,
+            torch.float32,
+            run.tokenizer,
+            everyone(),
+            file_bytes=3000,
+        )
     except RunFailed as error:
         return str(error)
     finally:
@@ -671,7 +851,10 @@ def fails_on_one(argv: list[str], folder: str, culprit: int) -> str:
 
 def test_an_export_that_fails_on_one_rank_fails_on_all(pool, tmp_path):
     for message in pool.run(fails_on_one, TINY, str(tmp_path), 1, world=2):
-        assert f"the export to {tmp_path}/out failed on rank 1: OSError: " in message and "No space left" in message
+        assert (
+            f"the export to {tmp_path}/out failed on rank 1: OSError: " in message
+            and "No space left" in message
+        )
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
@@ -683,7 +866,9 @@ def trained(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 def prepared_shards(root: Path) -> tuple[Path, int]:
-    """Return a folder of shards with their own tokenizer, and the number of its ids; the last one ends documents."""
+    """Return a folder of shards with their own tokenizer, and the number of its ids; the last one
+    ends documents.
+    """
     from tokenizers import Tokenizer
 
     for name in ("assets", "text"):
@@ -695,7 +880,9 @@ def prepared_shards(root: Path) -> tuple[Path, int]:
     backend.add_special_tokens(["<end>"])
     backend.save(str(root / "assets/tokenizer.json"))
     (root / "assets/tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    prepare({"text": text_files("text", str(root / "text"))}, str(root / "assets"), root / "shards", 1)
+    prepare(
+        {"text": text_files("text", str(root / "text"))}, str(root / "assets"), root / "shards", 1
+    )
     shutil.rmtree(root / "assets")
     return root / "shards", backend.get_vocab_size()
 
@@ -703,8 +890,14 @@ def prepared_shards(root: Path) -> tuple[Path, int]:
 def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tmp_path, capsys):
     shards, ids = prepared_shards(tmp_path)
     argv = [*TINY, "--training.dataset=tokens", f"--training.dataset_path={shards}"]
-    argv += [f"--model.overrides.vocab_size={ids}", "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    found = pool.run(trained, [*argv, "--checkpoint.export_dtype=bfloat16"], str(tmp_path), world=2)[0]
+    argv += [
+        f"--model.overrides.vocab_size={ids}",
+        "--checkpoint.enable",
+        "--checkpoint.last_save_in_hf",
+    ]
+    found = pool.run(
+        trained, [*argv, "--checkpoint.export_dtype=bfloat16"], str(tmp_path), world=2
+    )[0]
     target, by_command = tmp_path / "checkpoint/hf-step-3", tmp_path / "by-command"
     assert f"exported step 3 for Hugging Face: {target}" in found["log"]
     exported_folder = HuggingFaceFolder(target, llama3.SPEC, job(argv, 1).model)
@@ -714,7 +907,11 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
 
     assert cli.main(["checkpoint", "export", str(tmp_path), str(by_command)]) == 0
     names = {path.name for path in target.iterdir()}
-    assert names == {path.name for path in by_command.iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
+    assert (
+        names
+        == {path.name for path in by_command.iterdir()}
+        >= {"tokenizer.json", "tokenizer_config.json"}
+    )
     assert all((target / name).read_bytes() == (by_command / name).read_bytes() for name in names)
 
     shutil.move(shards, tmp_path / "elsewhere")
@@ -731,21 +928,40 @@ def test_tokenizer_files_are_exported(tmp_path):
 
     from titanlite.data.tokenizer import JsonTokenizer
 
-    Tokenizer(models.WordLevel({"a": 0, "<|end_of_text|>": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0, "<|end_of_text|>": 1}, "a")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
     found = documents({}, torch.float32, JsonTokenizer(tmp_path))
     assert found["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
-    assert found.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert found.keys() == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert json.loads(found["config.json"])["eos_token_id"] == 1
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], "parrot has no Hugging Face names"),
-        ([*PARROT, "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"], "--format safetensors"),
-        ([*TINY, "--checkpoint.last_save_in_hf"], "nothing is saved with checkpoint.enable = false"),
-        ([*TINY, "--checkpoint.initial_load_in_hf"], "needs a folder in checkpoint.initial_load_path"),
+        (
+            [*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+            "parrot has no Hugging Face names",
+        ),
+        (
+            [*PARROT, "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"],
+            "--format safetensors",
+        ),
+        (
+            [*TINY, "--checkpoint.last_save_in_hf"],
+            "nothing is saved with checkpoint.enable = false",
+        ),
+        (
+            [*TINY, "--checkpoint.initial_load_in_hf"],
+            "needs a folder in checkpoint.initial_load_path",
+        ),
         (
             f"{' '.join(TINY)} --checkpoint.initial_load_in_hf --checkpoint.initial_load_path=x "
             "--checkpoint.no_initial_load_model_only".split(),

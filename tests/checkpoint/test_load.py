@@ -1,4 +1,6 @@
-"""Loading: the newest verified checkpoint or an error that names what is wrong; all of it or nothing; never code."""
+"""Loading: the newest verified checkpoint or an error that names what is wrong; all of it or
+nothing; never code.
+"""
 
 import json
 import os
@@ -76,7 +78,9 @@ def start(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
 
 
 def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run):
-    smaller, largest = sorted(run.glob("checkpoint/step-3/__*"), key=lambda path: path.stat().st_size)
+    smaller, largest = sorted(
+        run.glob("checkpoint/step-3/__*"), key=lambda path: path.stat().st_size
+    )
     damaged = [largest, run / "checkpoint/step-2" / smaller.name]
     for path in damaged:
         flip(path, 5000)
@@ -84,7 +88,9 @@ def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run
         assert step == 1
         assert log[:2] == [f"skipping checkpoint: {path}: checksum mismatch" for path in damaged]
         assert f"resumed step 1 from {run}/checkpoint/step-1" in log
-    assert steps_in(run) == ["step-1"] and len(list(run.glob("previous/*/checkpoint/step-[23]"))) == 2
+    assert (
+        steps_in(run) == ["step-1"] and len(list(run.glob("previous/*/checkpoint/step-[23]"))) == 2
+    )
 
 
 def test_verify_on_load_sizes_reads_only_small_files(pool, run):
@@ -99,8 +105,14 @@ def test_verify_on_load_sizes_reads_only_small_files(pool, run):
 
 def test_load_step_refuses_a_damaged_checkpoint(pool, run):
     flip(run / "checkpoint/step-3/state.json", 30)
-    for step, message, _ in pool.run(start, [*SAVING, "--checkpoint.load_step=3"], str(run), world=2):
-        assert step == -1 and message.startswith("checkpoint.load_step: ") and "step-3/state.json" in message
+    for step, message, _ in pool.run(
+        start, [*SAVING, "--checkpoint.load_step=3"], str(run), world=2
+    ):
+        assert (
+            step == -1
+            and message.startswith("checkpoint.load_step: ")
+            and "step-3/state.json" in message
+        )
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(pool, run):
@@ -113,13 +125,18 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(pool, run):
 def test_a_missing_checkpoint_is_an_error(pool, run, tmp_path):
     for argv, says in (
         ([*SAVING, "--checkpoint.load_step=7"], "no such checkpoint in"),
-        ([*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"], "is not a complete checkpoint"),
+        (
+            [*TINY, f"--checkpoint.initial_load_path={tmp_path}/nowhere"],
+            "is not a complete checkpoint",
+        ),
     ):
         ((step, message, _),) = pool.run(start, argv, str(run), world=1)
         assert step == -1 and says in message
 
 
-def test_latest_names_the_newest_step_from_the_next_start_on_if_a_kill_came_before_it_was_written(pool, run):
+def test_latest_names_the_newest_step_from_the_next_start_on_if_a_kill_came_before_it_was_written(
+    pool, run
+):
     (run / "checkpoint/latest").write_text("step-2\n")
     assert pool.run(start, SAVING, str(run), world=1)[0][0] == 3
     assert (run / "checkpoint/latest").read_text() == "step-3\n"
@@ -133,11 +150,15 @@ def test_load_step_archives_later_checkpoints(pool, run):
     assert set(kept) == {1}
 
 
-def test_metrics_and_tensorboard_before_an_earlier_load_step_are_the_checkpoints_and_after_it_the_new_runs(pool, run):
+def test_metrics_before_an_earlier_load_step_are_the_checkpoints_and_after_it_the_new_runs(
+    pool, run
+):
     argv = [*SAVING, "--metrics.enable_tensorboard", "--optimizer.lr=1e-3", "--training.steps=3"]
     shutil.rmtree(run)
     pool.run(run_until, argv, str(run), world=2)
-    rates = [json.loads(line).get("lr") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        json.loads(line).get("lr") for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     first = [rate for rate in rates if rate]
     again = ["--checkpoint.load_step=1", "--optimizer.lr=2e-3", "--training.steps=2"]
     pool.run(run_until, [*argv, *again], str(run), world=2)
@@ -159,7 +180,9 @@ def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     argv = [*TINY, f"--checkpoint.initial_load_path={saved}/checkpoint"]
     (found,) = pool.run(weights_of, argv, str(tmp_path / "a"), world=1)
     assert found["step"] == 0 and f"loaded weights from {saved}/checkpoint/step-3" in found["log"]
-    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found["weights"].items())
+    assert all(
+        torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found["weights"].items()
+    )
     argv = [
         *TINY,
         f"--checkpoint.initial_load_path={saved}/checkpoint/step-2",
@@ -170,7 +193,9 @@ def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     assert steps_in(saved) == ["step-1", "step-2", "step-3"], "another run's folder is only read"
 
 
-def refused(argv: list[str], folder: str, path: str, exclude: list[str], only: bool = False) -> tuple[str, bool]:
+def refused(
+    argv: list[str], folder: str, path: str, exclude: list[str], only: bool = False
+) -> tuple[str, bool]:
     """Return what a strict load says, and whether the live weights are unchanged."""
     run = trainer(argv, folder)
     before = weights(run)
@@ -190,9 +215,18 @@ def refused(argv: list[str], folder: str, path: str, exclude: list[str], only: b
             "--model.overrides.hidden_dim=64",
             "w1.weight: float32 of shape [32, 16] in the checkpoint, float32 of shape [64",
         ),
-        ("--model.overrides.n_layers=3", "model.layers.2.attention.wq.weight: not in the checkpoint"),
-        ("--model.overrides.n_layers=1", "model.layers.1.attention.wq.weight: only in the checkpoint"),
-        ("--optimizer.name=SGD", "optimizer.layers.0.attention.wk.weight.exp_avg: only in the checkpoint"),
+        (
+            "--model.overrides.n_layers=3",
+            "model.layers.2.attention.wq.weight: not in the checkpoint",
+        ),
+        (
+            "--model.overrides.n_layers=1",
+            "model.layers.1.attention.wq.weight: only in the checkpoint",
+        ),
+        (
+            "--optimizer.name=SGD",
+            "optimizer.layers.0.attention.wk.weight.exp_avg: only in the checkpoint",
+        ),
         (
             " ".join(FLOAT64),
             "float32 of shape [16, 16] in the checkpoint, float64 of shape [16, 16] in this run",
@@ -214,7 +248,9 @@ def test_exclude_from_loading_lists_what_may_differ(pool, saved, tmp_path):
         ([], ["model.output.wieght"], "did you mean model.output.weight?", True),
         ([], ["nothing.*"], "matches nothing", True),
     ):
-        ((message, same),) = pool.run(refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1)
+        ((message, same),) = pool.run(
+            refused, [*TINY, *argv], str(tmp_path), path, exclude, world=1
+        )
         assert says in message and same == untouched
 
 
@@ -234,7 +270,10 @@ LLAMA = llama3.FLAVORS["debugmodel"]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rope_theta": 5e5}, "model.overrides.rope_theta: 500000.0 in the checkpoint, 10000.0 in this run"),
+        (
+            {"rope_theta": 5e5},
+            "model.overrides.rope_theta: 500000.0 in the checkpoint, 10000.0 in this run",
+        ),
         ({"norm_eps": 0.5}, "model.overrides.norm_eps: 0.5 in the checkpoint, 1e-05 in this run"),
         (
             {"n_heads": 4, "n_kv_heads": 2},
@@ -253,7 +292,9 @@ def test_weights_of_a_model_with_other_fields_are_refused_with_both_values(chang
     if not says:
         assert check_model("step-1", saved, llama3.SPEC, LLAMA, ["optimizer"]) == ["optimizer"]
         return
-    with pytest.raises(UserError, match="of another llama3; nothing was loaded. A new run: give another") as caught:
+    with pytest.raises(
+        UserError, match="of another llama3; nothing was loaded. A new run: give another"
+    ) as caught:
         check_model("step-1", saved, llama3.SPEC, LLAMA, ["model.overrides.dim"])
     assert says in str(caught.value)
     for patterns, rest in (
@@ -292,7 +333,11 @@ def test_a_checkpoint_from_before_fields_were_saved_is_compared_by_its_config(ru
     plant(folder, "environment.json", json.dumps(environment).encode())
     assert saved_model(folder, llama3.SPEC) == fields
     config = (folder / "config.toml").read_text()
-    plant(folder, "config.toml", config.replace('flavor = "debugmodel"', 'flavor = "no more"').encode())
+    plant(
+        folder,
+        "config.toml",
+        config.replace('flavor = "debugmodel"', 'flavor = "no more"').encode(),
+    )
     assert saved_model(folder, llama3.SPEC) == {}, "then only tensors are compared"
 
 
@@ -326,8 +371,12 @@ def test_loading_a_foreign_folder_never_runs_code(run, tmp_path):
     raw = bytearray((folder / "__0_0.distcp").read_bytes())
     manifest = read_manifest(folder)
     entry = manifest.tensors["model.norm.weight"]
-    chunk = replace(entry.chunks[0], file="__0_0.distcp", offset=len(raw), length=payload.stat().st_size)
-    manifest = replace(manifest, tensors={**manifest.tensors, "model.norm.weight": replace(entry, chunks=(chunk,))})
+    chunk = replace(
+        entry.chunks[0], file="__0_0.distcp", offset=len(raw), length=payload.stat().st_size
+    )
+    manifest = replace(
+        manifest, tensors={**manifest.tensors, "model.norm.weight": replace(entry, chunks=(chunk,))}
+    )
     (folder / MANIFEST).write_bytes(manifest.render())
     plant(folder, "__0_0.distcp", bytes(raw) + payload.read_bytes())
     with pytest.raises(CheckpointException, match="Weights only load failed"):
@@ -337,11 +386,18 @@ def test_loading_a_foreign_folder_never_runs_code(run, tmp_path):
 
 def test_tensors_are_read_without_a_process_group(saved):
     found = load_tensors(saved / "checkpoint/step-3", ["model.output.weight"])
-    assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (256, 16)
+    assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (
+        256,
+        16,
+    )
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     stock = {"model.output.weight": torch.zeros(256, 16)}
-    torch.distributed.checkpoint.load(stock, checkpoint_id=str(saved / "checkpoint/step-3"), no_dist=True)
-    assert torch.equal(stock["model.output.weight"], found["model.output.weight"]), "torch's own reader reads it too"
+    torch.distributed.checkpoint.load(
+        stock, checkpoint_id=str(saved / "checkpoint/step-3"), no_dist=True
+    )
+    assert torch.equal(stock["model.output.weight"], found["model.output.weight"]), (
+        "torch's own reader reads it too"
+    )
 
 
 @pytest.mark.parametrize(

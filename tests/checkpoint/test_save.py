@@ -1,4 +1,6 @@
-"""Saving: the state at the call, a failure that all ranks know of, and no incomplete checkpoint is ever published."""
+"""Saving: the state at the call, a failure that all ranks know of, and no incomplete checkpoint is
+ever published.
+"""
 
 import errno
 import json
@@ -43,7 +45,9 @@ from titanlite.runtime.distributed import WATCH_SECONDS
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
-    """Whether the state at the call was saved, although it was overwritten before it was written."""
+    """Whether the state at the call was saved, although it was overwritten before it was
+    written.
+    """
     run = trainer([*SAVING, f"--checkpoint.async_mode={mode}", "--training.steps=1"], folder)
     saved: dict[str, torch.Tensor] = {}
     save, write = run.save, run.saver._write
@@ -62,7 +66,9 @@ def changed_right_after(folder: str, mode: str) -> bool:
     run.saver._write = late  # type: ignore[method-assign]
     run.train()
     found = load_tensors(Path(folder) / "checkpoint/step-1")
-    return found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    return found.keys() == saved.keys() and all(
+        torch.equal(found[name], saved[name]) for name in saved
+    )
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
@@ -71,7 +77,9 @@ def test_the_state_at_the_call_is_saved(pool, tmp_path, mode):
 
 
 class LateStream(TorchDispatchMode):
-    """Stands in for a stream of a GPU: what it is given is done as late as it may, when something waits for it."""
+    """Stands in for a stream of a GPU: what it is given is done as late as it may, when something
+    waits for it.
+    """
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -98,8 +106,8 @@ class LateStream(TorchDispatchMode):
 
 
 def copied_beside_training(folder: str) -> tuple[list[str], bool]:
-    """Save as with pinned memory a model with a buffer that the forward pass changes; return the order of what
-    happened, and whether each checkpoint holds the state at the call."""
+    """Save as with pinned memory a model with a buffer that the forward pass changes; return the
+    order of what happened, and whether each checkpoint holds the state at the call."""
     run, events, saved = trainer(SAVING, folder), [], {}
     (model,), saver = run.parts, run.saver
     passes = torch.zeros(1)
@@ -110,7 +118,9 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
     model.register_buffer("passes", passes)
     model.register_forward_hook(change_buffer)
     saver.settings = saver.settings.model_copy(update={"async_mode": "async_with_pinned_mem"})
-    saver._host_memory = {name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()}
+    saver._host_memory = {
+        name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()
+    }
 
     def noted(function, name: str):
         def call(*args):
@@ -143,21 +153,29 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
     same = True
     for step, expected in saved.items():
         found = load_tensors(Path(folder) / f"checkpoint/step-{step}")
-        same &= found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        same &= found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
     return events, same
 
 
-def test_a_copy_into_pinned_memory_runs_beside_training_until_the_optimizer_changes_the_state(pool, tmp_path):
+def test_a_copy_into_pinned_memory_runs_beside_training_until_the_optimizer_changes_the_state(
+    pool, tmp_path
+):
     ((events, same),) = pool.run(copied_beside_training, str(tmp_path), world=1)
     step = ["forward and backward", "copied", "update", "save returned"]
     assert events == [*(word for word in step if word != "copied"), *step, *step, "copied"]
-    assert same, "the state is as it was when it was saved, buffers that the forward pass changes too"
+    assert same, (
+        "the state is as it was when it was saved, buffers that the forward pass changes too"
+    )
 
 
 def fails_at(
     fatal_point: str, on_rank: int, argv: list[str], folder: str, only_step: int
 ) -> tuple[str, int, list[str]]:
-    """Train with a full disk at a failpoint of one step's save; return how that ended, at which step, and the log."""
+    """Train with a full disk at a failpoint of one step's save; return how that ended, at which
+    step, and the log.
+    """
     log_and_lines = keeping_log()
     run = trainer(argv, folder, log_and_lines[0])
 
@@ -191,22 +209,39 @@ def test_a_full_disk_on_any_rank_stops_all_ranks(pool, tmp_path, point):
     for message, step, _ in pool.run(fails_at, point, bad, argv, str(tmp_path), 4, world=2):
         assert "step 4 failed on rank" in message and "No space left on device" in message
         assert "the newest checkpoint is step-2" in message and step == 5
-    assert steps_in(tmp_path) == ["step-2"] and (tmp_path / "checkpoint/latest").read_text() == "step-2\n"
+    assert (
+        steps_in(tmp_path) == ["step-2"]
+        and (tmp_path / "checkpoint/latest").read_text() == "step-2\n"
+    )
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_on_failure_warn_continues_and_saves_again(pool, tmp_path, mode):
-    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=8", "--checkpoint.on_failure=warn"]
+    argv = [
+        *SAVING,
+        "--checkpoint.interval=2",
+        "--training.steps=8",
+        "--checkpoint.on_failure=warn",
+    ]
     argv += [f"--checkpoint.async_mode={mode}"]
     for message, step, log in pool.run(fails_at, "half a file", 1, argv, str(tmp_path), 4, world=2):
         assert (message, step) == ("nothing", 8)
-        assert any("step 4 failed on rank 1" in line and "training continues" in line for line in log)
+        assert any(
+            "step 4 failed on rank 1" in line and "training continues" in line for line in log
+        )
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
 @pytest.mark.parametrize("mode", sample(["async", "disabled"], "async"))
-def test_a_failed_last_save_ends_the_run_with_an_error_although_on_failure_is_warn(pool, tmp_path, mode):
-    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=4", "--checkpoint.on_failure=warn"]
+def test_a_failed_last_save_ends_the_run_with_an_error_although_on_failure_is_warn(
+    pool, tmp_path, mode
+):
+    argv = [
+        *SAVING,
+        "--checkpoint.interval=2",
+        "--training.steps=4",
+        "--checkpoint.on_failure=warn",
+    ]
     argv += [f"--checkpoint.async_mode={mode}"]
     ((message, step, _),) = pool.run(fails_at, "half a file", 0, argv, str(tmp_path), 4, world=1)
     assert step == 4 and message.startswith("RunFailed: the save of step 4 failed on rank 0")
@@ -219,7 +254,9 @@ def not_finite(folder: str) -> list[str]:
     original = run.runner.forward_backward
 
     def forward_backward(step, batches, tokens):
-        return original(step, batches, tokens) * (float("nan") if step == 3 and rank() == 1 else 1.0)
+        return original(step, batches, tokens) * (
+            float("nan") if step == 3 and rank() == 1 else 1.0
+        )
 
     run.runner.forward_backward = forward_backward  # type: ignore[method-assign]
     with pytest.raises(Exception, match="at step 3 the loss of rank 1 was not finite"):
@@ -232,7 +269,12 @@ def test_a_nonfinite_step_is_never_saved(pool, tmp_path):
 
 
 def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
-    argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=5", "--checkpoint.enable_first_step_checkpoint"]
+    argv = [
+        *SAVING,
+        "--checkpoint.interval=2",
+        "--training.steps=5",
+        "--checkpoint.enable_first_step_checkpoint",
+    ]
     pool.run(run_until, argv, str(tmp_path), world=2)
     assert steps_in(tmp_path) == ["step-1", "step-2", "step-4", "step-5"]
     folder = tmp_path / "checkpoint/step-4"
@@ -240,22 +282,35 @@ def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
     assert manifest.step == 4 and not manifest.weights_only
     assert faults(folder, manifest, manifest.files) == []
     weight = manifest.tensors["optimizer.layers.1.attention.wq.weight.exp_avg"]
-    assert (weight.shape, weight.dtype, weight.placement) == ((16, 16), "float32", "dim 0 over dp_shard")
+    assert (weight.shape, weight.dtype, weight.placement) == (
+        (16, 16),
+        "float32",
+        "dim 0 over dp_shard",
+    )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     costs = {r["step"]: r for r in lines if "checkpoint_write_seconds" in r}
     assert costs.keys() == {1, 2, 4, 5}
-    assert all(r["checkpoint_staging_seconds"] <= r["checkpoint_blocked_seconds"] for r in costs.values())
+    assert all(
+        r["checkpoint_staging_seconds"] <= r["checkpoint_blocked_seconds"] for r in costs.values()
+    )
 
 
 def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
-    argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.last_save_model_only", "--checkpoint.keep_latest_k=1"]
+    argv = [
+        *SAVING,
+        "--checkpoint.interval=2",
+        "--checkpoint.last_save_model_only",
+        "--checkpoint.keep_latest_k=1",
+    ]
     pool.run(run_until, argv, str(tmp_path), world=2)
     manifest = read_manifest(tmp_path / "checkpoint/step-3")
     assert manifest.weights_only and all(name.startswith("model.") for name in manifest.tensors)
     (part,) = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path), world=1)
     assert part["begun"] == 2, "the last one that can be resumed was kept"
     assert any("contains weights only" in line for line in part["log"])
-    assert steps_in(tmp_path) == ["step-2", "step-4"] and list(tmp_path.glob("previous/*/checkpoint/step-3"))
+    assert steps_in(tmp_path) == ["step-2", "step-4"] and list(
+        tmp_path.glob("previous/*/checkpoint/step-3")
+    )
 
 
 def minutes(folder: str) -> list[str]:
@@ -275,14 +330,18 @@ def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
 def empty(root: Path, *steps: int, weights_only: bool = False) -> None:
     for step in steps:
         step_folder(root, step).mkdir()
-        (step_folder(root, step) / "manifest.json").write_bytes(Manifest(step, weights_only, {}, {}).render())
+        (step_folder(root, step) / "manifest.json").write_bytes(
+            Manifest(step, weights_only, {}, {}).render()
+        )
 
 
 def test_retention_counts_complete_checkpoints_only(tmp_path):
     empty(tmp_path, 10, 20, 30, 40, 50)
     for foreign in ("step-5.backup", "step-05", "my-step-1", "step-"):
         (tmp_path / foreign).mkdir()
-        (tmp_path / foreign / "manifest.json").write_bytes((tmp_path / "step-10/manifest.json").read_bytes())
+        (tmp_path / foreign / "manifest.json").write_bytes(
+            (tmp_path / "step-10/manifest.json").read_bytes()
+        )
     (tmp_path / "step-50/manifest.json").write_bytes(b"{}")  # damaged: counts as nothing
     (tmp_path / "step-7").mkdir()  # never committed
     assert steps_to_delete(tmp_path, 2, 0) == [10, 20]
@@ -300,9 +359,20 @@ def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
 
 
 def test_only_leftovers_are_cleared(tmp_path):
-    left = [".step-3.0123abcd.staging", ".hf-step-3.0123abcd.staging", ".step-3.staging", ".step-1.deleted"]
+    left = [
+        ".step-3.0123abcd.staging",
+        ".hf-step-3.0123abcd.staging",
+        ".step-3.staging",
+        ".step-1.deleted",
+    ]
     probe = f"{SEEN_BY_ALL}{'0a' * 16}"
-    foreign = [".step-3.staging.mine", ".step-x.deleted", f"{SEEN_BY_ALL}mine", "step-2", ".mine.0123abcd.staging"]
+    foreign = [
+        ".step-3.staging.mine",
+        ".step-x.deleted",
+        f"{SEEN_BY_ALL}mine",
+        "step-2",
+        ".mine.0123abcd.staging",
+    ]
     for name in [*left, *foreign]:
         (tmp_path / name).mkdir()
     (tmp_path / probe).touch()
@@ -312,7 +382,9 @@ def test_only_leftovers_are_cleared(tmp_path):
 
 
 def leftovers(has_locks: bool, folder: str) -> list[str]:
-    """Start on a file system with or without locks where a save is or was in progress; return what is still there."""
+    """Start on a file system with or without locks where a save is or was in progress; return what
+    is still there.
+    """
     (Path(folder) / "checkpoint/.step-9.0123abcd.staging").mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "works_on", lambda path: has_locks)
@@ -336,7 +408,9 @@ def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
 
     def write_and_note(*args) -> None:
         write(*args)
-        left.append(steps_to_delete(run.checkpoints.root, settings.keep_latest_k, settings.keep_every))
+        left.append(
+            steps_to_delete(run.checkpoints.root, settings.keep_latest_k, settings.keep_every)
+        )
 
     run.saver._write = write_and_note  # type: ignore[method-assign]
     commit.delete = slow
@@ -347,8 +421,15 @@ def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
     return left
 
 
-def test_the_run_keeps_the_latest_and_every_nth_and_no_rank_runs_ahead_of_a_deletion(pool, tmp_path):
-    argv = [*SAVING, "--training.steps=7", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3"]
+def test_the_run_keeps_the_latest_and_every_nth_and_no_rank_runs_ahead_of_a_deletion(
+    pool, tmp_path
+):
+    argv = [
+        *SAVING,
+        "--training.steps=7",
+        "--checkpoint.keep_latest_k=2",
+        "--checkpoint.keep_every=3",
+    ]
     assert pool.run(with_slow_deletions, argv, str(tmp_path), world=2) == [[[]] * 7] * 2
     assert steps_in(tmp_path) == ["step-3", "step-6", "step-7"]
     assert (tmp_path / "checkpoint/latest").read_text() == "step-7\n"
@@ -358,7 +439,9 @@ def on_a_disk_of_its_own(folder: str) -> str:
     """Return why a run whose ranks have different disks does not start."""
     clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_folder, "time", clock)  # a network folder gets five seconds to show a file
+        patch.setattr(
+            checkpoint_folder, "time", clock
+        )  # a network folder gets five seconds to show a file
         with pytest.raises(UserError) as error:
             trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
     return str(error.value)
@@ -367,13 +450,16 @@ def on_a_disk_of_its_own(folder: str) -> str:
 def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tmp_path):
     for number, message in enumerate(pool.run(on_a_disk_of_its_own, str(tmp_path), world=2)):
         assert message == (
-            f"checkpoint.folder {tmp_path}/{number}/checkpoint (on rank 0's host host0) is not writable from "
-            "rank 1 on host1: all ranks write into one folder, so job.dump_folder must be on shared storage"
+            f"checkpoint.folder {tmp_path}/{number}/checkpoint (on rank 0's host host0) "
+            "is not writable from rank 1 on host1: all ranks write into one folder, "
+            "so job.dump_folder must be on shared storage"
         )
     assert [*(tmp_path / "0/checkpoint").iterdir()] == []
 
 
-def content(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> commit.Content:
+def content(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> commit.Content:
     return commit.Content(1, tensors, values.__getitem__, None, lambda _: {}, weights_only=True)
 
 
@@ -406,7 +492,8 @@ def commit_twice(folder: str) -> str:
 
 def test_a_committed_folder_is_never_written_into(pool, tmp_path):
     assert all(
-        "exists, and nothing is ever written into" in message for message in pool.run(commit_twice, str(tmp_path))
+        "exists, and nothing is ever written into" in message
+        for message in pool.run(commit_twice, str(tmp_path))
     )
     assert load_tensors(tmp_path / "step-1")["model.a"].tolist() == [1, 1]
 
@@ -437,8 +524,12 @@ def test_optimizer_state_is_created_without_a_step():
         of_optimizer = state.tensors().keys() - state.weights().keys()
         assert {name.rpartition(".")[2] for name in of_optimizer} == keys
         assert {name.rpartition(".")[2] for name in state.numbers()} == numbers
-        assert not steps and all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
-    with pytest.raises(Exception, match=r"Rows: rows is a tensor of shape \[2\] for a parameter of shape \[2, 2\]"):
+        assert not steps and all(
+            torch.equal(p, before[name]) for name, p in layer.named_parameters()
+        )
+    with pytest.raises(
+        Exception, match=r"Rows: rows is a tensor of shape \[2\] for a parameter of shape \[2, 2\]"
+    ):
         TrainingState([layer], Rows(layer.parameters()), {}).tensors()
 
 
@@ -455,13 +546,20 @@ def test_any_changed_byte_of_a_manifest_is_found(tmp_path):
 
 
 def timeouts(folder: str) -> tuple[float, float]:
-    """Return the timeouts of the checkpoints' group and of a training group after the first step."""
+    """Return the timeouts of the checkpoints' group and of a training group after the first
+    step.
+    """
     run = trainer([*TINY, "--checkpoint.enable", "--comm.train_timeout_seconds=7"], folder)
     run.train()
     groups = (run.checkpoints.group, run.mesh.loss)
-    own, others = (g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups)
+    own, others = (
+        g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups
+    )
     return own, others
 
 
 def test_saving_has_its_own_timeout(pool, tmp_path):
-    assert pool.run(timeouts, str(tmp_path), world=2) == [(1800 + WATCH_SECONDS, 7 + WATCH_SECONDS)] * 2
+    assert (
+        pool.run(timeouts, str(tmp_path), world=2)
+        == [(1800 + WATCH_SECONDS, 7 + WATCH_SECONDS)] * 2
+    )

@@ -26,8 +26,12 @@ def wait_for(path: Path, process) -> None:
 
 
 @pytest.mark.long
-def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved_and_resumes(tmp_path):
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; what is started inherits it
+def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved_and_resumes(
+    tmp_path,
+):
+    handler = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # as nohup does; what is started inherits it
     process = start(LONG, tmp_path, NGPU="2")
     signal.signal(signal.SIGHUP, handler)
     wait_for(tmp_path / "checkpoint/step-4", process)
@@ -44,35 +48,61 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     code, out = finish(process)
     assert code == 130 and time.monotonic() - began < 5 and "Traceback" not in out
     assert left_over(family, until=began + 5) == []
-    assert re.search(r"stopped at step \d+ of 100000 on request .*; saved: .*/checkpoint/step-\d+$", out.rstrip())
+    assert re.search(
+        r"stopped at step \d+ of 100000 on request .*; saved: .*/checkpoint/step-\d+$", out.rstrip()
+    )
     newest = int(re.search(r"step-(\d+)$", out.rstrip())[1])
 
     target = newest + 3
     argv = [*LONG, f"--training.steps={target}", "--lr_scheduler.total_steps=100000"]
     code, out = train(argv, tmp_path, NGPU="1")
-    assert code == 0 and f"resumed step {newest} from" in out and "titanlite: resuming from the newest of" in out
+    assert (
+        code == 0
+        and f"resumed step {newest} from" in out
+        and "titanlite: resuming from the newest of" in out
+    )
     assert "is 2 sequences, and was 4; to keep it: --training.global_batch_size 4\n" in out
-    assert out.index("titanlite: resuming") < out.index("resumed step") < out.index(f"step: {target:2}")
+    assert (
+        out.index("titanlite: resuming")
+        < out.index("resumed step")
+        < out.index(f"step: {target:2}")
+    )
     steps = [r["step"] for r in records(tmp_path) if "loss" in r]
     assert steps == list(range(1, target + 1)), "no step twice"
 
     code, out = train(argv, tmp_path, NGPU="2")
     assert code == 0
     assert out == (
-        f"titanlite: already at step {target} of {target}: raise --training.steps, or give --job.dump_folder\n"
+        f"titanlite: already at step {target} of {target}: raise --training.steps, "
+        "or give --job.dump_folder\n"
     )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("other", ["without checkpoints", "in another folder", "whose record was deleted"])
+@pytest.mark.parametrize(
+    "other", ["without checkpoints", "in another folder", "whose record was deleted"]
+)
 def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(tmp_path, other):
-    argv = [*TINY, "--checkpoint.enable", "--checkpoint.interval=2", "--metrics.log_freq=1", "--optimizer.lr=1e-3"]
+    argv = [
+        *TINY,
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+        "--metrics.log_freq=1",
+        "--optimizer.lr=1e-3",
+    ]
     argv += ["--metrics.enable_tensorboard", "--lr_scheduler.total_steps=9"]
     first = [*argv, "--training.steps=4"]
     assert train(first, tmp_path, NGPU="1")[0] == 0
     rates = [record["lr"] for record in records(tmp_path) if "loss" in record]
-    words = ["--checkpoint.folder=elsewhere"] if other == "in another folder" else ["--checkpoint.no_enable"]
-    assert train([*argv, "--training.steps=3", "--optimizer.lr=2e-3", *words], tmp_path, NGPU="1")[0] == 0
+    words = (
+        ["--checkpoint.folder=elsewhere"]
+        if other == "in another folder"
+        else ["--checkpoint.no_enable"]
+    )
+    assert (
+        train([*argv, "--training.steps=3", "--optimizer.lr=2e-3", *words], tmp_path, NGPU="1")[0]
+        == 0
+    )
     if other == "whose record was deleted":
         shutil.rmtree(tmp_path / "previous")
     code, out = train([*argv, "--training.steps=6"], tmp_path, NGPU="1")
@@ -81,10 +111,21 @@ def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(tmp_path
     traced = tensorboard(tmp_path / "tb")["lr"]
     if other == "whose record was deleted":
         assert [step for step, _ in found] == [5, 6]
-        assert "metrics.jsonl has nothing of the steps before" in out and "another run's record is now in" in out
+        assert (
+            "metrics.jsonl has nothing of the steps before" in out
+            and "another run's record is now in" in out
+        )
     else:
-        assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6] and [rate for _, rate in found[:4]] == rates
+        assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6] and [
+            rate for _, rate in found[:4]
+        ] == rates
         assert "metrics.jsonl continues the record of the checkpoint's run, from" in out
-    others = [json.loads(line) for path in tmp_path.glob("previous/*/metrics.jsonl") for line in path.open()]
-    assert any(record.get("lr") == 2e-3 * rates[0] / 1e-3 for record in others), "the other run's record is kept"
+    others = [
+        json.loads(line)
+        for path in tmp_path.glob("previous/*/metrics.jsonl")
+        for line in path.open()
+    ]
+    assert any(record.get("lr") == 2e-3 * rates[0] / 1e-3 for record in others), (
+        "the other run's record is kept"
+    )
     assert sorted(traced) == [step for step, _ in found]

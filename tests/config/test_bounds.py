@@ -1,4 +1,6 @@
-"""Every number of a config has bounds: a value is refused by name, read as it is, or named as without effect."""
+"""Every number of a config has bounds: a value is refused by name, read as it is, or named as
+without effect.
+"""
 
 import dataclasses
 import math
@@ -20,9 +22,13 @@ NUMBERS = {key: words for key, words in WORDS.items() if "number" in words and "
 
 
 def attempt(overrides: dict[str, Any]) -> tuple[Job | None, str]:
-    """Return the job of the debug config with these values, or the message with which it is refused."""
+    """Return the job of the debug config with these values, or the message with which it is
+    refused.
+    """
     try:
-        return job_from(CommandLine(files=["debug.toml"], overrides=overrides), world=None, training=True), ""
+        return job_from(
+            CommandLine(files=["debug.toml"], overrides=overrides), world=None, training=True
+        ), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -43,7 +49,9 @@ def is_outside(words: str, value: Any, unbounded: bool, infinite: bool) -> bool:
 
 def test_the_walk_has_every_key_that_is_no_switch_text_or_list():
     kinds = ("true or false", "text", "a list of ", "one of ", "a table")
-    others = {key for key, words in WORDS.items() if words.startswith(kinds) and "number" not in words}
+    others = {
+        key for key, words in WORDS.items() if words.startswith(kinds) and "number" not in words
+    }
     assert NUMBERS.keys() == KEYS.keys() - others - {"training.mixture"}
 
 
@@ -54,20 +62,28 @@ def test_a_key_refuses_numbers_outside_of_its_bounds_by_name_and_ignores_none(ke
         if is_outside(NUMBERS[key], value, key in TAKES_ANY_WHOLE_NUMBER, key in MAY_BE_INFINITE):
             assert key in message, f"{value} is accepted"
         elif job:
-            assert value_of(job.config, key) == value or key in "\n".join(job.remarks), f"{value} is ignored"
+            assert value_of(job.config, key) == value or key in "\n".join(job.remarks), (
+                f"{value} is ignored"
+            )
         else:
             assert message.count("\n  ") and "Traceback" not in message
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_weight_in_a_mixture_is_refused_outside_of_its_bounds(value):
-    assert [name for name, info in Mixture.model_fields.items() if info.annotation in (int, float)] == ["weight"]
+    assert [
+        name for name, info in Mixture.model_fields.items() if info.annotation in (int, float)
+    ] == ["weight"]
     _, message = attempt({"training.mixture": [{"dataset": "python-stdlib", "weight": value}]})
-    assert "training.mixture" in message and ("weight" in message or "multiples" in message), message
+    assert "training.mixture" in message and ("weight" in message or "multiples" in message), (
+        message
+    )
 
 
 def numbers_in(cls: type, path: str = "") -> dict[str, bool]:
-    """Return the fields of a flavor that take a number, those of its tables too, and whether it is whole."""
+    """Return the fields of a flavor that take a number, those of its tables too, and whether it is
+    whole.
+    """
     found = {}
     for name, kind in get_type_hints(cls).items():
         kinds = {kind, *get_args(kind)}
@@ -92,9 +108,13 @@ def test_the_walk_of_models_has_the_fields_of_their_tables():
 
 
 @pytest.mark.parametrize(("model", "flavor", "field", "is_whole"), FIELDS)
-def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(model, flavor, field, is_whole):
+def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
+    model, flavor, field, is_whole
+):
     for value in VALUES:
-        job, message = attempt({"model.name": model, "model.flavor": flavor, f"model.overrides.{field}": value})
+        job, message = attempt(
+            {"model.name": model, "model.flavor": flavor, f"model.overrides.{field}": value}
+        )
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or value < 0 or (is_whole and value in (1e-300, 1_000_000_000_000)):
             assert "model.overrides" in message and field in message, f"{value} is accepted"
@@ -108,13 +128,28 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(model,
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"model.overrides.rope_theta": 0}, "rope_theta: must be greater than or equal to 0.000001"),
-        ({"model.overrides.rope_scaling.factor": -1.0}, "factor: must be greater than or equal to 0.000001"),
+        (
+            {"model.overrides.rope_theta": 0},
+            "rope_theta: must be greater than or equal to 0.000001",
+        ),
+        (
+            {"model.overrides.rope_scaling.factor": -1.0},
+            "factor: must be greater than or equal to 0.000001",
+        ),
         ({"model.name": "qwen3", "model.overrides.top_k": 2}, "top_k: no effect without experts"),
-        ({"fault.spike_sigma": 3.0, "fault.spike_window": 300}, "and the run has 300; legal: 2 to 299"),
-        ({"lr_scheduler.decay_ratio": 1e-9}, "rounds to no steps of decay, of 300; legal: 0.0 for no decay, or"),
+        (
+            {"fault.spike_sigma": 3.0, "fault.spike_window": 300},
+            "and the run has 300; legal: 2 to 299",
+        ),
+        (
+            {"lr_scheduler.decay_ratio": 1e-9},
+            "rounds to no steps of decay, of 300; legal: 0.0 for no decay, or",
+        ),
         ({"optimizer.eps": 1e-300}, "must be a number >= 1e-30"),
-        ({"model.name": "llama4", "training.foo": 0}, "1 configuration error; nothing was started\n  model.name ="),
+        (
+            {"model.name": "llama4", "training.foo": 0},
+            "1 configuration error; nothing was started\n  model.name =",
+        ),
         ({"model.name": "llama4"}, 'registered as "llama4"; known: '),
         ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),
         ({"debug.seed": 2**64}, ""),
@@ -132,7 +167,10 @@ PP = "parallelism.pipeline_parallel_"
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (MOE | {"model.overrides.hidden_dim": 64}, "where all layers have experts: model.overrides.hidden_dim"),
+        (
+            MOE | {"model.overrides.hidden_dim": 64},
+            "where all layers have experts: model.overrides.hidden_dim",
+        ),
         (MOE, ""),
         ({"model.name": "qwen3", "model.overrides.hidden_dim": 64}, ""),
         (

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_docs_config_md_is_current():
-    assert (ROOT / "docs/config.md").read_text() == markdown(), "run: titanlite config --markdown > docs/config.md"
+    assert (ROOT / "docs/config.md").read_text() == markdown(), (
+        "run: titanlite config --markdown > docs/config.md"
+    )
 
 
 def test_the_json_schema_is_current():
@@ -64,5 +66,13 @@ def test_a_shipped_config_names_its_schema(name):
 
 
 def test_the_config_and_models_commands_do_not_import_torch():
-    code = "import sys, titanlite.cli as c; c.main(['config']); c.main(['models']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False).returncode == 0
+    code = (
+        "import sys, titanlite.cli as c; c.main(['config']); c.main(['models']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False
+        ).returncode
+        == 0
+    )

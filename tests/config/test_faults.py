@@ -19,8 +19,15 @@ from titanlite.models.common import RopeScaling
 MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 
 
-def job(*argv: str, world: int | None = None, training: bool = False, files: tuple[str, ...] = ("debug.toml",)):
-    return job_from(parse_command_line(["--config", *files, *argv], {}), world=world, training=training)
+def job(
+    *argv: str,
+    world: int | None = None,
+    training: bool = False,
+    files: tuple[str, ...] = ("debug.toml",),
+):
+    return job_from(
+        parse_command_line(["--config", *files, *argv], {}), world=world, training=training
+    )
 
 
 def faults(*argv: str, **options) -> str:
@@ -31,7 +38,13 @@ def faults(*argv: str, **options) -> str:
 
 def test_three_errors_of_one_command_line_are_all_named():
     text = faults(
-        "--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3", world=2
+        "--training.stepz",
+        "5",
+        "--optimizer.lr",
+        "x",
+        "--parallelism.tensor_parallel_degree",
+        "3",
+        world=2,
     )
     assert text.startswith("3 configuration errors; nothing was started")
     assert "training.stepz = 5" in text and "unknown key; did you mean training.steps?" in text
@@ -41,7 +54,11 @@ def test_three_errors_of_one_command_line_are_all_named():
 
 def test_an_invalid_field_does_not_hide_a_rule_on_others():
     text = faults("--training.steps", "none", "--training.global_batch_size", "17", world=2)
-    assert "training.steps" in text and "training.global_batch_size = 17" in text and "16 or 32" in text
+    assert (
+        "training.steps" in text
+        and "training.global_batch_size = 17" in text
+        and "16 or 32" in text
+    )
 
 
 def test_a_rule_that_reads_an_invalid_field_does_not_stop_other_rules():
@@ -70,7 +87,9 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         own = [rule for rule in rules if rule.__module__ == module.__name__]
         assert own, f"{module.__name__} has no rules"
         for rule in own:
-            assert not inspect.signature(rule).parameters.keys() - set(dir(made[0])), f"{rule.__name__} never runs"
+            assert not inspect.signature(rule).parameters.keys() - set(dir(made[0])), (
+                f"{rule.__name__} never runs"
+            )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +98,10 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (["--training.seq_len", "9000"], "positions for 8192 tokens at most"),
         (["--model.flavor", "8b"], "debugmodel, 1B, 3B, 8B, 70B, 405B"),
         (["--model.name", "lama3"], "did you mean llama3?"),
-        (["--model.package", "no_such_package"], f"there is no package no_such_package in {os.getcwd()}"),
+        (
+            ["--model.package", "no_such_package"],
+            f"there is no package no_such_package in {os.getcwd()}",
+        ),
         (["--model.package", "./parrot"], '"./parrot" is not a name that Python can import'),
         (["--model.overrides.n_layer", "4"], "nearest: n_layers"),
         (["--model.overrides.n_layers", "many"], "n_layers: must be a valid integer"),
@@ -88,22 +110,44 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (["--model.overrides.n_layers", "0"], "n_layers: must be greater than or equal to 1"),
         (["--model.overrides.norm_eps", "0"], "norm_eps: must be greater than or equal to 1e-30"),
         (["--model.overrides.vocab_size", "128"], "byte tokenizer's 256 tokens do not fit"),
-        (["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"], "at most 0.667"),
+        (
+            ["--lr_scheduler.decay_ratio", "0.95", "--lr_scheduler.warmup_steps", "100"],
+            "at most 0.667",
+        ),
         (["--optimizer.name", "SGD", "--optimizer.beta1", "0.5"], "SGD does not use this key"),
         (["--training.dataset", "text"], "needs a folder or file"),
         (["--training.dataset_path", "/data"], "has no path"),
         (["--training.dtype", "float64"], 'use "float64" for all three types'),
-        (["--parallelism.data_parallel_shard_degree", "3"], "3 is not the number of ranks, 4; use -1 or 4"),
-        (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
-        (["--parallelism.expert_parallel_degree", "2"], "llama3 debugmodel has no experts; legal: 1"),
-        ([*MOE, "--parallelism.expert_parallel_degree", "3"], "3 does not divide 8 experts; legal: 1, 2, 4"),
-        ([*MOE, "--parallelism.expert_parallel_degree", "8"], "8 does not divide 4 ranks of data_parallel_shard"),
         (
-            [*MOE, "--parallelism.expert_parallel_degree=2", "--parallelism.fsdp_reshard_after_forward=2"],
+            ["--parallelism.data_parallel_shard_degree", "3"],
+            "3 is not the number of ranks, 4; use -1 or 4",
+        ),
+        (["--parallelism.pipeline_parallel_degree", "8"], "8 does not divide 4 ranks"),
+        (
+            ["--parallelism.expert_parallel_degree", "2"],
+            "llama3 debugmodel has no experts; legal: 1",
+        ),
+        (
+            [*MOE, "--parallelism.expert_parallel_degree", "3"],
+            "3 does not divide 8 experts; legal: 1, 2, 4",
+        ),
+        (
+            [*MOE, "--parallelism.expert_parallel_degree", "8"],
+            "8 does not divide 4 ranks of data_parallel_shard",
+        ),
+        (
+            [
+                *MOE,
+                "--parallelism.expert_parallel_degree=2",
+                "--parallelism.fsdp_reshard_after_forward=2",
+            ],
             "FSDP2 keeps experts that expert parallel splits on all sharding ranks or on one",
         ),
         (["--parallelism.fsdp_reshard_after_forward", "3"], "legal: 2"),
-        (["--parallelism.fsdp_reshard_after_forward", "sometimes"], '"default", "always", "never" or a whole number'),
+        (
+            ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
+            '"default", "always", "never" or a whole number',
+        ),
         (["--activation_checkpoint.selective_ac_option", "0"], "matching"),
         (["--job.device", "cpu", "--training.dataloader.pin_memory"], "for copies to a GPU"),
         (["--job", "x"], "--job"),
@@ -116,11 +160,20 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
             'metrics.save_tb_folder = "tb"   (default)\n      must differ from '
             "checkpoint.folder, and neither may be inside of the other",
         ),
-        (["--comm.save_traces_folder=profile_traces"], "must differ from profiling.save_traces_folder"),
+        (
+            ["--comm.save_traces_folder=profile_traces"],
+            "must differ from profiling.save_traces_folder",
+        ),
         (["--job.dump_folder="], 'must be the name of a folder; "." is the current one'),
-        (["--job.dump_folder", "out/" + "x" * 256], "a name of 256 bytes; files and folders have at most 255"),
+        (
+            ["--job.dump_folder", "out/" + "x" * 256],
+            "a name of 256 bytes; files and folders have at most 255",
+        ),
         (["--training.dataset=text", "--training.dataset_path", "é" * 128], "a name of 256 bytes"),
-        (["--job.dump_folder=/tmp/\udcff"], "--job.dump_folder=/tmp/?\n      is not UTF-8, as TOML must be"),
+        (
+            ["--job.dump_folder=/tmp/\udcff"],
+            "--job.dump_folder=/tmp/?\n      is not UTF-8, as TOML must be",
+        ),
         (["--debug", "1"], "is not an option"),
         (["--lr", "1"], "did you mean --optimizer.lr?"),
         (["--learning-rate", "1"], "did you mean --optimizer.lr?"),
@@ -140,10 +193,14 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         ),
         (
             ["--inference.a=1", "--encoder.b=2", "--inference.c=3"],
-            "1 configuration error; nothing was started\n  [inference], [encoder]   (command line)\n"
+            "1 configuration error; nothing was started\n"
+            "  [inference], [encoder]   (command line)\n"
             "      unknown sections; known are: job, model",
         ),
-        (["--config", "debug.toml", "-training.steps", "10"], "is not an option; did you mean --training.steps?"),
+        (
+            ["--config", "debug.toml", "-training.steps", "10"],
+            "is not an option; did you mean --training.steps?",
+        ),
         (["--model.flavor", "8b"], 'did you mean "8B"?'),
         (["--parallelism.pipeline_parallel_schedule", "1f1b2"], 'did you mean "1F1B"?'),
         (
@@ -161,16 +218,28 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (["--training.steps", "[3]"], "must be a whole number >= 1"),
         (["--model.freeze", '["a", 3]'], "must be a list of text; entry 2 must be a valid string"),
         (["--training.mixture", '[{dataset = "a"}]'], "entry 1: weight is missing"),
-        (["--training.mixture", '[{dataset = "a", weight = 2}]'], "entry 1: weight must be less than or equal to 1"),
+        (
+            ["--training.mixture", '[{dataset = "a", weight = 2}]'],
+            "entry 1: weight must be less than or equal to 1",
+        ),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
-        (["--model.overrides", "4"], "is a table: write [model.overrides] or --model.overrides.NAME VALUE"),
-        (["--model.overrides=4", "--model.overrides.n_layers=2"], "model.overrides = 4   (command line)"),
+        (
+            ["--model.overrides", "4"],
+            "is a table: write [model.overrides] or --model.overrides.NAME VALUE",
+        ),
+        (
+            ["--model.overrides=4", "--model.overrides.n_layers=2"],
+            "model.overrides = 4   (command line)",
+        ),
         (["--model.overrides.n_layers.x=2"], "n_layers: must be a valid integer"),
         (
             ["--model.overrides.rope_scaling.factr=4"],
             "llama3 has no field rope_scaling.factr (nearest: factor; known:",
         ),
-        (["--model.overrides.rope_scaling", "{foo = 1}"], "rope_scaling.foo (nearest: none; known: factor, low_freq"),
+        (
+            ["--model.overrides.rope_scaling", "{foo = 1}"],
+            "rope_scaling.foo (nearest: none; known: factor, low_freq",
+        ),
         (
             ["--model.overrides={rope_scaling = {foo = 1}, n_layer = 2}"],
             "rope_scaling.foo (nearest: none; known: fact",
@@ -180,8 +249,14 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
             "n_layer (nearest: n_layers; known: dim, n_la",
         ),
         (["--model.overrides.rope_scaling=4"], "rope_scaling: must be an object"),
-        (["--model.overrides.rope_scaling.factor=4", "--model.overrides.rope_scaling=4"], "must be an object"),
-        (["--model.overrides.rope_scaling.factor=much"], "rope_scaling.factor: must be a valid number"),
+        (
+            ["--model.overrides.rope_scaling.factor=4", "--model.overrides.rope_scaling=4"],
+            "must be an object",
+        ),
+        (
+            ["--model.overrides.rope_scaling.factor=much"],
+            "rope_scaling.factor: must be a valid number",
+        ),
         (["--training.mixture", '[{dataset = "a"}, {datset = "b"}]'], "training.mixture"),
         (["--training.steps=3", "stray"], "stray\n      is not an option"),
     ],
@@ -196,21 +271,34 @@ def test_a_message_names_the_legal_values(argv, says):
         (
             "2",
             "1",
-            "2 × data_parallel_shard_degree 2 = 4 ranks are needed, and this run has 2; start 4 (NGPU=4",
+            "2 × data_parallel_shard_degree 2 = 4 ranks are needed, "
+            "and this run has 2; start 4 (NGPU=4",
         ),
-        ("-1", "2", "2 × tensor_parallel_degree 2 = 4 does not divide 2 ranks; start 4 (NGPU=4 on one node)"),
+        (
+            "-1",
+            "2",
+            "2 × tensor_parallel_degree 2 = 4 does not divide 2 ranks; "
+            "start 4 (NGPU=4 on one node)",
+        ),
     ],
 )
 def test_degrees_that_need_more_ranks_say_together_how_many(shard, tp, says):
-    argv = ["--parallelism.data_parallel_replicate_degree=2", f"--parallelism.data_parallel_shard_degree={shard}"]
+    argv = [
+        "--parallelism.data_parallel_replicate_degree=2",
+        f"--parallelism.data_parallel_shard_degree={shard}",
+    ]
     text = faults(*argv, f"--parallelism.tensor_parallel_degree={tp}", world=2)
     assert says in text and text.startswith("1 configuration error;")
 
 
-@pytest.mark.parametrize(("tp", "world", "legal"), [("2", 3, "1"), ("16", 8, "1, 2, 4"), ("16", 24, "1, 2, 4")])
+@pytest.mark.parametrize(
+    ("tp", "world", "legal"), [("2", 3, "1"), ("16", 8, "1, 2, 4"), ("16", 24, "1, 2, 4")]
+)
 def test_the_legal_values_of_a_degree_are_those_that_every_rule_allows(tp, world, legal):
     text = faults("--parallelism.tensor_parallel_degree", tp, world=world)
-    assert {line.partition("legal: ")[2] for line in text.splitlines() if "legal" in line} == {legal}
+    assert {line.partition("legal: ")[2] for line in text.splitlines() if "legal" in line} == {
+        legal
+    }
 
 
 def test_a_degree_is_judged_beside_an_invalid_model():
@@ -220,7 +308,9 @@ def test_a_degree_is_judged_beside_an_invalid_model():
 
 def test_help_and_docs_show_how_a_list_and_a_switch_are_typed():
     for text in (EPILOG, " ".join(markdown().split())):
-        assert """--model.freeze '["norm.weight"]'""" in text and ".no_" in text and "=false" in text
+        assert (
+            """--model.freeze '["norm.weight"]'""" in text and ".no_" in text and "=false" in text
+        )
 
 
 def test_missing_and_broken_files_are_named(tmp_path):
@@ -228,7 +318,12 @@ def test_missing_and_broken_files_are_named(tmp_path):
     broken.write_text("[training\nsteps = 3")
     text = faults("--training.stepz=3", files=("absent.toml", str(broken), "x" * 256))
     assert "File name too long" in text
-    assert "absent.toml" in text and "debug.toml" in text and "broken.toml" in text and "training.stepz" in text
+    assert (
+        "absent.toml" in text
+        and "debug.toml" in text
+        and "broken.toml" in text
+        and "training.stepz" in text
+    )
 
 
 def test_later_files_and_the_command_line_win(tmp_path):
@@ -265,15 +360,26 @@ def test_every_way_to_write_an_override(argv, key, value):
 
 def test_a_nested_field_of_a_flavor_is_overridden_alone_wherever_it_is_written(tmp_path):
     path = tmp_path / "scaled.toml"
-    path.write_text('[model]\nflavor = "1B"\n[model.overrides.rope_scaling]\nfactor = 2\nlow_freq_factor = 3\n')
+    path.write_text(
+        '[model]\nflavor = "1B"\n[model.overrides.rope_scaling]\nfactor = 2\nlow_freq_factor = 3\n'
+    )
     files = ("debug.toml", str(path))
     options = ["--training.dataset=tokens", "--training.dataset_path=x"]
-    for argv in (["--model.overrides.rope_scaling.factor=4"], ["--model.overrides.rope_scaling", "{factor = 4}"]):
+    for argv in (
+        ["--model.overrides.rope_scaling.factor=4"],
+        ["--model.overrides.rope_scaling", "{factor = 4}"],
+    ):
         of_file = job(*options, *argv, files=files)
-        assert of_file.model.rope_scaling == RopeScaling(4.0, 3.0), "the later value, and the file's other one"
-        of_flavor = job(*options, "--model.flavor=1B", "--model.overrides.rope_scaling.low_freq_factor=2")
+        assert of_file.model.rope_scaling == RopeScaling(4.0, 3.0), (
+            "the later value, and the file's other one"
+        )
+        of_flavor = job(
+            *options, "--model.flavor=1B", "--model.overrides.rope_scaling.low_freq_factor=2"
+        )
         assert of_flavor.model.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
-        assert job(*argv).model.rope_scaling == RopeScaling(4.0), "the defaults, where the flavor has none"
+        assert job(*argv).model.rope_scaling == RopeScaling(4.0), (
+            "the defaults, where the flavor has none"
+        )
     assert job("--model.overrides.rope_scaling={}").model.rope_scaling == RopeScaling()
 
 
@@ -282,7 +388,9 @@ def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):
     path.write_text("[training]\nsteps = 7\n")
     assert parse_command_line(["--job.config_file", str(path)], {}).files == [str(path)]
     assert parse_command_line([], {"CONFIG_FILE": str(path)}).files == [str(path)]
-    assert parse_command_line(["--config", "debug.toml"], {"CONFIG_FILE": str(path)}).files == ["debug.toml"]
+    assert parse_command_line(["--config", "debug.toml"], {"CONFIG_FILE": str(path)}).files == [
+        "debug.toml"
+    ]
 
 
 def test_the_resolved_config_is_read_back_unchanged(tmp_path):
@@ -299,7 +407,12 @@ def test_the_device_that_was_found_is_used_but_not_saved():
     found = job_from(parse_command_line([], {}), world=1, training=True, device="cpu")
     assert found.config.job.device == "cpu" and found.given.job.device == "auto"
     with pytest.raises(ConfigError, match="for copies to a GPU"):
-        job_from(parse_command_line(["--training.dataloader.pin_memory"], {}), world=1, training=True, device="cpu")
+        job_from(
+            parse_command_line(["--training.dataloader.pin_memory"], {}),
+            world=1,
+            training=True,
+            device="cpu",
+        )
 
 
 def test_the_last_of_two_equal_flags_wins():
@@ -307,12 +420,19 @@ def test_the_last_of_two_equal_flags_wins():
 
 
 def test_invalid_fields_have_their_defaults_while_others_are_read():
-    loaded = load(parse_command_line(["--config", "debug.toml", "--training.steps=x", "--training.seq_len=64"], {}))
+    loaded = load(
+        parse_command_line(
+            ["--config", "debug.toml", "--training.steps=x", "--training.seq_len=64"], {}
+        )
+    )
     assert loaded.invalid == {"training.steps"} and loaded.config.training.seq_len == 64
 
 
 def test_a_key_that_only_one_config_has_is_called_not_set():
-    assert toml_differences("[a]\nb = 1", '[a]\nc = "none"') == {"a.b": "1 -> not set", "a.c": 'not set -> "none"'}
+    assert toml_differences("[a]\nb = 1", '[a]\nc = "none"') == {
+        "a.b": "1 -> not set",
+        "a.c": 'not set -> "none"',
+    }
 
 
 @pytest.mark.parametrize(
@@ -320,7 +440,10 @@ def test_a_key_that_only_one_config_has_is_called_not_set():
     [
         ("[optimizer]\nlr = 1\nname = 'SGD'\nlr = 2\n", "line 4: lr is given twice"),
         ("[model]\nfreeze = []\nfreeze = [\n  'a',\n]  # c", "line 3: freeze is given twice"),
-        ("[optimizer]\nlr = 1\n[job]\n[optimizer]\neps = 1\n", "line 4: [optimizer] is given twice"),
+        (
+            "[optimizer]\nlr = 1\n[job]\n[optimizer]\neps = 1\n",
+            "line 4: [optimizer] is given twice",
+        ),
     ],
 )
 def test_a_key_given_twice_is_named_with_its_file_and_line(text, says, tmp_path):
@@ -337,7 +460,11 @@ def test_a_key_given_twice_is_named_with_its_file_and_line(text, says, tmp_path)
         (b"training:\n  steps: 3\n", "a.toml", "is YAML; titanlite reads TOML in UTF-8"),
         (b"steps: 3\n", "a.yaml", "is YAML"),
         ("[training]\nsteps = 3".encode("utf-16"), "a.toml", "is text in UTF-16"),
-        (b"[job]\n# caf\xe9\n", "a.toml", "line 2 is not UTF-8 (byte 0xe9); save the file as UTF-8"),
+        (
+            b"[job]\n# caf\xe9\n",
+            "a.toml",
+            "line 2 is not UTF-8 (byte 0xe9); save the file as UTF-8",
+        ),
         (b"\xef\xbb\xbf[job]\r\n\r\n# caf\xe9\r\n", "a.toml", "line 3 is not UTF-8 (byte 0xe9)"),
     ],
 )

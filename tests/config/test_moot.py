@@ -1,4 +1,6 @@
-"""A key in a run in which it has nothing to do is named as without effect, or refused: every key, every need."""
+"""A key in a run in which it has nothing to do is named as without effect, or refused: every key,
+every need.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ from titanlite.launch.preflight import check_machine
 MODE = "activation_checkpoint.mode"
 SPLIT = "--model.overrides.n_kv_heads=2 --parallelism.tensor_parallel_degree=2"
 STAGES = "--parallelism.pipeline_parallel_degree=2"
-NAMED = "--parallelism.module_fqns_per_model_part=[['tok_embeddings','layers.0'],['layers.1','norm','output']]"
-ULYSSES = "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses"
+NAMED = (
+    "--parallelism.module_fqns_per_model_part="
+    "[['tok_embeddings','layers.0'],['layers.1','norm','output']]"
+)
+ULYSSES = (
+    "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses"
+)
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options of the run, ranks
     ("data parallel or offload", "training.mixed_precision_reduce", "bfloat16", SPLIT, 2),
@@ -32,9 +39,21 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
     ("tensor parallel", "parallelism.enable_async_tensor_parallel", "true", "--compile.enable", 2),
     ("no pipeline parallel", "parallelism.defer_gradient_sync", "true", STAGES, 4),
     ("gradient accumulation", "parallelism.defer_gradient_sync", "true", "", 2),
-    ("replicas", "parallelism.defer_gradient_sync", "replicas", "--training.global_batch_size=8", 2),
+    (
+        "replicas",
+        "parallelism.defer_gradient_sync",
+        "replicas",
+        "--training.global_batch_size=8",
+        2,
+    ),
     ("pipeline parallel", "parallelism.pipeline_parallel_microbatch_size", "2", "", 1),
-    ("no module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage", "3", f"{STAGES} {NAMED}", 2),
+    (
+        "no module_fqns_per_model_part",
+        "parallelism.pipeline_parallel_layers_per_stage",
+        "3",
+        f"{STAGES} {NAMED}",
+        2,
+    ),
     ("context parallel", "parallelism.context_parallel_rotate_method", "ulysses", "", 1),
     (
         "no ulysses",
@@ -55,9 +74,27 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
     ("steps of decay", "lr_scheduler.decay_type", "cosine", "--lr_scheduler.decay_ratio=0.0", 1),
     ("steps of decay", "lr_scheduler.min_lr_factor", "0.5", "--lr_scheduler.warmup_steps=3", 1),
     ("checkpoint.enable", "checkpoint.interval", "7", "", 1),
-    ("checkpoint.keep_latest_k", "checkpoint.keep_every", "7", "--checkpoint.enable --checkpoint.keep_latest_k=0", 1),
-    ("checkpoint.initial_load_path", "checkpoint.initial_load_model_only", "false", "--checkpoint.enable", 1),
-    ("checkpoint.enable or initial_load_path", "checkpoint.exclude_from_loading", "['data']", "", 1),
+    (
+        "checkpoint.keep_latest_k",
+        "checkpoint.keep_every",
+        "7",
+        "--checkpoint.enable --checkpoint.keep_latest_k=0",
+        1,
+    ),
+    (
+        "checkpoint.initial_load_path",
+        "checkpoint.initial_load_model_only",
+        "false",
+        "--checkpoint.enable",
+        1,
+    ),
+    (
+        "checkpoint.enable or initial_load_path",
+        "checkpoint.exclude_from_loading",
+        "['data']",
+        "",
+        1,
+    ),
     (
         "a checkpoint to verify",
         "checkpoint.verify_on_load",
@@ -72,7 +109,13 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
     ("traces or snapshots", "profiling.profile_freq", "7", "", 1),
     ("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder", "memory", "", 1),
     ("a GPU", "comm.trace_buf_size", "7", "", 1),
-    ("comm.trace_buf_size", "comm.save_traces_folder", "nccl", "--comm.trace_buf_size=0 --job.device=auto", 1),
+    (
+        "comm.trace_buf_size",
+        "comm.save_traces_folder",
+        "nccl",
+        "--comm.trace_buf_size=0 --job.device=auto",
+        1,
+    ),
     ("steps to skip", "fault.skip_budget", "7", "--fault.spike_sigma=6.0", 1),
     ("fault.spike_sigma", "fault.on_spike", "skip", "", 1),
     ('fault.on_spike "rollback"', "fault.rollback_budget", "7", "--fault.on_nonfinite=skip", 1),
@@ -80,15 +123,27 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
 ]
 MIXTURE = '--training.mixture=[{dataset="python-stdlib",weight=1.0}]'
 REFUSED = {  # key: (a value, part of the message, further options of the run)
-    "training.dataset": ("c4", "every source of training.mixture has its own dataset; remove the key", MIXTURE),
-    "training.dataset_path": ("/a", "every source of training.mixture has its own dataset_path", MIXTURE),
+    "training.dataset": (
+        "c4",
+        "every source of training.mixture has its own dataset; remove the key",
+        MIXTURE,
+    ),
+    "training.dataset_path": (
+        "/a",
+        "every source of training.mixture has its own dataset_path",
+        MIXTURE,
+    ),
     "training.repeat": ("false", "every source of a mixture repeats", MIXTURE),
     "training.dataloader.pin_memory": ("true", "pinned memory is for copies to a GPU", ""),
     "optimizer.beta1": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.beta2": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.eps": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.state_dtype": ("bfloat16", "SGD does not use this key", "--optimizer.name=SGD"),
-    "activation_checkpoint.selective_ac_option": ("99", "the model has 2 blocks; at most 2", f"--{MODE}=selective"),
+    "activation_checkpoint.selective_ac_option": (
+        "99",
+        "the model has 2 blocks; at most 2",
+        f"--{MODE}=selective",
+    ),
     "profiling.enable_memory_snapshot": ("true", "records a GPU's allocator", ""),
     "checkpoint.load_step": ("7", "nothing is resumed with checkpoint.enable = false", ""),
     "fault.stop_after_minutes": ("7.0", "nothing is saved with checkpoint.enable = false", ""),
@@ -97,19 +152,22 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
 }
 NEVER_MOOT = """
 job.dump_folder job.description job.print_config job.device job.plan
-model.name model.flavor model.hf_assets_path model.converters model.package model.freeze model.overrides
-training.local_batch_size training.global_batch_size training.seq_len training.max_norm training.steps
-training.dtype training.mixed_precision_param training.enable_cpu_offload training.gc_freq training.packing
-training.document_mask training.loss_chunks training.mixture training.dataloader.num_workers
+model.name model.flavor model.hf_assets_path model.converters model.package model.freeze
+model.overrides
+training.local_batch_size training.global_batch_size training.seq_len training.max_norm
+training.steps training.dtype training.mixed_precision_param training.enable_cpu_offload
+training.gc_freq training.packing training.document_mask training.loss_chunks training.mixture
+training.dataloader.num_workers
 optimizer.name optimizer.lr optimizer.weight_decay optimizer.implementation
 lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
 parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree
-parallelism.tensor_parallel_degree parallelism.context_parallel_degree parallelism.pipeline_parallel_degree
-parallelism.expert_parallel_degree activation_checkpoint.mode quantize.linear.float8.enable
+parallelism.tensor_parallel_degree parallelism.context_parallel_degree
+parallelism.pipeline_parallel_degree parallelism.expert_parallel_degree
+activation_checkpoint.mode quantize.linear.float8.enable
 checkpoint.enable checkpoint.initial_load_path validation.enable generate.at_end
 metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
-profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds fault.stall_seconds fault.preflight
-fault.rejoin_seconds
+profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds
+fault.stall_seconds fault.preflight fault.rejoin_seconds
 debug.seed debug.deterministic
 fault.on_nonfinite fault.spike_sigma
 """.split()
@@ -130,11 +188,17 @@ def test_every_need_has_a_run_that_lacks_it():
 
 
 @pytest.mark.parametrize(("need", "key", "value", "others", "world"), NO_EFFECT)
-def test_a_key_without_effect_is_named_with_the_reason_and_does_nothing(need, key, value, others, world):
-    """The run is given the same config as without the key; only what is written to files has its value."""
+def test_a_key_without_effect_is_named_with_the_reason_and_does_nothing(
+    need, key, value, others, world
+):
+    """The run is given the same config as without the key; only what is written to files has its
+    value.
+    """
     plain = job([*TINY, *others.split()], world)
     flipped = job([*TINY, *others.split(), f"--{key}={value}"], world)
-    reasons = dict(part.split(": ") for part in flipped.no_effect.removeprefix("no effect ").split("; "))
+    reasons = dict(
+        part.split(": ") for part in flipped.no_effect.removeprefix("no effect ").split("; ")
+    )
     assert key in reasons[without(need)].split(", ")
     assert flipped.config == plain.config
     assert toml_value(value_of(flipped.given, key)).strip('"').replace('"', "'") == value
@@ -171,7 +235,10 @@ def test_all_keys_without_effect_at_once_are_named_and_do_nothing():
     options = [*TINY, "--optimizer.weight_decay=0.0", "--lr_scheduler.decay_ratio=0.0"]
     line = parse_command_line(["--config", "debug.toml", *options], {})
     plain = job_from(line, world=1, training=True)
-    keys = NEEDY.keys() - {"compile.enable", "parallelism.enable_async_tensor_parallel"}  # one needs the other
+    keys = NEEDY.keys() - {
+        "compile.enable",
+        "parallelism.enable_async_tensor_parallel",
+    }  # one needs the other
     flipped = replace(line, overrides=line.overrides | {key: other_value(key) for key in keys})
     everything = job_from(flipped, world=1, training=True)
     assert everything.idle.keys() == keys
@@ -184,7 +251,11 @@ def test_a_key_that_contradicts_another_is_refused(key):
     value, says, others = REFUSED[key]
     with pytest.raises(ConfigError) as caught:
         job([*TINY, *filter(None, [others]), f"--{key}={value}"], world=1)
-    assert f"{key} = " in str(caught.value) and value in str(caught.value) and says in str(caught.value)
+    assert (
+        f"{key} = " in str(caught.value)
+        and value in str(caught.value)
+        and says in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,19 +267,26 @@ def test_a_key_that_contradicts_another_is_refused(key):
     ],
 )
 def test_a_key_of_a_mixture_that_does_nothing_is_refused(part, says):
-    assert set(Mixture.model_fields) == {"dataset", "dataset_path", "weight"}  # weights always count
+    assert set(Mixture.model_fields) == {
+        "dataset",
+        "dataset_path",
+        "weight",
+    }  # weights always count
     with pytest.raises(ConfigError, match=says):
         job([*TINY, f"--training.mixture=[{{{part},weight=1.0}}]"], world=1)
 
 
 def test_an_unknown_compiler_backend_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "list_backends", lambda exclude_tags=("debug",): ["inductor", "tvm"])
+    monkeypatch.setattr(
+        torch.compiler, "list_backends", lambda exclude_tags=("debug",): ["inductor", "tvm"]
+    )
     options = [*TINY, f"--job.dump_folder={tmp_path}", "--compile.enable"]
     with pytest.raises(UserError) as caught:
         check_machine(job([*options, "--compile.backend=foo"], world=1), "cpu", 1)
-    assert 'compile.backend = "foo" is not a backend of the compiler; legal: aot_eager, eager, inductor, tvm' in str(
-        caught.value
-    )
+    assert (
+        'compile.backend = "foo" is not a backend of the compiler; '
+        "legal: aot_eager, eager, inductor, tvm"
+    ) in str(caught.value)
     check_machine(job([*options, "--compile.backend=tvm"], world=1), "cpu", 1)
 
 
@@ -221,6 +299,10 @@ def test_torch_knows_the_backends_that_need_no_question(tmp_path):
 def test_keys_of_sharding_have_an_effect_where_only_experts_are_sharded():
     """Under tensor parallel alone, each rank has a shard of the experts, or some of them."""
     key = "parallelism.fsdp_forward_prefetch"
-    argv = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2", f"--{key}=2"]
+    argv = [
+        "--parallelism.tensor_parallel_degree=2",
+        "--model.overrides.n_kv_heads=2",
+        f"--{key}=2",
+    ]
     assert f"without sharding: {key}" in job([*TINY, *argv], 2).no_effect
     assert key not in job([*MOE, *argv], 2).no_effect

@@ -1,4 +1,6 @@
-"""Every key is read by code; a key that is set changes the run, is named as without effect, or is refused."""
+"""Every key is read by code; a key that is set changes the run, is named as without effect, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,26 @@ from titanlite.verify.pool import Pool
 
 SAVE_TIMES = ("blocked", "staging", "write")
 SOURCE, ROOT = Path(titanlite.__file__).parent, Path(__file__).parents[2]
-PIPELINE = [key for key in KEYS if "pipeline_parallel_" in key or key.endswith(".module_fqns_per_model_part")]
+PIPELINE = [
+    key
+    for key in KEYS
+    if "pipeline_parallel_" in key or key.endswith(".module_fqns_per_model_part")
+]
 
 
 def keys_read(tree: ast.AST) -> set[tuple[str, str]]:
-    """Return (section, pattern of a name) of the keys that a file reads, through local names of sections as well."""
-    classes = {cls.__name__: key.rpartition(".")[2] for key, cls in SECTIONS.items()} | {"MixturePart": "mixture"}
-    sections = {section: {section} for section in classes.values()}  # by the name that the file gives them
-    sections |= dict.fromkeys(("section", "part", "dataset"), {"training", "validation", "mixture"})  # a data set's
+    """Return (section, pattern of a name) of the keys that a file reads, through local names of
+    sections as well.
+    """
+    classes = {cls.__name__: key.rpartition(".")[2] for key, cls in SECTIONS.items()} | {
+        "MixturePart": "mixture"
+    }
+    sections = {
+        section: {section} for section in classes.values()
+    }  # by the name that the file gives them
+    sections |= dict.fromkeys(
+        ("section", "part", "dataset"), {"training", "validation", "mixture"}
+    )  # a data set's
 
     def name_of(node: ast.AST) -> str:
         return getattr(node, "attr", "") or getattr(node, "id", "")
@@ -59,14 +73,18 @@ def keys_read(tree: ast.AST) -> set[tuple[str, str]]:
             found |= {(section, node.attr) for section in sections.get(name_of(node.value), ())}
         elif isinstance(node, ast.Call) and name_of(node.func) == "getattr":
             parts = getattr(node.args[1], "values", ())  # of f"…"
-            pattern = "".join(str(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts)
+            pattern = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts
+            )
             found |= {(section, pattern) for section in sections.get(name_of(node.args[0]), ())}
     return found
 
 
 def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
     files = [
-        path for path in SOURCE.rglob("*.py") if path.parent.name != "rules" and path.name != "needs.py"
+        path
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name != "rules" and path.name != "needs.py"
     ]  # only judge
     read = {key for path in files for key in keys_read(ast.parse(path.read_text()))}
     unread = []
@@ -75,15 +93,18 @@ def test_every_key_is_read_by_code_or_belongs_to_a_technique_that_is_refused():
         is_read = any(section == s and re.fullmatch(pattern, name) for s, pattern in read)
         if not is_read and name not in DEGREES.values():
             unread.append(key)
-    # With a GPU batches are always pinned; a rule refuses the key on a CPU. The rules make the layout of the degrees,
-    # and the stages.
+    # With a GPU batches are always pinned; a rule refuses the key on a CPU. The rules make the
+    # layout of the degrees, and the stages.
     pinning = "training.dataloader.pin_memory"
     degrees = ["parallelism.data_parallel_shard_degree", "parallelism.expert_parallel_degree"]
     assert unread == [pinning, *degrees, *PIPELINE[1:]]
 
 
 def test_a_key_of_the_same_name_in_another_section_does_not_count_as_read():
-    code = "def f(config):\n    settings = config.metrics\n    return settings.enable, settings.log_freq"
+    code = (
+        "def f(config):\n    settings = config.metrics\n"
+        "    return settings.enable, settings.log_freq"
+    )
     assert keys_read(ast.parse(code)) == {("metrics", "enable"), ("metrics", "log_freq")}
 
 
@@ -95,7 +116,9 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
-    callback = lambda phase, info: collections.append(info["generation"]) if phase == "stop" else None  # noqa: E731
+    callback = lambda phase, info: (  # noqa: E731
+        collections.append(info["generation"]) if phase == "stop" else None
+    )
     gc.callbacks.append(callback)
     run = trainer(argv, folder, log)
     timeouts = [run_timeout()]
@@ -110,20 +133,29 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
         gc.callbacks.remove(callback)
     timeouts.append(run_timeout())
     loader = run.batches.loader
-    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    ]
     timed = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
-    timed |= {"step_seconds_p50", "step_seconds_p95"} | {f"checkpoint_{what}_seconds" for what in SAVE_TIMES}
+    timed |= {"step_seconds_p50", "step_seconds_p95"} | {
+        f"checkpoint_{what}_seconds" for what in SAVE_TIMES
+    }
     return {
         "outcome": outcome,
         "metrics": [{k: v for k, v in record.items() if k not in timed} for record in records],
-        "weights": {n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()},
+        "weights": {
+            n: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights(run).items()
+        },
         "types": [str(w.dtype) for w in weights(run).values()],
         "log": [line for line in lines if not line.startswith(("step:", "a sample, at", "saved "))],
         "start": describe_start(run),
         "files": sorted(
-            re.sub(r"events\..*", "events", p.relative_to(folder).as_posix()) for p in Path(folder).rglob("*")
+            re.sub(r"events\..*", "events", p.relative_to(folder).as_posix())
+            for p in Path(folder).rglob("*")
         ),
-        "traced steps": [p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))],
+        "traced steps": [
+            p.read_text().count('"ProfilerStep#') for p in sorted(Path(folder).rglob("rank-*.json"))
+        ],
         "collections": collections.count(2),  # full ones; Python starts small ones by itself
         "timeouts": timeouts,
         "groups": [group["weight_decay"] for group in run.runner.optimizer.param_groups],
@@ -165,7 +197,10 @@ FLIPS: dict[str, tuple[str, str]] = {
     "training.mixed_precision_reduce": ("bfloat16", "--training.mixed_precision_param=bfloat16"),
     "training.dataloader.num_workers": ("1", ""),
     "training.dataloader.prefetch_factor": ("3", "--training.dataloader.num_workers=1"),
-    "training.dataloader.persistent_workers": ("true", f"--training.dataloader.num_workers=1 {VALIDATING}"),
+    "training.dataloader.persistent_workers": (
+        "true",
+        f"--training.dataloader.num_workers=1 {VALIDATING}",
+    ),
     "optimizer.name": ("SGD", ""),
     "optimizer.lr": ("0.1", ""),
     "optimizer.beta1": ("0.5", ""),
@@ -193,7 +228,10 @@ FLIPS: dict[str, tuple[str, str]] = {
     "metrics.log_freq": ("4", "--training.steps=6"),
     "metrics.enable_tensorboard": ("true", ""),
     "metrics.save_tb_folder": ("events", "--metrics.enable_tensorboard"),
-    "profiling.enable_profiling": ("true", "--profiling.profile_freq=3 --profiling.profiler_warmup=1"),
+    "profiling.enable_profiling": (
+        "true",
+        "--profiling.profile_freq=3 --profiling.profiler_warmup=1",
+    ),
     "profiling.save_traces_folder": ("elsewhere", PROFILED),
     "profiling.profile_freq": ("2", PROFILED),
     "profiling.profiler_active": ("2", PROFILED),
@@ -203,7 +241,10 @@ FLIPS: dict[str, tuple[str, str]] = {
     "checkpoint.folder": ("saved", CHECKPOINTS),
     "checkpoint.interval": ("2", CHECKPOINTS),
     "checkpoint.keep_latest_k": ("1", f"{CHECKPOINTS} --checkpoint.interval=1"),
-    "checkpoint.keep_every": ("2", f"{CHECKPOINTS} --checkpoint.interval=1 --checkpoint.keep_latest_k=1"),
+    "checkpoint.keep_every": (
+        "2",
+        f"{CHECKPOINTS} --checkpoint.interval=1 --checkpoint.keep_latest_k=1",
+    ),
     "checkpoint.enable_first_step_checkpoint": ("true", CHECKPOINTS),
 }
 REFUSED = {  # key: (value, part of the message)
@@ -223,85 +264,136 @@ DECIDE = "tests/faults/test_decide.py::"
 RESTART = "tests/faults/test_restart.py::"
 BAD_STEP = "tests/optim/test_skip.py::"
 EXPERT = "tests/parallel/test_expert.py::"
-CONVERTERS, FLOAT8 = "tests/parallel/float8/test_converters.py::", "tests/parallel/float8/test_float8.py::"
+CONVERTERS, FLOAT8 = (
+    "tests/parallel/float8/test_converters.py::",
+    "tests/parallel/float8/test_float8.py::",
+)
 SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     **dict.fromkeys(PIPELINE, "tests/config/test_pipeline.py::test_each_key_changes_the_stages"),
     "quantize.linear.float8.enable": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
-    "quantize.linear.float8.recipe_name": FLOAT8 + "test_gradients_are_within_the_bound_of_their_recipe",
+    "quantize.linear.float8.recipe_name": FLOAT8
+    + "test_gradients_are_within_the_bound_of_their_recipe",
     "quantize.linear.float8.emulate": FLOAT8 + "test_emulation_rounds_like_real_products",
     "quantize.linear.float8.filter_fqns": CONVERTERS + "test_every_unconverted_layer_has_a_reason",
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": FLOAT8 + "test_fsdp_gathers_one_byte_per_element",
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": FLOAT8 + "test_scales_follow_the_weights",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": FLOAT8
+    + "test_fsdp_gathers_one_byte_per_element",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": FLOAT8
+    + "test_scales_follow_the_weights",
     "parallelism.tensor_parallel_degree": TENSOR + "test_sequence_is_gathered_once_per_module",
     "parallelism.disable_loss_parallel": TENSOR + "test_sequence_is_gathered_once_per_module",
-    "parallelism.enable_async_tensor_parallel": TENSOR + "test_async_tensor_parallel_names_missing_requirements",
-    "parallelism.context_parallel_degree": CONTEXT + "test_keys_and_values_are_gathered_once_per_block_and_pass",
-    "parallelism.context_parallel_load_balancer": CONTEXT + "test_each_rank_reads_the_places_that_the_config_says",
-    "parallelism.context_parallel_rotate_method": CONTEXT + "test_ulysses_exchanges_four_tensors_per_block_and_pass",
-    "parallelism.expert_parallel_degree": EXPERT + "test_each_token_is_sent_to_the_rank_of_its_expert_and_back",
-    "debug.moe_force_load_balance": EXPERT + "test_forced_balance_sends_as_many_tokens_to_all_experts",
+    "parallelism.enable_async_tensor_parallel": TENSOR
+    + "test_async_tensor_parallel_names_missing_requirements",
+    "parallelism.context_parallel_degree": CONTEXT
+    + "test_keys_and_values_are_gathered_once_per_block_and_pass",
+    "parallelism.context_parallel_load_balancer": CONTEXT
+    + "test_each_rank_reads_the_places_that_the_config_says",
+    "parallelism.context_parallel_rotate_method": CONTEXT
+    + "test_ulysses_exchanges_four_tensors_per_block_and_pass",
+    "parallelism.expert_parallel_degree": EXPERT
+    + "test_each_token_is_sent_to_the_rank_of_its_expert_and_back",
+    "debug.moe_force_load_balance": EXPERT
+    + "test_forced_balance_sends_as_many_tokens_to_all_experts",
     "parallelism.data_parallel_replicate_degree": ACTIVE + "test_hsdp_all_reduces_over_replicas",
     "parallelism.fsdp_forward_prefetch": ACTIVE + "test_forward_prefetch_follows_the_schedule",
     "parallelism.fsdp_backward_prefetch": ACTIVE + "test_backward_prefetch_follows_the_schedule",
-    "parallelism.fsdp_reshard_after_forward": ACTIVE + "test_never_resharding_keeps_blocks_gathered",
+    "parallelism.fsdp_reshard_after_forward": ACTIVE
+    + "test_never_resharding_keeps_blocks_gathered",
     "parallelism.fsdp_blocks_per_group": ACTIVE + "test_grouped_blocks_share_a_gather",
     "parallelism.fsdp_keep_whole": ACTIVE + "test_replicated_parameters_are_reduced_once_per_step",
     "training.loss_chunks": "tests/train/test_chunked_loss.py::test_peak_memory_falls_as_computed",
     "training.enable_cpu_offload": ACTIVE + "test_cpu_offload_is_active",
-    "activation_checkpoint.memory_budget": ACTIVE + "test_memory_budget_is_kept_and_ends_with_its_run",
+    "activation_checkpoint.memory_budget": ACTIVE
+    + "test_memory_budget_is_kept_and_ends_with_its_run",
     "parallelism.defer_gradient_sync": ACTIVE + "test_deferred_sync_reduces_once_per_step",
     "activation_checkpoint.mode": ACTIVE + "test_recompute_modes_repeat_the_expected_operations",
-    "activation_checkpoint.selective_ac_option": ACTIVE + "test_recompute_modes_repeat_the_expected_operations",
-    "activation_checkpoint.early_stop": ACTIVE + "test_recompute_modes_repeat_the_expected_operations",
-    "activation_checkpoint.preserve_rng_state": ACTIVE + "test_recompute_repeats_dropout_masks_unless_disabled",
+    "activation_checkpoint.selective_ac_option": ACTIVE
+    + "test_recompute_modes_repeat_the_expected_operations",
+    "activation_checkpoint.early_stop": ACTIVE
+    + "test_recompute_modes_repeat_the_expected_operations",
+    "activation_checkpoint.preserve_rng_state": ACTIVE
+    + "test_recompute_repeats_dropout_masks_unless_disabled",
     "compile.enable": ACTIVE + "test_compile_components_are_compiled_once",
     "compile.components": ACTIVE + "test_compile_components_are_compiled_once",
     "compile.backend": ACTIVE + "test_compile_components_are_compiled_once",
     "job.dump_folder": "every run in this file",
     "job.print_config": "tests/launch/test_launch.py::test_a_run_leaves_its_files_and_says_where",
     "job.device": "tests/launch/test_launch.py::test_a_missing_gpu_is_refused",
-    "job.plan": "tests/launch/test_background.py::test_a_run_prints_two_lines_of_its_plan_unless_switched_off",
+    "job.plan": (
+        "tests/launch/test_background.py::"
+        "test_a_run_prints_two_lines_of_its_plan_unless_switched_off"
+    ),
     "model.converters": CONVERTERS + "test_custom_converter_hooks_are_called",
     "model.package": "tests/models/test_outside.py::test_package_registers_its_model_and_trains",
-    "model.hf_assets_path": "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named",
+    "model.hf_assets_path": (
+        "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named"
+    ),
     "model.overrides": "every run in this file",
-    "training.dataloader.stall_timeout_seconds": "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout",
-    "validation.dataset_path": "tests/train/test_validate.py::test_steps_of_a_ragged_set_give_one_value_on_any_ranks",
-    "metrics.disable_color_printing": "tests/launch/test_terminal.py::test_disable_color_printing_shows_plain_lines",
+    "training.dataloader.stall_timeout_seconds": (
+        "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout"
+    ),
+    "validation.dataset_path": (
+        "tests/train/test_validate.py::test_steps_of_a_ragged_set_give_one_value_on_any_ranks"
+    ),
+    "metrics.disable_color_printing": (
+        "tests/launch/test_terminal.py::test_disable_color_printing_shows_plain_lines"
+    ),
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_record_the_same_steps",
-    "profiling.profiler_warmup": "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_traced_steps",
+    "profiling.profiler_warmup": (
+        "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_traced_steps"
+    ),
     "profiling.save_memory_snapshot_folder": "needs a GPU",
-    "comm.init_timeout_seconds": "tests/launch/test_nodes.py::test_one_of_two_nodes_names_the_missing_one",
+    "comm.init_timeout_seconds": (
+        "tests/launch/test_nodes.py::test_one_of_two_nodes_names_the_missing_one"
+    ),
     "comm.trace_buf_size": "needs a GPU, for NCCL",
     "comm.save_traces_folder": "needs a GPU, for NCCL",
-    "comm.checkpoint_timeout_seconds": "tests/checkpoint/test_save.py::test_saving_has_its_own_timeout",
-    "checkpoint.interval_minutes": "tests/checkpoint/test_save.py::test_all_ranks_follow_the_clock_of_rank_0",
+    "comm.checkpoint_timeout_seconds": (
+        "tests/checkpoint/test_save.py::test_saving_has_its_own_timeout"
+    ),
+    "checkpoint.interval_minutes": (
+        "tests/checkpoint/test_save.py::test_all_ranks_follow_the_clock_of_rank_0"
+    ),
     "checkpoint.load_step": LOAD + "test_load_step_archives_later_checkpoints",
     "checkpoint.initial_load_path": LOAD + "test_initial_load_path_loads_weights_or_everything",
-    "checkpoint.initial_load_model_only": LOAD + "test_initial_load_path_loads_weights_or_everything",
+    "checkpoint.initial_load_model_only": LOAD
+    + "test_initial_load_path_loads_weights_or_everything",
     "checkpoint.initial_load_in_hf": HUGGING_FACE + "test_each_rank_reads_what_its_shards_need",
     "checkpoint.last_save_in_hf": HUGGING_FACE
     + "test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards",
-    "checkpoint.export_dtype": HUGGING_FACE + "test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards",
+    "checkpoint.export_dtype": HUGGING_FACE
+    + "test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards",
     "checkpoint.exclude_from_loading": LOAD + "test_exclude_from_loading_lists_what_may_differ",
     "checkpoint.verify_on_load": LOAD + "test_verify_on_load_sizes_reads_only_small_files",
-    "checkpoint.on_failure": "tests/checkpoint/test_save.py::test_on_failure_warn_continues_and_saves_again",
+    "checkpoint.on_failure": (
+        "tests/checkpoint/test_save.py::test_on_failure_warn_continues_and_saves_again"
+    ),
     "checkpoint.last_save_model_only": SAVE + "test_the_last_checkpoint_may_hold_only_weights",
     "checkpoint.async_mode": SAVE + "test_a_checkpoint_records_its_tensors_and_costs",
-    "fault.grace_seconds": "tests/faults/test_stop.py::test_without_data_ranks_end_at_half_of_the_grace",
+    "fault.grace_seconds": (
+        "tests/faults/test_stop.py::test_without_data_ranks_end_at_half_of_the_grace"
+    ),
     "fault.stop_after_minutes": "tests/faults/test_stop.py::test_the_time_limit_stops_a_run",
     "fault.stall_seconds": "tests/faults/test_beat.py::test_each_phase_has_its_limit",
-    "fault.preflight": "tests/train/test_rank_facts.py::test_the_network_is_timed_unless_switched_off",
+    "fault.preflight": (
+        "tests/train/test_rank_facts.py::test_the_network_is_timed_unless_switched_off"
+    ),
     "fault.max_restarts": RESTART + "test_a_spent_budget_of_restarts_ends_the_run",
-    "fault.on_nonfinite": BAD_STEP + "test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state",
-    "fault.skip_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
+    "fault.on_nonfinite": BAD_STEP
+    + "test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state",
+    "fault.skip_budget": BAD_STEP
+    + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
     "fault.spike_sigma": BAD_STEP + "test_a_spike_is_warned_of_and_kept",
     "fault.spike_window": BAD_STEP + "test_a_spike_is_warned_of_and_kept",
-    "fault.on_spike": BAD_STEP + "test_a_run_that_skips_a_step_equals_one_that_never_made_its_update",
-    "fault.rollback_budget": BAD_STEP + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
-    "fault.rejoin_seconds": DECIDE + "test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits",
+    "fault.on_spike": BAD_STEP
+    + "test_a_run_that_skips_a_step_equals_one_that_never_made_its_update",
+    "fault.rollback_budget": BAD_STEP
+    + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
+    "fault.rejoin_seconds": DECIDE
+    + "test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits",
     "fault.min_nodes": RESTART + "test_a_lost_node_is_left_behind_where_fewer_are_enough",
-    "debug.deterministic": "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations",
+    "debug.deterministic": (
+        "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations"
+    ),
 }
 
 
@@ -344,7 +436,9 @@ def observed(pool, tmp_path_factory):
     with closing(Pool(2, PRELOAD)) as second, ThreadPoolExecutor(2) as threads:
         pools.put(pool)
         pools.put(second)
-        runs = dict.fromkeys([one for key in FLIPS for one in runs_of(key)] + [("--training.seq_len=16", 1)])
+        runs = dict.fromkeys(
+            [one for key in FLIPS for one in runs_of(key)] + [("--training.seq_len=16", 1)]
+        )
         yield {one: threads.submit(run, *one, tmp_path_factory.mktemp("run")) for one in runs}
 
 
@@ -362,7 +456,11 @@ def test_two_runs_of_one_config_show_the_same(observed):
 
 def test_keys_without_effect_are_named_in_one_line():
     flags = "fsdp_forward_prefetch=2 defer_gradient_sync=true disable_loss_parallel=true"
-    options = [*TINY, "--model.overrides.n_kv_heads=2", *(f"--parallelism.{flag}" for flag in flags.split())]
+    options = [
+        *TINY,
+        "--model.overrides.n_kv_heads=2",
+        *(f"--parallelism.{flag}" for flag in flags.split()),
+    ]
     replicated = [*options, "--parallelism.data_parallel_replicate_degree=2"]
     split = [*options, "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=4"]
 
@@ -370,26 +468,39 @@ def test_keys_without_effect_are_named_in_one_line():
         return job(options, world).no_effect.partition("; without checkpoint.enable")[0]
 
     assert of_mesh(options, world=1) == (
-        "no effect on 1 rank: parallelism.fsdp_forward_prefetch, parallelism.disable_loss_parallel, "
-        "parallelism.defer_gradient_sync"
+        "no effect on 1 rank: parallelism.fsdp_forward_prefetch, "
+        "parallelism.disable_loss_parallel, parallelism.defer_gradient_sync"
     )
     assert of_mesh(replicated, world=2) == (
         "no effect without sharding: parallelism.fsdp_forward_prefetch; without tensor parallel: "
-        "parallelism.disable_loss_parallel; without gradient accumulation: parallelism.defer_gradient_sync"
+        "parallelism.disable_loss_parallel; without gradient accumulation: "
+        "parallelism.defer_gradient_sync"
     )
     assert of_mesh(split, world=2) == (
         "no effect without sharding: parallelism.fsdp_forward_prefetch; without data parallel: "
         "parallelism.defer_gradient_sync"
     )
-    experts = [*MOE, "--parallelism.tensor_parallel_degree=2", "--parallelism.fsdp_forward_prefetch=2"]
-    assert "fsdp_forward_prefetch" not in job(experts, 2).no_effect, "experts are sharded over both ranks"
-    assert job(options, world=1).no_effect.partition("; ")[2] == (
-        "without checkpoint.enable: checkpoint.interval, checkpoint.async_mode, checkpoint.keep_latest_k; "
-        "without validation.enable: validation.freq, validation.steps; without generate.at_end: "
-        "generate.prompt, generate.temperature"
+    experts = [
+        *MOE,
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.fsdp_forward_prefetch=2",
+    ]
+    assert "fsdp_forward_prefetch" not in job(experts, 2).no_effect, (
+        "experts are sharded over both ranks"
     )
-    of_replicas = [*TINY, "--parallelism.defer_gradient_sync=replicas", "--training.global_batch_size=8"]
-    assert job(of_replicas, 2).no_effect.startswith("no effect without replicas: parallelism.defer_gradient_sync")
+    assert job(options, world=1).no_effect.partition("; ")[2] == (
+        "without checkpoint.enable: checkpoint.interval, checkpoint.async_mode, "
+        "checkpoint.keep_latest_k; without validation.enable: validation.freq, validation.steps; "
+        "without generate.at_end: generate.prompt, generate.temperature"
+    )
+    of_replicas = [
+        *TINY,
+        "--parallelism.defer_gradient_sync=replicas",
+        "--training.global_batch_size=8",
+    ]
+    assert job(of_replicas, 2).no_effect.startswith(
+        "no effect without replicas: parallelism.defer_gradient_sync"
+    )
     with_two = job([*of_replicas, "--parallelism.data_parallel_replicate_degree=2"], 2)
     assert "defer_gradient_sync" not in with_two.no_effect
 

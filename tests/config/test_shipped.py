@@ -42,7 +42,11 @@ PARAMETERS = {
 
 
 def shipped(name: str) -> Job:
-    return job_from(parse_command_line(["--config", f"{name}.toml"], {}), world=MEANT_FOR[name].world, training=True)
+    return job_from(
+        parse_command_line(["--config", f"{name}.toml"], {}),
+        world=MEANT_FOR[name].world,
+        training=True,
+    )
 
 
 def test_every_shipped_config_is_in_the_table():

@@ -18,11 +18,15 @@ RESOLVES = [("debug", 1, "debugmodel"), ("8b", 1, "8B"), ("70b", 8, "70B"), ("40
 RESOLVES += [("qwen3_0.6b", 1, "0.6B"), ("qwen3_1.7b", 1, "1.7B"), ("qwen3_32b", 1, "32B")]
 
 
-@pytest.mark.parametrize(("file", "ranks", "flavor"), [*RESOLVES, ("qwen3_moe_debug", 1, "debugmodel_moe")])
+@pytest.mark.parametrize(
+    ("file", "ranks", "flavor"), [*RESOLVES, ("qwen3_moe_debug", 1, "debugmodel_moe")]
+)
 def test_a_v022_file_resolves(file, ranks, flavor):
     job = resolve("--config", str(FILES / f"{file}.toml"))
     assert job.layout.world == ranks
-    assert job.config.model.flavor == flavor and job.spec.name == ("qwen3" if "qwen3" in file else "llama3")
+    assert job.config.model.flavor == flavor and job.spec.name == (
+        "qwen3" if "qwen3" in file else "llama3"
+    )
 
 
 def test_the_float8_converter_switches_its_section_on():
@@ -33,7 +37,9 @@ def test_the_float8_converter_switches_its_section_on():
 
 
 def test_custom_import_is_the_old_spelling_of_package():
-    job = resolve("--experimental.custom_import=parrot", "--model.name=parrot", "--model.flavor=small")
+    job = resolve(
+        "--experimental.custom_import=parrot", "--model.name=parrot", "--model.flavor=small"
+    )
     assert job.spec.name == "parrot"
 
 

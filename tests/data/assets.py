@@ -13,7 +13,10 @@ def make_assets(folder: Path, texts: list[str], vocab_size: int = 400) -> Path:
     special = ["<|end_of_text|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=False, initial_alphabet=alphabet
+        vocab_size=vocab_size,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=alphabet,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))

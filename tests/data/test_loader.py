@@ -1,4 +1,6 @@
-"""The loader: each rank reads its part of the job's order, and the data ends for all ranks at once."""
+"""The loader: each rank reads its part of the job's order, and the data ends for all ranks at
+once.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ CPU = torch.device("cpu")
 
 def open_windows(folder, seq_len: int, repeat: bool) -> Windows:
     source = open_source("training", "text", str(folder), ByteTokenizer(), 256)
-    return Windows([Concatenated(source, seq_len, False, "training")], seq_len, seed=0, repeat=repeat)
+    return Windows(
+        [Concatenated(source, seq_len, False, "training")], seq_len, seed=0, repeat=repeat
+    )
 
 
 @pytest.fixture
@@ -35,14 +39,28 @@ def letters(batches) -> list[str]:
     names = []
     for batch in batches:
         rows = zip(batch.tokens, batch.labels, strict=True)
-        names += ["-" if (labels == IGNORED).all() else chr(int(tokens[0])) for tokens, labels in rows]
+        names += [
+            "-" if (labels == IGNORED).all() else chr(int(tokens[0])) for tokens, labels in rows
+        ]
     return names
 
 
-def read(data: Windows, ranks: int, consumed: int = 0, steps: int | None = 3, accumulation: int = 1, **settings):
+def read(
+    data: Windows,
+    ranks: int,
+    consumed: int = 0,
+    steps: int | None = 3,
+    accumulation: int = 1,
+    **settings,
+):
     """Return the letters that all ranks read, in the order of micro-batches."""
-    slices = [RankSlice(rank, ranks, 4 // ranks // accumulation, accumulation) for rank in range(ranks)]
-    per_rank = [BatchPrefetcher(build_loader(data, s, consumed, steps, Dataloader(**settings)), CPU) for s in slices]
+    slices = [
+        RankSlice(rank, ranks, 4 // ranks // accumulation, accumulation) for rank in range(ranks)
+    ]
+    per_rank = [
+        BatchPrefetcher(build_loader(data, s, consumed, steps, Dataloader(**settings)), CPU)
+        for s in slices
+    ]
     names = []
     for batches in zip(*per_rank, strict=True):
         names += letters(batches)
@@ -59,10 +77,13 @@ def test_the_order_is_the_same_on_any_ranks_workers_and_accumulation(windows):
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])
 def test_resumed_loaders_read_what_an_uninterrupted_one_reads(windows, cut):
-    """Seven samples in steps of four: resume inside and at the end of epochs, on changing numbers of ranks."""
+    """Seven samples in steps of four: resume inside and at the end of epochs, on changing numbers
+    of ranks.
+    """
     data = windows(True)
     pieces = [
-        read(data, ranks=(1, 2, 4)[piece % 3], consumed=4 * piece * cut, steps=cut) for piece in range(-(-21 // cut))
+        read(data, ranks=(1, 2, 4)[piece % 3], consumed=4 * piece * cut, steps=cut)
+        for piece in range(-(-21 // cut))
     ]
     assert "".join(pieces)[:84] == read(data, 1, steps=21)
 
@@ -72,7 +93,8 @@ def test_labels_are_the_next_tokens(tmp_path):
     data = open_windows(tmp_path, 8, True)
     (batch,) = BatchPrefetcher(build_loader(data, RankSlice(0, 1, 2), 0, 1, Dataloader()), CPU)
     rows = {
-        bytes(t.byte().tolist()): bytes(n.byte().tolist()) for t, n in zip(batch.tokens, batch.labels, strict=True)
+        bytes(t.byte().tolist()): bytes(n.byte().tolist())
+        for t, n in zip(batch.tokens, batch.labels, strict=True)
     }
     assert rows == {b"abcdefgh": b"bcdefghi", b"ijklmnop": b"jklmnopq"}
 
@@ -84,7 +106,9 @@ def test_the_last_step_is_padded_and_all_ranks_end_together(windows, ranks):
 
 
 def test_the_end_is_repeated_and_errors_reach_the_trainer(windows, tmp_path):
-    batches = BatchPrefetcher(build_loader(windows(False), RankSlice(0, 1, 4), 0, None, Dataloader()), CPU)
+    batches = BatchPrefetcher(
+        build_loader(windows(False), RankSlice(0, 1, 4), 0, None, Dataloader()), CPU
+    )
     assert len(list(batches)) == 2 and list(batches) == []
     data = windows(True)
     (tmp_path / "letters.txt").unlink()

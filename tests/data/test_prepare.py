@@ -1,4 +1,6 @@
-"""Preparing text: the same shards with any number of workers, complete or absent, and resumable after a kill."""
+"""Preparing text: the same shards with any number of workers, complete or absent, and resumable
+after a kill.
+"""
 
 import gzip
 import hashlib
@@ -38,7 +40,9 @@ from titanlite.tools.data import counts_line
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """About 3 MB of the standard library, as text files and JSON lines, with line ends of all kinds."""
+    """About 3 MB of the standard library, as text files and JSON lines, with line ends of all
+    kinds.
+    """
     folder = tmp_path_factory.mktemp("library")
     documents = standard_library(held_out=False)
     lines = []
@@ -90,7 +94,9 @@ def test_shards_hold_every_document_once(library, assets, tmp_path):
     assert len(manifest["shards"]) > 5
     ends = source.document_ends()
     assert len(ends) == count and all(expected[end - 1] == tokenizer.end for end in ends)
-    assert prepare({"library": documents}, str(assets), tmp_path / "out", workers=1) == manifest, "already done"
+    assert prepare({"library": documents}, str(assets), tmp_path / "out", workers=1) == manifest, (
+        "already done"
+    )
     with pytest.raises(UserError, match="holds other data"):
         prepare({"library": documents}, "", tmp_path / "out", workers=1)
 
@@ -106,18 +112,37 @@ if __name__ == "__main__":
 
 
 def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_path):
-    """Kill the command and its workers before the first shard and after one, then let a run finish."""
+    """Kill the command and its workers before the first shard and after one, then let a run
+    finish.
+    """
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
-    prepare({str(library): text_files("x", str(library))}, str(assets), tmp_path / "undisturbed", workers=1)
+    prepare(
+        {str(library): text_files("x", str(library))},
+        str(assets),
+        tmp_path / "undisturbed",
+        workers=1,
+    )
     out = tmp_path / "out"
-    argv = ["prepare", str(library), "--tokenizer", str(assets), "--out", str(out), "--workers", "2"]
+    argv = [
+        "prepare",
+        str(library),
+        "--tokenizer",
+        str(assets),
+        "--out",
+        str(out),
+        "--workers",
+        "2",
+    ]
     command = [sys.executable, str(script), *argv]
     for shards in (0, 1):
         process = subprocess.Popen(
             command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
         )
-        while process.poll() is None and len(list((tmp_path / ".out.preparing").glob("*.bin"))) < shards:
+        while (
+            process.poll() is None
+            and len(list((tmp_path / ".out.preparing").glob("*.bin"))) < shards
+        ):
             time.sleep(0.01)
         assert process.poll() is None and not out.exists(), "killed before the end"
         if shards == 1:
@@ -125,7 +150,9 @@ def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_pat
         else:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=20)
-    final = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    final = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=60
+    )
     assert final.returncode == 0, final.stderr
     assert digest(out) == digest(tmp_path / "undisturbed")
     assert not (tmp_path / ".out.preparing").exists()
@@ -186,7 +213,11 @@ def test_a_long_text_stays_one_document(tmp_path, monkeypatch):
     text = "".join(f"line {n}\n" * (n % 3) for n in range(60)) + "no newline at the end"
     (tmp_path / "a.txt").write_text(text)
     for limit in (1, 17, 100, 10_000):
-        parts = [s for piece in pieces(text_files("x", str(tmp_path)), limit) for s in segments(tmp_path, piece)]
+        parts = [
+            s
+            for piece in pieces(text_files("x", str(tmp_path)), limit)
+            for s in segments(tmp_path, piece)
+        ]
         assert "".join(part.text for part in parts) == text
         assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
         assert max(len(part.text) for part in parts) < 70
@@ -199,7 +230,11 @@ def test_parquet_rows_are_documents(tmp_path):
     table = arrow.table({"text": ["one", "two", "three"], "other": [1, 2, 3]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     documents = text_files("x", str(tmp_path))
-    assert [s.text for piece in pieces(documents, 1) for s in segments(tmp_path, piece)] == ["one", "two", "three"]
+    assert [s.text for piece in pieces(documents, 1) for s in segments(tmp_path, piece)] == [
+        "one",
+        "two",
+        "three",
+    ]
     for columns, message in (
         ({"other": [1]}, 'has no column "text"; it has: other'),
         ({"text": [1]}, 'the column "text" holds int64, not strings'),
@@ -211,7 +246,10 @@ def test_parquet_rows_are_documents(tmp_path):
         with pytest.raises(UserError) as caught:
             list(pieces(text_files("x", str(tmp_path)), 1))
         assert "a.parquet" in str(caught.value) and message in str(caught.value)
-    for texts in (arrow.array(["a", None]).dictionary_encode(), arrow.array(["a", None], arrow.large_string())):
+    for texts in (
+        arrow.array(["a", None]).dictionary_encode(),
+        arrow.array(["a", None], arrow.large_string()),
+    ):
         pyarrow.parquet.write_table(arrow.table({"text": texts}), tmp_path / "a.parquet")
         (piece,) = pieces(text_files("x", str(tmp_path)), 1)
         assert [segment.text for segment in segments(tmp_path, piece)] == ["a", ""]
@@ -238,7 +276,9 @@ BAD_LINES = {
     '{"text": null}': '"text" is null, not a string',
     '{"text": 5}': '"text" is 5, not a string',
     '{"text": ["a"]}': '"text" is ["a"], not a string',
-    '{"text": "half \\ud83d"}': '"text" has \\ud83d, half of a surrogate pair, which is not a character; replace it',
+    '{"text": "half \\ud83d"}': (
+        '"text" has \\ud83d, half of a surrogate pair, which is not a character; replace it'
+    ),
 }
 
 
@@ -284,18 +324,23 @@ def test_what_is_skipped_in_a_folder_is_counted_and_named(tmp_path, capsys):
     texts = tmp_path / "texts"
     (texts / ".hidden").mkdir(parents=True)
     for name in ("a.txt", "B.TXT", "c.json", ".hidden/d.md", "e.jsonl.gz", "../elsewhere/f.txt"):
-        (texts / name).write_bytes(gzip.compress(b'{"text": ""}\n') if name.endswith("gz") else b"text")
+        (texts / name).write_bytes(
+            gzip.compress(b'{"text": ""}\n') if name.endswith("gz") else b"text"
+        )
     assert text_files("x", str(texts)).names == ("a.txt", "e.jsonl.gz")
     (texts / "e.jsonl").write_text('{"text": ""}')
     (texts / "g.txt").symlink_to(tmp_path / "elsewhere" / "f.txt")
     (texts / "folder").symlink_to(tmp_path / "elsewhere")
     (texts / "gone.txt").symlink_to(tmp_path / "nowhere")
     found = text_files("x", str(texts))
-    assert found.names == ("a.txt", "e.jsonl", "g.txt"), "of a packed file and its unpacked copy, one"
+    assert found.names == ("a.txt", "e.jsonl", "g.txt"), (
+        "of a packed file and its unpacked copy, one"
+    )
     assert found.skipped == ("B.TXT", "c.json", "e.jsonl.gz", "folder", "gone.txt")
     assert main(["data", "prepare", str(texts), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
     notice = (
-        f"titanlite: {texts}: 5 skipped: B.TXT, c.json, e.jsonl.gz, … (only .txt, .jsonl, .jsonl.gz, .parquet files"
+        f"titanlite: {texts}: 5 skipped: B.TXT, c.json, e.jsonl.gz, … "
+        "(only .txt, .jsonl, .jsonl.gz, .parquet files"
     )
     assert notice in capsys.readouterr().err
     (texts / "B.TXT").unlink()
@@ -305,11 +350,26 @@ def test_what_is_skipped_in_a_folder_is_counted_and_named(tmp_path, capsys):
     assert f"titanlite: {texts}: 4 skipped: c.json" in capsys.readouterr().out
 
 
-def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(tmp_path, assets, capsys):
+def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(
+    tmp_path, assets, capsys
+):
     (tmp_path / "a.txt").write_text("one text")
     for number, tokenizer in enumerate(([], ["--tokenizer", str(assets)])):
         out = tmp_path / f"out{number}"
-        assert main(["data", "prepare", str(tmp_path / "a.txt"), "--out", str(out), "--workers=1", *tokenizer]) == 0
+        assert (
+            main(
+                [
+                    "data",
+                    "prepare",
+                    str(tmp_path / "a.txt"),
+                    "--out",
+                    str(out),
+                    "--workers=1",
+                    *tokenizer,
+                ]
+            )
+            == 0
+        )
         words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(": ")[2])
         opened = open_tokenizer(job([*QUIET, *words], 1))
         assert opened and (opened.assets == str(out)) == bool(tokenizer)
@@ -320,14 +380,25 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
     assert "the following arguments are required: SRC" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
-    assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--tokenizer", "no"]) == 2
-    assert capsys.readouterr().err.startswith('titanlite: --tokenizer = "no": cannot read tokenizer.json there')
-    assert main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"]) == 2
+    assert (
+        main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--tokenizer", "no"])
+        == 2
+    )
+    assert capsys.readouterr().err.startswith(
+        'titanlite: --tokenizer = "no": cannot read tokenizer.json there'
+    )
+    assert (
+        main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--worker", "2"])
+        == 2
+    )
     assert "unknown option --worker; did you mean --workers?" in capsys.readouterr().err
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("a" * 299 + "\x1b")
     two.write_text("b" * 99)
-    assert main(["data", "prepare", str(one), str(two), "--out", str(tmp_path / "out"), "--workers=1"]) == 0
+    assert (
+        main(["data", "prepare", str(one), str(two), "--out", str(tmp_path / "out"), "--workers=1"])
+        == 0
+    )
     capsys.readouterr()
     assert main(["data", "show", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -338,7 +409,10 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("documents", "shards", "line"),
-    [(1, [{}], "1,554 tokens, 1 document, 1 shard"), (2, [{}, {}], "1,554 tokens, 2 documents, 2 shards")],
+    [
+        (1, [{}], "1,554 tokens, 1 document, 1 shard"),
+        (2, [{}, {}], "1,554 tokens, 2 documents, 2 shards"),
+    ],
 )
 def test_one_document_and_one_shard_are_singular(documents, shards, line):
     assert counts_line({"tokens": 1554, "documents": documents, "shards": shards}) == line
@@ -355,7 +429,9 @@ def test_text_is_tokenized_again_only_when_it_changes(assets, tmp_path):
     assert times == {p: p.stat().st_mtime_ns for p in (tmp_path / ".titanlite").rglob("*.bin")}
     (tmp_path / "a.txt").write_text("def g(): return 2")  # the same size
     changed = open_source("training", "text", str(tmp_path), load_tokenizer(str(assets)), 500)
-    assert "def g(): return 2" in load_tokenizer(str(assets)).decode(changed.read(0, changed.tokens).tolist())
+    assert "def g(): return 2" in load_tokenizer(str(assets)).decode(
+        changed.read(0, changed.tokens).tolist()
+    )
 
 
 def test_preparing_changed_text_into_the_same_folder_is_refused(tmp_path):
@@ -374,7 +450,10 @@ def test_a_folder_with_other_files_is_left_unchanged(tmp_path):
     with pytest.raises(UserError, match="was not made by this command"):
         prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)
     shutil.rmtree(tmp_path / "out")
-    assert prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)["tokens"] == 5
+    assert (
+        prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)["tokens"]
+        == 5
+    )
     assert np.load(tmp_path / "out" / "shard-000000.ends.npy").tolist() == [5]
 
 
@@ -386,7 +465,8 @@ def read_shards(path: str, ranks: int, workers: int) -> list[bytes]:
     per_rank = [
         list(
             BatchPrefetcher(
-                build_loader(windows, RankSlice(rank, ranks, 8 // ranks), 0, 3, settings), torch.device("cpu")
+                build_loader(windows, RankSlice(rank, ranks, 8 // ranks), 0, 3, settings),
+                torch.device("cpu"),
             )
         )
         for rank in range(ranks)

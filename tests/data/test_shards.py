@@ -38,8 +38,13 @@ def test_all_formats_are_one_stream_at_any_offset(shards):
         assert copy.tokens == 20
         for start in range(20):
             for count in (1, 3, 20 - start):
-                assert copy.read(start, min(count, 20 - start)).tolist() == EXPECTED[start : start + count]
-    assert len(pickle.dumps(source)) < 3000, "a worker maps the files instead of receiving their content"
+                assert (
+                    copy.read(start, min(count, 20 - start)).tolist()
+                    == EXPECTED[start : start + count]
+                )
+    assert len(pickle.dumps(source)) < 3000, (
+        "a worker maps the files instead of receiving their content"
+    )
 
 
 def test_document_ends_follow_end_tokens(shards):
@@ -47,7 +52,9 @@ def test_document_ends_follow_end_tokens(shards):
 
 
 def test_a_single_shard_can_be_opened(shards):
-    assert ShardSource("training", shards / "c.bin", 100, end=9).read(0, 5).tolist() == EXPECTED[5:10]
+    assert (
+        ShardSource("training", shards / "c.bin", 100, end=9).read(0, 5).tolist() == EXPECTED[5:10]
+    )
 
 
 def test_the_fingerprint_changes_with_the_names_lengths_and_content_of_the_shards(shards):
@@ -90,8 +97,14 @@ def test_damaged_shards_are_named(shards, tmp_path):
         (np.arange(12).reshape(3, 4), "holds int64 of shape (3, 4), not integers in one dimension"),
         (np.array([True, False]), "holds bool of shape (2,)"),
         (np.array(5), "holds int64 of shape ()"),
-        (np.array([[1], [2, 3]], dtype=object), "is damaged: Array can't be memory-mapped: Python objects"),
-        (np.array([1, 2, -100, -1], np.int32), "id -100 at token 2 is not in the model's vocabulary of 100"),
+        (
+            np.array([[1], [2, 3]], dtype=object),
+            "is damaged: Array can't be memory-mapped: Python objects",
+        ),
+        (
+            np.array([1, 2, -100, -1], np.int32),
+            "id -100 at token 2 is not in the model's vocabulary of 100",
+        ),
     ],
 )
 def test_numpy_files_that_hold_no_token_ids_are_named_before_training(tmp_path, array, message):
@@ -131,7 +144,9 @@ def test_a_manifest_of_another_program_is_ignored(shards):
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
     """In the samples that are read at the start, or when it is read."""
-    with pytest.raises(RunFailed, match="e.npy: id 19 at token 4 is not in the model's vocabulary of 19"):
+    with pytest.raises(
+        RunFailed, match="e.npy: id 19 at token 4 is not in the model's vocabulary of 19"
+    ):
         ShardSource("training", shards, 19, end=9)
     for wrong in (-1, 100):
         ids = np.arange(10_000) % 100
@@ -140,7 +155,8 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_position(shards):
         source = ShardSource("training", shards, 100, end=9)
         assert source.read(20, 1500).tolist() == ids[:1500].tolist()
         with pytest.raises(
-            RunFailed, match=f"f.npy: id {wrong} at token 1500 is not in the model's vocabulary of 100"
+            RunFailed,
+            match=f"f.npy: id {wrong} at token 1500 is not in the model's vocabulary of 100",
         ):
             source.read(1000, 1000)
 
@@ -152,7 +168,9 @@ def test_there_may_be_more_shards_than_open_files(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
     try:
         source = ShardSource("training", tmp_path, 100, end=9)
-        assert source.read(0, 600).tolist() == [number % 100 for number in range(200) for _ in range(3)]
+        assert source.read(0, 600).tolist() == [
+            number % 100 for number in range(200) for _ in range(3)
+        ]
         assert source.document_ends()[-1] == 600
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -194,7 +212,9 @@ def test_a_wrong_manifest_is_an_error(tmp_path):
 
     (tmp_path / "a.txt").write_text("text")
     prepare({"x": Documents(tmp_path, ("a.txt",), (4,))}, "", tmp_path / "out", 1)
-    assert ShardSource("training", tmp_path / "out", 256, -1).end == 0, "the end token is in the manifest"
+    assert ShardSource("training", tmp_path / "out", 256, -1).end == 0, (
+        "the end token is in the manifest"
+    )
     write_bin(tmp_path / "out" / "stray.bin", [1, 2])
     with pytest.raises(UserError, match="its manifest.json says"):
         ShardSource("training", tmp_path / "out", 256, 0).require_whole()

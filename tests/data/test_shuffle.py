@@ -15,9 +15,14 @@ def test_a_permutation_hits_every_index_once(size):
 
 
 def test_neighboring_samples_and_keys_are_uncorrelated():
-    """At these distances a Feistel network of too few rounds shows: four rounds give z = 6.4, two 250."""
+    """At these distances a Feistel network of too few rounds shows: four rounds give z = 6.4, two
+    250.
+    """
     size = 65536
-    draws = [np.array([permute(i, size, key) for i in range(size)], dtype=float) for key in (1, 7920, 15839)]
+    draws = [
+        np.array([permute(i, size, key) for i in range(size)], dtype=float)
+        for key in (1, 7920, 15839)
+    ]
     pairs = [(draw[:-lag], draw[lag:]) for draw in draws for lag in (1, 128, 256, 512)]
     pairs += [(draws[0], draws[1]), (draws[1], draws[2]), (draws[0], np.arange(size))]
     for first, second in pairs:

@@ -23,7 +23,10 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("assets"), ["def f(x): return x + 1\n" * 20, "the cat sat on the mat"])
+    return make_assets(
+        tmp_path_factory.mktemp("assets"),
+        ["def f(x): return x + 1\n" * 20, "the cat sat on the mat"],
+    )
 
 
 @pytest.fixture
@@ -60,14 +63,20 @@ def test_text_is_tokenized_once_into_a_cache(texts, assets):
     for name in ("a.txt", "b/c.txt", "b/d.txt"):
         expected += [*tokenizer.encode((texts / name).read_text()), tokenizer.end]
     with ThreadPoolExecutor(4) as threads:  # many processes may start at once
-        sources = list(threads.map(lambda _: open_source("training", "text", str(texts), tokenizer, 1000), range(4)))
+        sources = list(
+            threads.map(
+                lambda _: open_source("training", "text", str(texts), tokenizer, 1000), range(4)
+            )
+        )
     for source in (*sources, pickle.loads(pickle.dumps(sources[0]))):
         assert source.read(0, source.tokens).tolist() == expected
     assert len(list((texts / ".titanlite").glob("*/*.bin"))) == 1
     assert tokenizer.decode(expected[:3]) in (texts / "a.txt").read_text()
 
 
-def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(texts, assets, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(
+    texts, assets, tmp_path, monkeypatch
+):
     tokenizer = load_tokenizer(str(assets))
     monkeypatch.setattr(
         os, "access", lambda path, mode: mode != os.W_OK or Path(path) != texts
@@ -75,7 +84,10 @@ def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(tex
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    message = f"{texts} can't be written to, nor can the user's cache: .*name a folder .* in XDG_CACHE_HOME"
+    message = (
+        f"{texts} can't be written to, nor can the user's cache: "
+        ".*name a folder .* in XDG_CACHE_HOME"
+    )
     with pytest.raises(UserError, match=message):
         open_source("training", "text", str(texts), tokenizer, 1000)
     monkeypatch.delenv("HOME")
@@ -83,20 +95,32 @@ def test_a_cache_that_cannot_be_written_names_the_variable_for_another_place(tex
     with pytest.raises(UserError, match=message):
         open_source("training", "text", str(texts), tokenizer, 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert open_source("training", "text", str(texts), tokenizer, 1000).folder.parent == tmp_path / "cache/titanlite"
+    assert (
+        open_source("training", "text", str(texts), tokenizer, 1000).folder.parent
+        == tmp_path / "cache/titanlite"
+    )
     monkeypatch.undo()
     monkeypatch.delenv("HOME", raising=False)
-    assert open_source("training", "text", str(texts), tokenizer, 1000).folder.parent == texts / ".titanlite"
+    assert (
+        open_source("training", "text", str(texts), tokenizer, 1000).folder.parent
+        == texts / ".titanlite"
+    )
 
 
 def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
     fingerprints = {open_source("training", "text", str(texts), BYTES, 256).fingerprint}
-    fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
+    fingerprints.add(
+        open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint
+    )
     (texts / "b" / "d.txt").write_text("the cats")
     for changed in ("the cat.", "cat. the"):  # of the same size
         (texts / "b" / "d.txt").write_text(changed)
         fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
-        fingerprints.add(open_source("training", "text", str(texts), load_tokenizer(str(assets)), 1000).fingerprint)
+        fingerprints.add(
+            open_source(
+                "training", "text", str(texts), load_tokenizer(str(assets)), 1000
+            ).fingerprint
+        )
     (texts / "b" / "d.txt").write_text("the cats")
     fingerprints.add(open_source("training", "text", str(texts), BYTES, 256).fingerprint)
     (texts / "b" / "d.txt").rename(texts / "e.txt")
@@ -107,7 +131,11 @@ def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
 def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_refused(tmp_path):
     for name, path, message in (
         ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
-        ("text", str(tmp_path), "no text there (looked for .txt, .jsonl, .jsonl.gz, .parquet files)"),
+        (
+            "text",
+            str(tmp_path),
+            "no text there (looked for .txt, .jsonl, .jsonl.gz, .parquet files)",
+        ),
         ("txt", "", "did you mean text? Legal: python-stdlib"),
     ):
         with pytest.raises(UserError, match="training.dataset") as caught:
@@ -147,11 +175,16 @@ def test_truncation_in_a_tokenizer_file_is_not_applied(assets, tmp_path):
 
 def test_a_missing_broken_or_too_large_tokenizer_is_named(tmp_path, assets):
     with pytest.raises(
-        UserError, match="model.hf_assets_path = .*cannot read tokenizer.json .*hf download REPO --include"
+        UserError,
+        match="model.hf_assets_path = .*cannot read tokenizer.json .*hf download REPO --include",
     ):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="beyond the model's vocabulary of 10; --model.overrides.vocab_size [1-9]"):
-        open_tokenizer(job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1))
+    with pytest.raises(
+        UserError, match="beyond the model's vocabulary of 10; --model.overrides.vocab_size [1-9]"
+    ):
+        open_tokenizer(
+            job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1)
+        )

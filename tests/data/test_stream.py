@@ -1,4 +1,6 @@
-"""Streams: every document is read once, resumes are exact, all ranks end together, and stalls are named."""
+"""Streams: every document is read once, resumes are exact, all ranks end together, and stalls are
+named.
+"""
 
 import itertools
 import json
@@ -34,22 +36,30 @@ SIZES = (23, 11, 7)
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("streamed")
     for file, size in enumerate(SIZES):
-        lines = [json.dumps({"text": f"{file}:{i} " + "ab" * (i % 5), "url": "x"}) for i in range(size)]
-        (folder / f"{file}.jsonl").write_text("\n".join([*lines, '{"text": "", "url": "an empty document"}', ""]))
+        lines = [
+            json.dumps({"text": f"{file}:{i} " + "ab" * (i % 5), "url": "x"}) for i in range(size)
+        ]
+        (folder / f"{file}.jsonl").write_text(
+            "\n".join([*lines, '{"text": "", "url": "an empty document"}', ""])
+        )
     return folder
 
 
 @pytest.mark.long
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
     argv = [*TINY, "--training.dataset=c4", "--model.hf_assets_path="]
-    code, out = train(argv, tmp_path / "run", NGPU="2", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    code, out = train(
+        argv, tmp_path / "run", NGPU="2", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0"
+    )
     assert code == 2 and len(out.splitlines()) == 2 and not (tmp_path / "run").exists(), out
     assert 'training.dataset = "c4" can\'t be streamed: http://127.0.0.1:9 does not answer: ' in out
     assert out.rstrip().endswith("; training.dataset_path names a copy")
 
 
 def documents() -> list[str]:
-    return sorted(f"{file}:{i} " + "ab" * (i % 5) for file, size in enumerate(SIZES) for i in range(size))
+    return sorted(
+        f"{file}:{i} " + "ab" * (i % 5) for file, size in enumerate(SIZES) for i in range(size)
+    )
 
 
 def stream(folder: Path, seed: int = 0, repeat: bool = False, masked: bool = False) -> Stream:
@@ -63,7 +73,10 @@ def text_of(windows) -> str:
     for window in windows:
         valid = window[1] != IGNORED
         if valid.any():
-            ids[len(ids) - bool(ids) :] = [*window[0][valid].tolist(), *window[1][valid][-1:].tolist()]
+            ids[len(ids) - bool(ids) :] = [
+                *window[0][valid].tolist(),
+                *window[1][valid][-1:].tolist(),
+            ]
     return bytes(ids).decode()
 
 
@@ -85,7 +98,9 @@ def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):
     size = sum(len(text) + 1 for text in documents())
     orders = []
     for seed in (0, 1):
-        windows = itertools.islice(Reader(stream(folder, repeat=True, seed=seed), 0, 0, 1, 1), -(-2 * size // 8))
+        windows = itertools.islice(
+            Reader(stream(folder, repeat=True, seed=seed), 0, 0, 1, 1), -(-2 * size // 8)
+        )
         texts = text_of(windows).split("\0")[: 2 * len(documents())]
         first, second = texts[: len(documents())], texts[len(documents()) :]
         assert sorted(first) == sorted(second) == documents(), "the epochs meet inside a window"
@@ -94,14 +109,18 @@ def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):
 
 
 def test_windows_are_concatenated_documents_and_the_last_is_padded(folder):
-    plain, masked = (list(Reader(stream(folder, masked=masked), 0, 0, 1, 7)) for masked in (False, True))
+    plain, masked = (
+        list(Reader(stream(folder, masked=masked), 0, 0, 1, 7)) for masked in (False, True)
+    )
     size = sum(len(text) + 1 for text in documents())
     counts = [int((window[1] != IGNORED).sum()) for window in plain]
     assert len(plain) % 7 == 0 and sum(counts) == size - 1
     assert set(counts[: size // 8]) == {8}
     ended = [window[0] == 0 for window in plain[: size // 8]]
     for window, masks, end in zip(plain, masked, ended, strict=False):
-        assert (masks[1] == IGNORED).tolist() == end.tolist(), "nothing is predicted across document boundaries"
+        assert (masks[1] == IGNORED).tolist() == end.tolist(), (
+            "nothing is predicted across document boundaries"
+        )
         assert (masks[0] == window[0]).all()
         assert masks[2].tolist() == [int(end[:at].sum()) for at in range(8)]
         assert all(masks[3][at + 1] == 0 for at in range(7) if end[at])
@@ -117,13 +136,21 @@ def loader_of(data: Stream, workers: int, ranks: int = 1, rank: int = 0, steps: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_of_all_ranks_read_different_documents(folder, rank):
-    """A rank's batches come from its readers in turn; that readers read different documents is tested above."""
+    """A rank's batches come from its readers in turn; that readers read different documents is
+    tested above.
+    """
     data = stream(folder)
     readers = [Reader(data, rank, 2 * rank + worker, 4, batch=2) for worker in range(2)]
     windows = [[window.tolist() for window in reader] for reader in readers]
-    turns = itertools.zip_longest(*([part[i : i + 2] for i in range(0, len(part), 2)] for part in windows))
+    turns = itertools.zip_longest(
+        *([part[i : i + 2] for i in range(0, len(part), 2)] for part in windows)
+    )
     expected = [batch for turn in turns for batch in turn if batch]
-    read = batches(BatchPrefetcher(loader_of(data, workers=2, ranks=2, rank=rank, steps=len(expected) + 3), CPU))
+    read = batches(
+        BatchPrefetcher(
+            loader_of(data, workers=2, ranks=2, rank=rank, steps=len(expected) + 3), CPU
+        )
+    )
     assert read[: len(expected)] == expected
     assert all(row[1] == [IGNORED] * 8 for batch in read[len(expected) :] for row in batch)
 
@@ -144,7 +171,9 @@ def test_resumed_streams_read_what_an_uninterrupted_one_reads(folder, workers, r
     data = stream(folder, repeat=repeat, masked=True)
     uninterrupted = batches(BatchPrefetcher(loader_of(data, workers, 2, 1, steps=sum(cuts)), CPU))
     if repeat:
-        assert len({str(batch) for batch in uninterrupted}) > len(uninterrupted) - 3, "epochs differ"
+        assert len({str(batch) for batch in uninterrupted}) > len(uninterrupted) - 3, (
+            "epochs differ"
+        )
     else:
         assert all(row[1] == [IGNORED] * 8 for batch in uninterrupted[-7:] for row in batch), (
             "interrupted after the end too"
@@ -165,7 +194,10 @@ def test_resumed_streams_read_what_an_uninterrupted_one_reads(folder, workers, r
 def test_a_resumed_reader_of_whole_files_loses_no_document(folder, readers):
     for repeat in (True, False):
         data = stream(folder, repeat=repeat, masked=True)
-        expected = [window.tolist() for window in itertools.islice(Reader(data, 0, 0, readers, 1), sum(OFTEN))]
+        expected = [
+            window.tolist()
+            for window in itertools.islice(Reader(data, 0, 0, readers, 1), sum(OFTEN))
+        ]
         read, state = [], Reader(data, 0, 0, readers, 1).state_dict()
         for cut in OFTEN:
             reader = Reader(data, 0, 0, readers, 1)
@@ -177,7 +209,9 @@ def test_a_resumed_reader_of_whole_files_loses_no_document(folder, readers):
 
 def test_a_column_that_holds_no_text_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
-    with pytest.raises(UserError, match=f'{tmp_path}@train: the column "text" holds int64, not strings'):
+    with pytest.raises(
+        UserError, match=f'{tmp_path}@train: the column "text" holds int64, not strings'
+    ):
         next(Reader(stream(tmp_path), 0, 0, 1, 1))
 
 
@@ -217,12 +251,26 @@ def train_to_the_end(argv: list[str], folder: str) -> tuple[int, str]:
 
 
 def test_ranks_with_unequal_streams_stop_together(pool, uneven, tmp_path):
-    argv = [*TINY, "--training.dataset=c4_test", f"--training.dataset_path={uneven}", "--training.no_repeat"]
+    argv = [
+        *TINY,
+        "--training.dataset=c4_test",
+        f"--training.dataset_path={uneven}",
+        "--training.no_repeat",
+    ]
     argv += ["--training.steps=99"]
     longest = sum(len(f"document {i}\0") for i in range(40))
     steps = -(-(longest - 1) // (2 * 16))
     results = pool.run(train_to_the_end, argv, str(tmp_path / "out"), world=2)
-    assert results == [(steps * 2 * 2 * 16, f"the data ended after step {steps} of 99: training.repeat is false")] * 2
+    assert (
+        results
+        == [
+            (
+                steps * 2 * 2 * 16,
+                f"the data ended after step {steps} of 99: training.repeat is false",
+            )
+        ]
+        * 2
+    )
 
 
 def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
@@ -239,7 +287,12 @@ def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("steps", [-1, 50])
 def test_validation_on_an_uneven_stream_covers_all_documents(pool, uneven, tmp_path, steps):
-    argv = [*TINY, "--validation.enable", "--validation.dataset=c4_test", f"--validation.steps={steps}"]
+    argv = [
+        *TINY,
+        "--validation.enable",
+        "--validation.dataset=c4_test",
+        f"--validation.steps={steps}",
+    ]
     for first, again, by_hand in pool.run(
         validate_twice,
         [*argv, f"--validation.dataset_path={uneven}", "--validation.local_batch_size=2"],
@@ -266,16 +319,29 @@ def faulty(tmp_path: Path, kind: str) -> Stream:
     shards = datasets.IterableDataset.from_generator(
         failing, gen_kwargs={"files": ["a", "b"], "marks": str(tmp_path), "kind": kind}
     )
-    return Stream("faulty", shards, ByteTokenizer(), 8, seed=0, repeat=False, stall_timeout=0.5, pause=0.01, read=4)
+    return Stream(
+        "faulty",
+        shards,
+        ByteTokenizer(),
+        8,
+        seed=0,
+        repeat=False,
+        stall_timeout=0.5,
+        pause=0.01,
+        read=4,
+    )
 
 
-@pytest.mark.parametrize(("kind", "why"), [("stall", "no data for 0.5 seconds"), ("fail", "429 Too Many Requests")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [("stall", "no data for 0.5 seconds"), ("fail", "429 Too Many Requests")]
+)
 def test_a_failed_or_stalled_read_is_named_and_retried_without_loss(tmp_path, capsys, kind, why):
     texts = text_of(Reader(faulty(tmp_path, kind), 3, 0, 1, 1)).split("\0")[:-1]
     assert sorted(texts) == sorted(f"{file}:{i}" for file in "ab" for i in range(30))
     lines = capsys.readouterr().err.splitlines()
     assert sorted(lines) == [
-        f"titanlite: stream faulty of data-parallel rank 3, file {file} of 2, document 8: {why}; retrying in 0.01 s"
+        f"titanlite: stream faulty of data-parallel rank 3, file {file} of 2, document 8: "
+        f"{why}; retrying in 0.01 s"
         for file in (1, 2)
     ]
 
@@ -288,7 +354,9 @@ def test_the_config_sets_the_stall_timeout(folder):
 
 
 def test_a_dead_stream_is_given_up_after_five_retries_with_growing_pauses(tmp_path, capsys):
-    with pytest.raises(RunFailed, match=r"rank 0, file \d of 2, document 8: 429 .*gave up after 5 retries"):
+    with pytest.raises(
+        RunFailed, match=r"rank 0, file \d of 2, document 8: 429 .*gave up after 5 retries"
+    ):
         list(Reader(faulty(tmp_path, "dead"), 0, 0, 1, 1))
     pauses = [line.rsplit(" in ", 1)[1] for line in capsys.readouterr().err.splitlines()]
     assert pauses == ["0.01 s", "0.02 s", "0.04 s", "0.08 s", "0.16 s"]
@@ -297,7 +365,11 @@ def test_a_dead_stream_is_given_up_after_five_retries_with_growing_pauses(tmp_pa
 @pytest.mark.parametrize(
     ("argv", "key", "message"),
     [
-        (["--training.dataset=c4", "--training.packing=first-fit"], "training.packing", "is streamed"),
+        (
+            ["--training.dataset=c4", "--training.packing=first-fit"],
+            "training.packing",
+            "is streamed",
+        ),
         (
             ['--training.mixture=[{dataset="a/b", weight=1.0}]'],
             "training.mixture",
@@ -309,7 +381,11 @@ def test_a_dead_stream_is_given_up_after_five_retries_with_growing_pauses(tmp_pa
             "given up after 151 s, but a run counts as hung after comm.train_timeout_seconds = 100",
         ),
         (
-            ["--training.dataset=c4", "--training.dataloader.stall_timeout_seconds=5", "--fault.stall_seconds=60"],
+            [
+                "--training.dataset=c4",
+                "--training.dataloader.stall_timeout_seconds=5",
+                "--fault.stall_seconds=60",
+            ],
             "training.dataloader.stall_timeout_seconds",
             "given up after 61 s, but a run counts as hung after fault.stall_seconds = 60",
         ),
@@ -333,7 +409,9 @@ def test_a_stream_that_cannot_be_opened_is_one_line(folder, name, path, message)
     with pytest.raises(UserError) as caught:
         open_stream("training", name, path.format(folder=folder))
     line = str(caught.value)
-    assert line.startswith(f'training.dataset = "{name}" with dataset_path = "{path.format(folder=folder)}" can')
+    assert line.startswith(
+        f'training.dataset = "{name}" with dataset_path = "{path.format(folder=folder)}" can'
+    )
     assert message.replace('"', "'") in line.replace('"', "'") and "\n" not in line
 
 
@@ -350,5 +428,7 @@ def test_a_stream_without_text_names_its_columns(tmp_path):
 
 def test_more_readers_than_documents_of_a_repeated_stream_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
-    with pytest.raises(UserError, match=r"fewer documents than the 2 readers .*; reader 1 has none"):
+    with pytest.raises(
+        UserError, match=r"fewer documents than the 2 readers .*; reader 1 has none"
+    ):
         next(Reader(stream(tmp_path, repeat=True), 0, 1, 2, 1))

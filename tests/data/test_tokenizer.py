@@ -22,16 +22,23 @@ ARGV = [*TINY, "--model.overrides.vocab_size=600"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Tokenizers code/ and cats/, and a text prepared with each, as bytes, and without a manifest."""
+    """Tokenizers code/ and cats/, and a text prepared with each, as bytes, and without a
+    manifest.
+    """
     root = tmp_path_factory.mktemp("tokenizers")
-    for name, text in (("code", "def f(x): return x + 1\n" * 20), ("cats", "the cat sat on the mat again\n" * 20)):
+    for name, text in (
+        ("code", "def f(x): return x + 1\n" * 20),
+        ("cats", "the cat sat on the mat again\n" * 20),
+    ):
         (root / name).mkdir()
         make_assets(root / name, [text])
     (root / "text").mkdir()
     (root / "text" / "a.txt").write_text("the cat sat; def f(x): return x\n" * 80)
     for name in ("code", "cats", ""):
         assets = str(root / name) if name else ""
-        prepare({"text": text_files("x", str(root / "text"))}, assets, root / f"by-{name or 'bytes'}", 1)
+        prepare(
+            {"text": text_files("x", str(root / "text"))}, assets, root / f"by-{name or 'bytes'}", 1
+        )
     (root / "raw").mkdir()
     np.arange(200, dtype=np.uint16).tofile(root / "raw" / "a.npy")
     return root
@@ -42,7 +49,10 @@ def tokens(path: Path) -> list[str]:
 
 
 def mixture(*paths: Path) -> list[str]:
-    parts = (f'{{dataset = "tokens", dataset_path = "{path}", weight = {1 / len(paths)}}}' for path in paths)
+    parts = (
+        f'{{dataset = "tokens", dataset_path = "{path}", weight = {1 / len(paths)}}}'
+        for path in paths
+    )
     return [f"--training.mixture=[{', '.join(parts)}]"]
 
 
@@ -58,32 +68,63 @@ def text_of_windows(argv: list[str]) -> str:
 
 
 def test_prepared_shards_bring_their_tokenizer_to_all_text(root):
-    validation = ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={root}/text"]
-    for argv in (tokens(root / "by-code"), mixture(root / "by-code", root / "by-code"), tokens(root / "by-bytes")):
+    validation = [
+        "--validation.enable",
+        "--validation.dataset=text",
+        f"--validation.dataset_path={root}/text",
+    ]
+    for argv in (
+        tokens(root / "by-code"),
+        mixture(root / "by-code", root / "by-code"),
+        tokens(root / "by-bytes"),
+    ):
         shown = text_of_windows([*ARGV, *argv, *validation])
         assert set(shown.split()) & {"the", "cat", "def", "return"}
-    assert text_of_windows([*ARGV, *tokens(root / "by-code"), f"--model.hf_assets_path={root}/code"])
+    assert text_of_windows(
+        [*ARGV, *tokens(root / "by-code"), f"--model.hf_assets_path={root}/code"]
+    )
 
 
 def refusals(root: Path) -> dict[str, tuple[list[str], str, str]]:
-    """Return command lines by what is wrong with them, with the two names that the message must have."""
+    """Return command lines by what is wrong with them, with the two names that the message must
+    have.
+    """
     code, cats, in_bytes = root / "by-code", root / "by-cats", root / "by-bytes"
-    validation = ["--validation.enable", "--validation.dataset=tokens", f"--validation.dataset_path={cats}"]
+    validation = [
+        "--validation.enable",
+        "--validation.dataset=tokens",
+        f"--validation.dataset_path={cats}",
+    ]
     return {
-        "another tokenizer": ([*tokens(code), f"--model.hf_assets_path={root}/cats"], f"{root}/code", f"{root}/cats"),
+        "another tokenizer": (
+            [*tokens(code), f"--model.hf_assets_path={root}/cats"],
+            f"{root}/code",
+            f"{root}/cats",
+        ),
         "a file of it": (
             [*tokens(code / "shard-000000.bin"), f"--model.hf_assets_path={root}/cats"],
             f"{root}/code",
             f"{root}/cats",
         ),
-        "bytes": ([*tokens(in_bytes), f"--model.hf_assets_path={root}/cats"], "bytes", f"{root}/cats"),
+        "bytes": (
+            [*tokens(in_bytes), f"--model.hf_assets_path={root}/cats"],
+            "bytes",
+            f"{root}/cats",
+        ),
         "two": (mixture(code, cats), f"{root}/cats", f"{code}"),
         "bytes beside a tokenizer": (mixture(code, in_bytes), "bytes", f"{code}"),
         "validation": ([*tokens(code), *validation], f"{root}/cats", f"{code}"),
     }
 
 
-WRONG = ["another tokenizer", "a file of it", "bytes", "two", "bytes beside a tokenizer", "validation"]
+WRONG = [
+    "another tokenizer",
+    "a file of it",
+    "bytes",
+    "two",
+    "bytes beside a tokenizer",
+    "validation",
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -92,7 +133,10 @@ def test_shards_of_another_tokenizer_are_refused_with_both_names(root, wrong):
     with pytest.raises(UserError) as caught:
         text_of_windows([*ARGV, *argv])
     message = str(caught.value)
-    assert f"was prepared with the tokenizer {theirs} (" in message and f"but the job's is {ours} (" in message
+    assert (
+        f"was prepared with the tokenizer {theirs} (" in message
+        and f"but the job's is {ours} (" in message
+    )
 
 
 def test_the_launcher_refuses_them_before_anything_starts(root):
@@ -102,7 +146,8 @@ def test_the_launcher_refuses_them_before_anything_starts(root):
     assert theirs in str(caught.value) and ours in str(caught.value)
     argv = [*ARGV, *tokens(root / "raw"), "--validation.enable"]
     with pytest.raises(
-        UserError, match="nothing was started\n.*python-stdlib-validation.*: this needs a tokenizer, "
+        UserError,
+        match="nothing was started\n.*python-stdlib-validation.*: this needs a tokenizer, ",
     ):
         check_machine(job(argv, 1), "cpu", 1)
 
@@ -125,7 +170,9 @@ def test_another_end_token_is_another_tokenizer(root, tmp_path):
     text = ["--training.dataset=text", f"--training.dataset_path={root}/text"]
     ends = []
     for assets in (root / "code", tmp_path):
-        opened = job([*ARGV, *text, f"--model.hf_assets_path={assets}", "--training.document_mask"], 1)
+        opened = job(
+            [*ARGV, *text, f"--model.hf_assets_path={assets}", "--training.document_mask"], 1
+        )
         tokenizer = open_tokenizer(opened)
         data = training_data(opened, tokenizer, 0)
         ends.append([tokenizer.end, data._sources[0]._source.end])
@@ -151,10 +198,20 @@ def test_bytes_may_be_fewer_than_the_vocabulary():
 
 @pytest.mark.parametrize(
     "shape",
-    ["as a text", "as a table", "in special_tokens_map.json", "of several added tokens", "with ids of a larger one"],
+    [
+        "as a text",
+        "as a table",
+        "in special_tokens_map.json",
+        "of several added tokens",
+        "with ids of a larger one",
+    ],
 )
-def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_transformers(tmp_path, shape):
-    """TorchTitan's test tokenizer is such a folder: its tokenizer.json lacks the end-of-text token."""
+def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_transformers(
+    tmp_path, shape
+):
+    """TorchTitan's test tokenizer is such a folder: its tokenizer.json lacks the end-of-text
+    token.
+    """
     transformers = pytest.importorskip("transformers", reason="the oracle for ids")
     make_assets(tmp_path, ["the cat sat on the mat"], 300)
     document = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -163,13 +220,28 @@ def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_tran
     vocabulary = {token: number for number, token in enumerate(document["model"]["vocab"])}
     document["model"]["vocab"], document["added_tokens"] = vocabulary, []
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    names = ["<|begin|>", "<|end_of_text|>"] if "several" in shape or "larger" in shape else ["<|end_of_text|>"]
-    options = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    names = (
+        ["<|begin|>", "<|end_of_text|>"]
+        if "several" in shape or "larger" in shape
+        else ["<|end_of_text|>"]
+    )
+    options = {
+        "special": True,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+    }
     first = len(vocabulary)
     declared = 128_000 if "larger" in shape else first
-    added = {str(declared + number): {"content": name, **options} for number, name in enumerate(names)}
+    added = {
+        str(declared + number): {"content": name, **options} for number, name in enumerate(names)
+    }
     eos: Any = {"content": names[-1], **options} if shape == "as a table" else names[-1]
-    settings: dict[str, Any] = {"added_tokens_decoder": added, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: dict[str, Any] = {
+        "added_tokens_decoder": added,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     if shape == "in special_tokens_map.json":
         (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
     else:
@@ -184,7 +256,8 @@ def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_tran
 
 
 @pytest.mark.parametrize(
-    "declared", [["a"], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"id": 1}}, {"1": {"content": 1}}]
+    "declared",
+    [["a"], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"id": 1}}, {"1": {"content": 1}}],
 )
 def test_added_tokens_that_are_no_table_of_tokens_are_named(tmp_path, declared):
     make_assets(tmp_path, ["the cat"], 300)
@@ -198,8 +271,12 @@ def test_an_end_token_that_is_nowhere_defined_is_named(tmp_path):
     document = json.loads((tmp_path / "tokenizer.json").read_text())
     document["added_tokens"] = []
     document["model"]["vocab"].pop("<|end_of_text|>")
-    document["model"]["vocab"] = {token: number for number, token in enumerate(document["model"]["vocab"])}
+    document["model"]["vocab"] = {
+        token: number for number, token in enumerate(document["model"]["vocab"])
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
-    with pytest.raises(UserError, match=r'eos_token is "<\|eot\|>", which tokenizer.json does not have'):
+    with pytest.raises(
+        UserError, match=r'eos_token is "<\|eot\|>", which tokenizer.json does not have'
+    ):
         load_tokenizer(str(tmp_path))

@@ -10,7 +10,14 @@ from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer, validated
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
-from titanlite.data.packing import IGNORED, Concatenated, Packed, WindowSource, cut_documents, first_fit
+from titanlite.data.packing import (
+    IGNORED,
+    Concatenated,
+    Packed,
+    WindowSource,
+    cut_documents,
+    first_fit,
+)
 from titanlite.data.shards import ShardSource
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -53,7 +60,9 @@ def test_concatenated_windows_number_documents_and_restart_positions(folder):
     assert text_of(tokens) == "ijklm\0no"
     assert documents.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], "nothing is predicted across document boundaries"
+    assert labels.tolist() == [*b"jklm\0", IGNORED, *b"o\0"], (
+        "nothing is predicted across document boundaries"
+    )
     plain = window(Concatenated(source(folder), 8, masked=False, key="training"), 1, rows=2)
     assert text_of(plain[1]) == "jklm\0no\0"
 
@@ -73,7 +82,9 @@ def test_packed_windows_hold_whole_documents(folder):
     long = TEXTS[-1] + "\0"  # cut after 16; the next piece begins with the last label
     expected = [text + "\0" for text in TEXTS[:-1] if text] + [long[:17], long[16:]]
     assert sorted(seen) == sorted(expected)
-    assert Packed(source(folder), 16, "training").samples == packed.samples, "the cached plan is the same"
+    assert Packed(source(folder), 16, "training").samples == packed.samples, (
+        "the cached plan is the same"
+    )
 
 
 def packed_text(folder, ids: list[int], end: int) -> list[list[int]]:
@@ -97,7 +108,9 @@ def test_a_packing_plan_belongs_to_an_end_token_and_a_content(tmp_path):
     assert packed_text(tmp_path, ids, end=9) == [[1, 9], [2, 3, 4, 5, 9], [6, 7, 8, 5, 9]]
 
 
-def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_made_again(tmp_path, monkeypatch):
+def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_made_again(
+    tmp_path, monkeypatch
+):
     calls = []
     for name in ("sync", "rename"):
         real = getattr(store, name)
@@ -136,8 +149,16 @@ def test_cut_documents_predict_every_token_once():
 
 
 def masked_and_separate_losses(folder: str, texts: str, packing: str) -> tuple[float, float, float]:
-    """Return the losses of training and validation under a mask, and that of the documents one by one."""
-    argv = [*TINY, *FLOAT64, "--training.document_mask", f"--training.packing={packing}", "--training.steps=1"]
+    """Return the losses of training and validation under a mask, and that of the documents one by
+    one.
+    """
+    argv = [
+        *TINY,
+        *FLOAT64,
+        "--training.document_mask",
+        f"--training.packing={packing}",
+        "--training.steps=1",
+    ]
     for section in ("training", "validation"):
         argv += [f"--{section}.dataset=text", f"--{section}.dataset_path={texts}"]
     run = trainer([*argv, "--validation.enable"], folder)
@@ -153,22 +174,33 @@ def masked_and_separate_losses(folder: str, texts: str, packing: str) -> tuple[f
         for row in rows:
             for document in row[2].unique():
                 inside = row[2] == document
-                separate += token_loss_sum(model(row[0][inside].unsqueeze(0)), row[1][inside].unsqueeze(0))
+                separate += token_loss_sum(
+                    model(row[0][inside].unsqueeze(0)), row[1][inside].unsqueeze(0)
+                )
     return training, validation, (separate / valid).item()
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "first-fit"])
 def test_a_document_mask_separates_documents(pool, folder, tmp_path, packing):
-    (losses,) = pool.run(masked_and_separate_losses, str(tmp_path / "out"), str(folder), packing, world=1)
+    (losses,) = pool.run(
+        masked_and_separate_losses, str(tmp_path / "out"), str(folder), packing, world=1
+    )
     training, validation, separate = losses
     assert training == pytest.approx(separate, rel=1e-12)
     assert validation == pytest.approx(separate, rel=1e-12)
 
 
 def test_masked_packed_training_is_the_same_on_1_and_2_ranks(pool, folder, tmp_path):
-    argv = [*TINY, "--training.dataset=text", f"--training.dataset_path={folder}", "--training.document_mask"]
+    argv = [
+        *TINY,
+        "--training.dataset=text",
+        f"--training.dataset_path={folder}",
+        "--training.document_mask",
+    ]
     argv += ["--training.packing=first-fit", "--training.global_batch_size=4"]
-    one = pool.run(run_to_end, [*argv, "--training.local_batch_size=4"], str(tmp_path / "1"), world=1)[0]["weights"]
+    one = pool.run(
+        run_to_end, [*argv, "--training.local_batch_size=4"], str(tmp_path / "1"), world=1
+    )[0]["weights"]
     two = pool.run(run_to_end, argv, str(tmp_path / "2"), world=2)[0]["weights"]
     assert all(torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-6) for name in one)
 
@@ -202,9 +234,13 @@ def letters_drawn(folder: str, argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def test_the_sources_of_a_mixture_are_shuffled_independently(folder):
-    twins: list[WindowSource] = [Concatenated(source(folder), 2, False, "training") for _ in range(2)]
+    twins: list[WindowSource] = [
+        Concatenated(source(folder), 2, False, "training") for _ in range(2)
+    ]
     windows = Windows(twins, 2, seed=0, repeat=True, weights=(0.5, 0.5))
-    first, second = ([order(number) for number in range(twins[0].samples)] for order in windows._orders)
+    first, second = (
+        [order(number) for number in range(twins[0].samples)] for order in windows._orders
+    )
     assert sorted(first) == sorted(second) and first != second
 
 
@@ -219,7 +255,10 @@ def test_a_mixture_draws_from_its_sources_by_weight_and_has_no_epochs(pool, tmp_
     ((drawn, (line,)),) = pool.run(letters_drawn, str(tmp_path / "out"), argv, world=1)
     assert (drawn.count("a"), drawn.count("b")) == (70, 30)
     assert "0.7 text + 0.3 text, 24 windows of 16 tokens, fingerprint " in line
-    assert json.loads((tmp_path / "out/checkpoint/step-3/state.json").read_text())["position"]["epoch"] is None
+    assert (
+        json.loads((tmp_path / "out/checkpoint/step-3/state.json").read_text())["position"]["epoch"]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +267,11 @@ def test_a_mixture_draws_from_its_sources_by_weight_and_has_no_epochs(pool, tmp_
         (['{dataset = "python-stdlib", weight = 0.5}'], [], "must add up to 1, not 0.5 = 0.5"),
         (['{dataset = "python-stdlib", weight = 0.00001}'], [], "must be multiples of 0.0001"),
         (['{dataset = "text", weight = 1.0}'], [], "needs a folder or file in dataset_path"),
-        (['{dataset = "python-stdlib", weight = 1.0}'], ["--training.no_repeat"], "so it never ends"),
+        (
+            ['{dataset = "python-stdlib", weight = 1.0}'],
+            ["--training.no_repeat"],
+            "so it never ends",
+        ),
         (['{dataset = "python-stdlib"}'], [], "training.mixture"),
         (['{dataset = "python-stdlib", weight = 2.0}'], [], "training.mixture"),
     ],
@@ -251,16 +294,25 @@ def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     tokenizer = open_tokenizer(plain)
     assert tokenizer is None
     assert training_data(plain, tokenizer, 0).samples == 12
-    with pytest.raises(UserError, match="generate.at_end = true: this needs a tokenizer, .* model.hf_assets_path"):
+    with pytest.raises(
+        UserError, match="generate.at_end = true: this needs a tokenizer, .* model.hf_assets_path"
+    ):
         open_tokenizer(job([*argv, "--generate.at_end"], 1))
     with pytest.raises(UserError, match="generation: this needs a tokenizer"):
-        generate(Forward([torch.nn.Identity()], torch.device("cpu")), tokenizer, plain.config.generate, 16, 0)
+        generate(
+            Forward([torch.nn.Identity()], torch.device("cpu")),
+            tokenizer,
+            plain.config.generate,
+            16,
+            0,
+        )
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match='validation.dataset = "text": this needs a tokenizer'):
         open_source("validation", "text", str(tmp_path), tokenizer, 300)
     for more in ("--training.document_mask", "--training.packing=first-fit"):
         masked = job([*argv, more], 1)
         with pytest.raises(
-            UserError, match="these shards do not mark document ends, which document_mask and first-fit need"
+            UserError,
+            match="these shards do not mark document ends, which document_mask and first-fit need",
         ):
             training_data(masked, open_tokenizer(masked), 0)

@@ -1,9 +1,10 @@
-"""Rounds of training and dying: a run that is killed in every round, and must resume by itself in the next.
+"""Rounds of training and dying: a run that is killed in every round, and must resume by itself in
+the next.
 
-All rounds share one run folder, so that each one starts from what the last kill left. A round trains on real ranks,
-which patch a SIGKILL into themselves, at a failpoint of a save or at a random moment. Which steps the kill may cost
-is known before, and at the end the state is compared bit for bit with that of a run that was never killed.
-"""
+All rounds share one run folder, so that each one starts from what the last kill left. A round
+trains on real ranks, which patch a SIGKILL into themselves, at a failpoint of a save or at a random
+moment. Which steps the kill may cost is known before, and at the end the state is compared bit for
+bit with that of a run that was never killed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from tests.checkpoint.saved import rank
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK, calling
 from tests.jobs import TINY, trainer
 from titanlite.checkpoint.load import load_tensors
-from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
+from titanlite.checkpoint.manifest import (
+    CorruptCheckpoint,
+    committed,
+    faults,
+    read_manifest,
+    step_folder,
+)
 from titanlite.runtime import distributed
 from titanlite.verify.pool import Pool, RankFailed
 
@@ -63,14 +70,22 @@ class Plan:
 
 
 def planned(seed: int, number: int) -> Plan:
-    """Return round `number` of a soak: three of four at a failpoint, each in turn; one of four without async_mode."""
+    """Return round `number` of a soak: three of four at a failpoint, each in turn; one of four
+    without async_mode.
+    """
     chance = random.Random(f"{seed}/{number}")
     mode = "disabled" if chance.random() < 0.25 else "async"
     named, at_random = divmod(number, 4)
     if at_random == 3:
         return Plan(mode, chance.randrange(RANKS), "", 0, chance.uniform(0, LONGEST_SECONDS))
     point = FAILPOINTS[(3 * named + at_random) % len(FAILPOINTS)]
-    return Plan(mode, chance.randrange(RANKS) if point in ON_EVERY_RANK else 0, point, chance.randint(1, 2), 0)
+    return Plan(
+        mode,
+        chance.randrange(RANKS) if point in ON_EVERY_RANK else 0,
+        point,
+        chance.randint(1, 2),
+        0,
+    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,9 @@ def train_to(step: int, folder: str) -> None:
 
 
 class Watcher(threading.Thread):
-    """Checks all the time that, once there was a checkpoint, there is always one whose every byte is right."""
+    """Checks all the time that, once there was a checkpoint, there is always one whose every byte
+    is right.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(daemon=True, name="watcher")
@@ -153,7 +170,9 @@ class Watcher(threading.Thread):
 
 
 def latest_verified(root: Path) -> int | None:
-    """Return the newest step whose every byte is right; a folder that is deleted meanwhile is skipped."""
+    """Return the newest step whose every byte is right; a folder that is deleted meanwhile is
+    skipped.
+    """
     for step in reversed(committed(root)):
         try:
             manifest = read_manifest(step_folder(root, step))
@@ -169,7 +188,9 @@ class Soak:
     """A run through rounds."""
 
     folder: Path
-    pool: Pool = field(default_factory=lambda: Pool(RANKS, preload=["titanlite.train.trainer", "torch._dynamo"]))
+    pool: Pool = field(
+        default_factory=lambda: Pool(RANKS, preload=["titanlite.train.trainer", "torch._dynamo"])
+    )
     hits: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     """Kills inside a save."""
@@ -211,7 +232,11 @@ class Soak:
         else:
             # A save that training waits for is noted after it.
             due = {death.step, death.step + (-INTERVAL if death.in_progress else INTERVAL)}
-        return "" if after in due else f"the newest verified checkpoint is {after}, but {sorted(due)} would be right"
+        return (
+            ""
+            if after in due
+            else f"the newest verified checkpoint is {after}, but {sorted(due)} would be right"
+        )
 
     def finish(self) -> list[str]:
         """Resume once more, to the end; compare everything with a run that was never killed."""
@@ -220,14 +245,22 @@ class Soak:
         for folder in (self.folder, straight):
             self.pool.run(train_to, last, str(folder), world=RANKS, timeout=600)
         self.pool.close()
-        found, expected = (load_tensors(step_folder(f / "checkpoint", last)) for f in (self.folder, straight))
+        found, expected = (
+            load_tensors(step_folder(f / "checkpoint", last)) for f in (self.folder, straight)
+        )
         wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-        problems = [f"{len(wrong)} tensors differ from a run without kills: {', '.join(wrong[:4])}"] if wrong else []
+        problems = (
+            [f"{len(wrong)} tensors differ from a run without kills: {', '.join(wrong[:4])}"]
+            if wrong
+            else []
+        )
         losses, expected_losses = (_losses(folder) for folder in (self.folder, straight))
         if losses != expected_losses:
             problems.append("metrics.jsonl: not the steps and losses of a run without kills")
         kept = sorted(path.name for path in self.root.iterdir())
-        if kept != sorted(["latest", *(f"step-{step}" for step in range(last, 0, -INTERVAL)[:KEPT])]):
+        if kept != sorted(
+            ["latest", *(f"step-{step}" for step in range(last, 0, -INTERVAL)[:KEPT])]
+        ):
             problems.append(f"left in {self.root}: {', '.join(kept)}")
         return problems
 

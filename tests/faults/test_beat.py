@@ -50,9 +50,15 @@ def test_each_phase_has_its_limit(step, phase, stall, limit):
 
 
 def test_a_launched_rank_shows_where_it_is_and_learns_that_it_should_stop(tmp_path, monkeypatch):
-    environ = {LAUNCHED: str(os.getppid()), RESOLVED_CONFIG: str(tmp_path / "config.toml"), "RANK": "1"}
+    environ = {
+        LAUNCHED: str(os.getppid()),
+        RESOLVED_CONFIG: str(tmp_path / "config.toml"),
+        "RANK": "1",
+    }
     learned: list[str] = []
-    heart = Heart(JobConfig(), RankInfo(1, 2, 1, "here"), environ, learned.append, lambda: "SIGTERM to rank 1")
+    heart = Heart(
+        JobConfig(), RankInfo(1, 2, 1, "here"), environ, learned.append, lambda: "SIGTERM to rank 1"
+    )
     monkeypatch.setattr(OWN_PAGE, "_file", None)
     OWN_PAGE.share(tmp_path / "1.page")
     with phase("backward"):

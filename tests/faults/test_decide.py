@@ -1,4 +1,6 @@
-"""Node 0's decisions: (statuses, now) in, who takes part, what failed first and what follows out. No process."""
+"""Node 0's decisions: (statuses, now) in, who takes part, what failed first and what follows out.
+No process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BEAT = Beat(7, "forward", 70, 0.0, 10.0, "fault.stall_seconds", 1, "here", compl
 class Board:
     """Nodes as a decider sees them; each shows a sign of life at every look unless it is silent."""
 
-    def __init__(self, nodes: int = 2, folder: Path = Path("nowhere"), fits: str = "", **fault: int) -> None:
+    def __init__(
+        self, nodes: int = 2, folder: Path = Path("nowhere"), fits: str = "", **fault: int
+    ) -> None:
         values: dict[str, object] = {"comm.init_timeout_seconds": 100, "fault.rejoin_seconds": 30}
         values |= {f"fault.{key}": value for key, value in fault.items()}
         config = config_of({**values, "job.dump_folder": str(folder)})
@@ -71,7 +75,10 @@ def test_missing_nodes_are_named_when_the_time_is_over():
         verdict
         and verdict.code == FAILED
         and verdict.why
-        == ("only 2 of 4 nodes connected within 100 s (comm.init_timeout_seconds); missing: NODE_RANK 1, 3")
+        == (
+            "only 2 of 4 nodes connected within 100 s (comm.init_timeout_seconds); "
+            "missing: NODE_RANK 1, 3"
+        )
     )
 
 
@@ -85,24 +92,44 @@ def test_nodes_with_different_numbers_of_processes_are_refused():
     ("least", "fits", "members", "why"),
     [
         (1, "", (0,), ""),
-        (0, "", (), "only 1 of 2 nodes connected within 30 s (fault.rejoin_seconds); missing: NODE_RANK 1"),
-        (2, "", (), "only 1 of 2 nodes connected within 30 s (fault.rejoin_seconds); missing: NODE_RANK 1"),
+        (
+            0,
+            "",
+            (),
+            "only 1 of 2 nodes connected within 30 s (fault.rejoin_seconds); missing: NODE_RANK 1",
+        ),
+        (
+            2,
+            "",
+            (),
+            "only 1 of 2 nodes connected within 30 s (fault.rejoin_seconds); missing: NODE_RANK 1",
+        ),
         (1, "no memory", (), "without NODE_RANK 1: no memory"),
     ],
 )
-def test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits(least, fits, members, why):
+def test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits(
+    least, fits, members, why
+):
     board = Board(fits=fits, min_nodes=least).running()
     board.silent.add(1)
     board.put(0, ended=Ended(over=True))
     board.look(20)
     verdict = board.look(20 + GATHER_SECONDS + 1).verdict
-    assert verdict and verdict.code is None and verdict.why == "restart 1 of 3, from here/step-4; 0 steps lost"
-    assert verdict.failure and verdict.failure.words == "the launcher of NODE_RANK=1 does not answer"
+    assert (
+        verdict
+        and verdict.code is None
+        and verdict.why == "restart 1 of 3, from here/step-4; 0 steps lost"
+    )
+    assert (
+        verdict.failure and verdict.failure.words == "the launcher of NODE_RANK=1 does not answer"
+    )
     board.put(0, attempt=2, ended=None)
     assert not board.look(50).members
     decision = board.look(56.5)
     assert decision.members == members and decision.prepared == board.statuses[0].prepared
-    assert bool(why) == decision.is_final and (not why or (decision.verdict and decision.verdict.why == why))
+    assert bool(why) == decision.is_final and (
+        not why or (decision.verdict and decision.verdict.why == why)
+    )
 
 
 def test_a_silent_node_is_not_counted_in():
@@ -119,7 +146,9 @@ def test_the_time_to_meet_again_begins_when_node_0_is_ready(tmp_path):
         board.put(node, ended=Ended(KILL, over=True))
     assert board.look(2).attempt == 2
     board.put(1, attempt=2, ended=None)
-    assert not board.look(2 + 31).is_final and not board.look(2 + 60).members, "node 0 is still moving logs"
+    assert not board.look(2 + 31).is_final and not board.look(2 + 60).members, (
+        "node 0 is still moving logs"
+    )
     board.put(0, attempt=2, ended=None)
     board.put(1, attempt=1)
     assert not board.look(2 + 89).is_final
@@ -129,7 +158,13 @@ def test_the_time_to_meet_again_begins_when_node_0_is_ready(tmp_path):
 
 def test_a_launcher_that_ends_while_nodes_meet_ends_the_run():
     board = (
-        Board().put(0).put(1, left=True, ended=Ended(failure(None, "the launcher has ended: x", code=75), over=True))
+        Board()
+        .put(0)
+        .put(
+            1,
+            left=True,
+            ended=Ended(failure(None, "the launcher has ended: x", code=75), over=True),
+        )
     )
     verdict = board.look(1).verdict
     assert verdict and (verdict.code, verdict.why) == (75, "the launcher has ended: x")
@@ -204,13 +239,20 @@ def test_a_failure_is_not_waited_for_longer_than_five_seconds():
 def test_a_kill_comes_before_what_others_say_of_it_and_a_users_mistake_before_all():
     lost, mistake = replace(ERROR, time=4.0), failure(7, "UserError: x", is_user_error=True, code=2)
     for own, expected, code in ((KILL, KILL, None), (mistake, mistake, 2)):
-        board = Board().running().put(0, ended=Ended(lost, over=True)).put(1, ended=Ended(own, over=True))
+        board = (
+            Board()
+            .running()
+            .put(0, ended=Ended(lost, over=True))
+            .put(1, ended=Ended(own, over=True))
+        )
         verdict = board.look(2).verdict
         assert verdict and verdict.failure == expected and verdict.code == code
 
 
 def test_the_step_of_a_killed_rank_is_that_of_its_last_beat():
-    board = Board().running().put(1, beats={1: BEAT}, ended=Ended(replace(KILL, step=None), over=True))
+    board = (
+        Board().running().put(1, beats={1: BEAT}, ended=Ended(replace(KILL, step=None), over=True))
+    )
     board.put(0, ended=Ended(over=True))
     verdict = board.look(2).verdict
     assert verdict and verdict.failure and verdict.failure.step == 7
@@ -223,7 +265,11 @@ def test_a_node_without_a_sign_of_life_is_lost():
     assert not board.look(1 + SILENCE_SECONDS).failed
     assert board.look(1.1 + SILENCE_SECONDS).failed
     verdict = board.put(0, ended=Ended(over=True)).look(20).verdict
-    assert verdict and verdict.failure and verdict.failure.words == "the launcher of NODE_RANK=1 does not answer"
+    assert (
+        verdict
+        and verdict.failure
+        and verdict.failure.words == "the launcher of NODE_RANK=1 does not answer"
+    )
 
 
 def test_a_node_that_is_done_need_not_live():
@@ -251,7 +297,11 @@ def test_launchers_that_lost_each_other_start_again():
 
 
 def test_the_end_of_node_0s_launcher_ends_the_run():
-    board = Board().running().put(0, left=True, ended=Ended(failure(None, "no space left", code=28), over=True))
+    board = (
+        Board()
+        .running()
+        .put(0, left=True, ended=Ended(failure(None, "no space left", code=28), over=True))
+    )
     verdict = board.look(2).verdict
     assert verdict and (verdict.code, verdict.why) == (28, "node 0: no space left")
 
@@ -263,10 +313,14 @@ def test_where_node_0_leaves_after_its_ranks_saved_the_others_end_as_it_did():
 
 
 def test_the_end_of_an_earlier_attempt_is_not_that_of_this_one():
-    board = Board().running().put(0, ended=Ended(KILL, over=True)).put(1, ended=Ended(KILL, over=True))
+    board = (
+        Board().running().put(0, ended=Ended(KILL, over=True)).put(1, ended=Ended(KILL, over=True))
+    )
     assert board.look(2).attempt == 2
     board.running(2, 3.0)
-    assert not board.put(1, attempt=1, ended=Ended(KILL, over=True)).look(4).failed, "a delayed exchange wrote it"
+    assert not board.put(1, attempt=1, ended=Ended(KILL, over=True)).look(4).failed, (
+        "a delayed exchange wrote it"
+    )
 
 
 # ---------------------------------------------------------------- a request to stop
@@ -283,7 +337,12 @@ def test_one_rank_that_saved_its_last_step_is_enough():
         EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0),
         EarlyExit(CUT_SHORT, 6, "x; another rank had left", 2),
     )
-    board = Board().running().put(0, ended=Ended(early=saved)).put(1, ended=Ended(ERROR, late, over=True))
+    board = (
+        Board()
+        .running()
+        .put(0, ended=Ended(early=saved))
+        .put(1, ended=Ended(ERROR, late, over=True))
+    )
     verdict = board.look(2).verdict
     assert verdict and verdict.code == STOPPED and verdict.early == saved and not verdict.failure
 
@@ -297,14 +356,18 @@ def test_a_node_whose_ranks_were_killed_ends_the_others():
 
 
 def test_ranks_that_save_are_not_ended_by_a_node_that_has_saved():
-    board = Board().running().put(1, ended=Ended(early=EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)))
+    board = (
+        Board().running().put(1, ended=Ended(early=EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)))
+    )
     assert not board.look(2).failed
 
 
 @pytest.mark.parametrize(("completed", "code", "lost"), [(4, STOPPED, 0), (6, CUT_SHORT, 2)])
 def test_a_failure_after_a_request_leaves_a_run_to_start_again(completed, code, lost):
     verdict = after(replace(ERROR, step=None), [], 3, SAVED, completed, "SIGTERM to the launcher")
-    assert verdict.code == code and verdict.early == EarlyExit(code, completed, "SIGTERM to the launcher", lost)
+    assert verdict.code == code and verdict.early == EarlyExit(
+        code, completed, "SIGTERM to the launcher", lost
+    )
 
 
 # ---------------------------------------------------------------- what follows a failure
@@ -319,11 +382,16 @@ def test_what_would_fail_again_is_not_restarted():
     assert code(ERROR, [KILL], 0) == FAILED, "as without checkpoints"
     for earlier, most in (([], 0), ([KILL] * 3, 3), ([ERROR], 3)):
         asked = after(ERROR, earlier, most, SAVED, 6, "SIGTERM to rank 0")
-        assert asked.code == CUT_SHORT and asked.failure == ERROR, "a request comes before the budget"
+        assert asked.code == CUT_SHORT and asked.failure == ERROR, (
+            "a request comes before the budget"
+        )
     assert code(failure(7, "UserError: x", is_user_error=True, code=2), []) == 2
     assert code(failure(None, "x"), [failure(None, "x")]) is None, "the same step is not known"
     again = after(ERROR, [ERROR, KILL], 3, SAVED, 6)
-    assert again.code == FAILED and again.why == "not restarted: step 7 failed before, with the same words"
+    assert (
+        again.code == FAILED
+        and again.why == "not restarted: step 7 failed before, with the same words"
+    )
     spent = after(ERROR, [KILL, KILL, KILL], 3, SAVED, 6)
     assert spent.code == GIVEN_UP and spent.why == "given up: fault.max_restarts = 3"
 
@@ -368,9 +436,16 @@ def test_ranks_that_do_not_move_are_inspected_and_then_the_report_is_the_failure
     assert not board.look(13).failed, "ranks may die while their stacks are taken"
     board.put(1, found={2: Inspection("stopped"), 3: Inspection("sleeping")})
     decision = board.look(14)
-    assert decision.failed and "rank 2: stopped" in decision.report and "hang-1.txt" in decision.report
+    assert (
+        decision.failed and "rank 2: stopped" in decision.report and "hang-1.txt" in decision.report
+    )
     verdict = board.put(0, ended=Ended(over=True)).look(15).verdict
-    assert verdict and verdict.failure and verdict.failure.text == decision.report and verdict.code is None
+    assert (
+        verdict
+        and verdict.failure
+        and verdict.failure.text == decision.report
+        and verdict.code is None
+    )
     assert (
         verdict.failure.words.startswith("the run hangs: no rank moved for 10 s")
         and (tmp_path / "logs/hang-1.txt").exists()
@@ -399,7 +474,11 @@ def test_the_next_attempt_is_watched_anew(tmp_path):
 def test_a_status_and_a_decision_are_read_as_they_were_written():
     early = EarlyExit(STOPPED, 7, "SIGTERM tö rank 0", 0)
     found = {0: Inspection("stopped", "a\nstack"), 1: Inspection()}
-    status = Status(2, 9, 3, 2, {0: BEAT}, "Ctrl-C", Ended(ERROR, early, over=True), found, True, False)
+    status = Status(
+        2, 9, 3, 2, {0: BEAT}, "Ctrl-C", Ended(ERROR, early, over=True), found, True, False
+    )
     assert parse(Status, dump(status).encode()) == status
-    decision = Decision(2, (0, 2), True, "Ctrl-C", True, "report", True, after(ERROR, [], 3, SAVED, 5))
+    decision = Decision(
+        2, (0, 2), True, "Ctrl-C", True, "report", True, after(ERROR, [], 3, SAVED, 5)
+    )
     assert parse(Decision, dump(decision).encode()) == decision

@@ -1,4 +1,6 @@
-"""Disks that fill up, fail or are slow in a save: all ranks know, and the next start resumes a complete step."""
+"""Disks that fill up, fail or are slow in a save: all ranks know, and the next start resumes a
+complete step.
+"""
 
 import errno
 import json
@@ -25,7 +27,9 @@ BALLAST = "ballast"
 
 @pytest.fixture
 def small_disk(tmp_path, request):
-    """Mount a small file system for the checkpoints, or another folder; False if mounting is not allowed."""
+    """Mount a small file system for the checkpoints, or another folder; False if mounting is not
+    allowed.
+    """
     folder = tmp_path / getattr(request, "param", "checkpoint")
     folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "titanlite-test", str(folder)]
@@ -47,7 +51,9 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
         return (root / BALLAST).unlink
     if how == "limit" and rank() == 1:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # Python ignores the signal; the write fails
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (20_000, limits[1])
+        )  # Python ignores the signal; the write fails
         return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if how == "EIO" and rank() == 1:
         fsync = os.fsync
@@ -60,8 +66,12 @@ def break_disk(how: str, root: Path) -> Callable[[], None]:
     return lambda: None
 
 
-def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str, repaired_at: int = 6) -> tuple[str, list[str]]:
-    """Train with a disk that is bad from step 4 until it is repaired; return the error and the log."""
+def on_a_bad_disk(
+    how: str, disk: str, argv: list[str], folder: str, repaired_at: int = 6
+) -> tuple[str, list[str]]:
+    """Train with a disk that is bad from step 4 until it is repaired; return the error and the
+    log.
+    """
     log, lines = keeping_log()
     run = trainer(argv, folder, log)
     fetch, repair = run.next_micro_batches, lambda: None
@@ -91,7 +101,10 @@ def test_later_checkpoints_are_archived_where_their_disk_is(pool, tmp_path, smal
         pytest.skip("mounting a file system is not allowed here")
     pool.run(run_until, ARGV, str(tmp_path), world=1)
     pool.run(run_until, [*ARGV, "--checkpoint.load_step=4"], str(tmp_path), world=1)
-    assert [path.name for path in sorted(tmp_path.glob("checkpoint/previous/*/checkpoint/*"))] == ["step-6", "step-8"]
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint/previous/*/checkpoint/*"))] == [
+        "step-6",
+        "step-8",
+    ]
 
 
 ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "Input/output error"}
@@ -101,7 +114,9 @@ ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "
 def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    for message, lines in pool.run(on_a_bad_disk, how, f"{tmp_path}/checkpoint", ARGV, str(tmp_path), world=2):
+    for message, lines in pool.run(
+        on_a_bad_disk, how, f"{tmp_path}/checkpoint", ARGV, str(tmp_path), world=2
+    ):
         assert "the save of step 4 failed on rank" in message and ERRORS[how] in message
         assert "the newest checkpoint is step-2" in message
         assert lines[-1].startswith("step:  5"), "within one logging interval"
@@ -116,9 +131,15 @@ def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_
     if how == "full" and not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
     argv = [*ARGV, "--checkpoint.on_failure=warn"]
-    for message, lines in pool.run(on_a_bad_disk, how, f"{tmp_path}/checkpoint", argv, str(tmp_path), world=2):
+    for message, lines in pool.run(
+        on_a_bad_disk, how, f"{tmp_path}/checkpoint", argv, str(tmp_path), world=2
+    ):
         (warned,) = [number for number, line in enumerate(lines) if ERRORS[how] in line]
-        assert message == "" and lines[warned - 1].startswith("step:  5") and "training continues" in lines[warned]
+        assert (
+            message == ""
+            and lines[warned - 1].startswith("step:  5")
+            and "training continues" in lines[warned]
+        )
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
@@ -129,13 +150,23 @@ def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
 ):
     if not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    argv = [*SAVING, "--checkpoint.interval=10", f"--checkpoint.on_failure={on_failure}", "--training.steps=40"]
+    argv = [
+        *SAVING,
+        "--checkpoint.interval=10",
+        f"--checkpoint.on_failure={on_failure}",
+        "--training.steps=40",
+    ]
     argv += ["--lr_scheduler.total_steps=40", "--metrics.enable_tensorboard"]
-    ((message, lines),) = pool.run(on_a_bad_disk, "full", str(tmp_path), argv, str(tmp_path), 30, world=1)
+    ((message, lines),) = pool.run(
+        on_a_bad_disk, "full", str(tmp_path), argv, str(tmp_path), 30, world=1
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if "loss" in record]
     if on_failure == "stop":
-        assert re.match(r"RunFailed: (metrics: |the save of step 10 failed)", message) and steps[-1] < 29
+        assert (
+            re.match(r"RunFailed: (metrics: |the save of step 10 failed)", message)
+            and steps[-1] < 29
+        )
         assert "No space left on device" in message and "would continue" in message
         return
     assert message == "" and sorted(set(steps)) == steps and len(steps) < 40
@@ -166,11 +197,21 @@ def refused_on_a_small_disk(argv: list[str], folder: str) -> tuple[str, list[str
 def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_path, small_disk):
     if not small_disk:
         pytest.skip("mounting a small disk is not allowed here")
-    argv = [*ARGV, "--checkpoint.keep_latest_k=99", "--checkpoint.interval=1", "--checkpoint.async_mode=disabled"]
+    argv = [
+        *ARGV,
+        "--checkpoint.keep_latest_k=99",
+        "--checkpoint.interval=1",
+        "--checkpoint.async_mode=disabled",
+    ]
     for start in range(3):
         message, lines = pool.run(refused_on_a_small_disk, argv, str(tmp_path), world=2)[0]
-        assert "No space left on device" in message and "enforce fail" not in message, (start, message)
+        assert "No space left on device" in message and "enforce fail" not in message, (
+            start,
+            message,
+        )
         (warning,) = [line for line in lines if "room for" in line]
         assert re.search(
-            r"checkpoint has .*iB free, room for \d+ more checkpoints of .*keep_latest_k = 99 keeps 99", warning
+            r"checkpoint has .*iB free, room for \d+ more checkpoints of "
+            r".*keep_latest_k = 99 keeps 99",
+            warning,
         )

@@ -10,7 +10,17 @@ from tests.jobs import TINY
 from tests.lanes import sample
 from tests.launch.run import finish, start
 from tests.launch.test_nodes import free_port, node
-from titanlite.fault.stall import ENDED, IN_KERNEL, STOPPED, Hang, Judge, Standing, culprits, in_collective, report
+from titanlite.fault.stall import (
+    ENDED,
+    IN_KERNEL,
+    STOPPED,
+    Hang,
+    Judge,
+    Standing,
+    culprits,
+    in_collective,
+    report,
+)
 from titanlite.fault.status import Beat, Inspection
 
 LIMIT, START = 10.0, (300.0, "comm.init_timeout_seconds")
@@ -23,7 +33,8 @@ Thread 0x02 (most recent call first):
 
 Current thread 0x03 (most recent call first):
   File "/home/me/.venv/lib/python3.11/site-packages/torch/_ops.py", line 1317 in __call__
-  File "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5170 in all_gather
+  File "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line \
+5170 in all_gather
   File "/home/me/titanlite/train/step.py", line 87 in _forward_backward
 """
 WAITING_FOR_GPU = """Thread 0x01 (most recent call first):
@@ -34,7 +45,10 @@ READING_SIZES = """Thread 0x01 (most recent call first):
   File "/home/me/titanlite/parallel/expert_parallel.py", line 101 in _dispatch
 """
 ELSEWHERE = 'Thread 0x01 (most recent call first):\n  File "/home/me/model.py", line 7 in look_up\n'
-SPIED = 'Process 1: python\nPython v3.11.7\n\nThread 12 (idle): "MainThread"\n    look_up (/home/me/model.py:7)\n'
+SPIED = (
+    'Process 1: python\nPython v3.11.7\n\nThread 12 (idle): "MainThread"\n'
+    "    look_up (/home/me/model.py:7)\n"
+)
 
 
 def judge(world: int) -> Judge:
@@ -42,8 +56,12 @@ def judge(world: int) -> Judge:
 
 
 def watch(run: Judge, seconds: int, beats: dict[int, Beat], first: int = 1) -> list[int]:
-    """Look once a second while ranks beat but do not move; return the seconds at which the run counted as hung."""
-    looks = [{rank: replace(beat, seconds=t) for rank, beat in beats.items()} for t in range(seconds)]
+    """Look once a second while ranks beat but do not move; return the seconds at which the run
+    counted as hung.
+    """
+    looks = [
+        {rank: replace(beat, seconds=t) for rank, beat in beats.items()} for t in range(seconds)
+    ]
     return [first + t for t, beats in enumerate(looks) if run.look(beats, float(first + t))]
 
 
@@ -63,7 +81,10 @@ def test_a_run_hangs_when_no_rank_moved_for_the_limit():
 
 
 def test_the_slowest_phase_that_a_rank_is_in_has_the_limit():
-    run, saving = judge(2), replace(STILL, phase="save", limit=30.0, key="comm.checkpoint_timeout_seconds")
+    run, saving = (
+        judge(2),
+        replace(STILL, phase="save", limit=30.0, key="comm.checkpoint_timeout_seconds"),
+    )
     assert watch(run, 33, {0: STILL, 1: saving}) == [31, 32, 33]
 
 
@@ -98,15 +119,24 @@ def test_a_watcher_that_was_stopped_itself_does_not_count_that_time():
     [
         ([standing(0), standing(1, state=STOPPED), standing(2, age=9)], [1]),
         ([standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state=IN_KERNEL)], [1]),
-        ([standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state="sleeping")], [1]),
+        (
+            [standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state="sleeping")],
+            [1],
+        ),
         ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=ELSEWHERE)], [1]),
         ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=WAITING)], []),
         ([standing(0, replace(STILL, sequence=3)), standing(1), standing(2, age=9)], [2]),
         ([standing(0), standing(1, replace(STILL, sequence=3)), standing(2)], [1]),
         ([standing(0, replace(STILL, step=4, sequence=99)), standing(1)], [0]),
-        ([standing(0, stack=WAITING), standing(1, stack=ELSEWHERE), standing(2, stack=WAITING)], [1]),
+        (
+            [standing(0, stack=WAITING), standing(1, stack=ELSEWHERE), standing(2, stack=WAITING)],
+            [1],
+        ),
         ([standing(0, stack=WAITING), standing(1, stack=SPIED), standing(2)], [1]),
-        ([standing(0, stack=ELSEWHERE), standing(1, replace(STILL, sequence=3), stack=WAITING)], [0]),
+        (
+            [standing(0, stack=ELSEWHERE), standing(1, replace(STILL, sequence=3), stack=WAITING)],
+            [0],
+        ),
         ([standing(0, stack=ELSEWHERE), standing(1, replace(STILL, sequence=3), stack=SPIED)], [1]),
         ([standing(0, stack=ELSEWHERE), standing(1, stack=ELSEWHERE)], []),
         ([standing(0, stack=WAITING), standing(1, stack=WAITING)], []),
@@ -114,7 +144,9 @@ def test_a_watcher_that_was_stopped_itself_does_not_count_that_time():
     ],
 )
 def test_the_rank_to_blame(ranks, blamed):
-    """Stopped, else in the kernel or without a stack or a beat, else behind, else not in a collective, else none."""
+    """Stopped, else in the kernel or without a stack or a beat, else behind, else not in a
+    collective, else none.
+    """
     assert [each.rank for each in culprits(hang(*ranks))[0]] == blamed
 
 
@@ -136,7 +168,8 @@ def test_the_report_is_short_on_thousands_of_ranks_and_has_each_stack_once():
         "the run hangs: no rank moved for 10 s (comm.train_timeout_seconds). rank 0: stopped",
         "rank 0 on node07: backward of step 5 for 0 s, stopped, last beat 0 s ago, pid 4711",
         "    /home/me/model.py:7 in look_up",
-        "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: backward of step 5, in torch/_ops.py:1317 in __call__",
+        "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: backward of step 5, "
+        "in torch/_ops.py:1317 in __call__",
     ]
     whole = report(hang(standing(0, stack=ELSEWHERE), *others), whole=True)
     assert whole.count("beat.py:12 in run") == 1 and whole.count("all_gather") == 1
@@ -170,29 +203,44 @@ def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault,
     process = injure(tmp_path, fault, stall)
     code, out = finish(process)
     last = out.partition("titanlite: the run hangs: ")[2]
-    assert code == 1 and re.match(rf"no rank moved for {stall} s \(fault.stall_seconds\). {says}\n", last), out
+    assert code == 1 and re.match(
+        rf"no rank moved for {stall} s \(fault.stall_seconds\). {says}\n", last
+    ), out
     phase = r"\w+" if kind == "spin" else phase  # it could not tell any more
     assert re.search(rf"\nrank {rank} on {socket.gethostname()}: {phase} of step 5 for", last), out
-    assert " in suffer\n" in last and " in suffer\n" in (tmp_path / "logs" / "hang-1.txt").read_text()
+    assert (
+        " in suffer\n" in last and " in suffer\n" in (tmp_path / "logs" / "hang-1.txt").read_text()
+    )
     assert last.strip().endswith("logs/hang-1.txt") and "Traceback" not in out
 
 
 @pytest.mark.long
 def test_a_rank_that_dies_when_it_is_asked_for_its_stack_does_not_hide_the_hang(tmp_path):
     code, out = finish(injure(tmp_path, "deaf:backward:1:5", 3))
-    assert code == 1 and "rank 1: " in out.partition("titanlite: the run hangs: no rank moved for 3 s")[2], out
+    assert (
+        code == 1
+        and "rank 1: " in out.partition("titanlite: the run hangs: no rank moved for 3 s")[2]
+    ), out
     assert "SIGUSR2" not in out and "failed first" not in out, out
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(tmp_path, rank):
+def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(
+    tmp_path, rank
+):
     """The other rank fails too, when the culprit is killed."""
     argv, port = [*HANGS, "--fault.stall_seconds=3"], free_port()
-    nodes = [node(number, port, argv, tmp_path, INJURY=f"stop:backward:{rank}:5") for number in (1, 0)]
+    nodes = [
+        node(number, port, argv, tmp_path, INJURY=f"stop:backward:{rank}:5") for number in (1, 0)
+    ]
     (_, second), (code, first) = [finish(process) for process in nodes]
     last = first.partition("titanlite: the run hangs: ")[2]
-    assert code == nodes[0].returncode == 1 and f"rank {rank}: stopped\n" in last and " in suffer\n" in last, first
+    assert (
+        code == nodes[0].returncode == 1
+        and f"rank {rank}: stopped\n" in last
+        and " in suffer\n" in last
+    ), first
     assert f"rank {rank}: stopped" in second and "failed first" not in first + second, second
 
 
@@ -201,7 +249,11 @@ def test_a_rank_that_hangs_at_the_end_is_ended_though_node_0_is_done(tmp_path):
     argv, port = [*HANGS, "--training.steps=3", "--fault.stall_seconds=3"], free_port()
     nodes = [node(number, port, argv, tmp_path, INJURY="sleep:end:1:0") for number in (1, 0)]
     (_, second), (code, first) = [finish(process) for process in nodes]
-    assert code == nodes[0].returncode == 1 and "rank 1 on " in second and ": end of step 3 for " in second, second
+    assert (
+        code == nodes[0].returncode == 1
+        and "rank 1 on " in second
+        and ": end of step 3 for " in second
+    ), second
     assert " in suffer\n" in second and "the run hangs" in first, first
 
 
@@ -211,8 +263,13 @@ def test_below_torchrun_rank_0_judges_and_every_rank_dumps_its_stack(tmp_path, f
     run = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"
     process = start([*HANGS, "--fault.stall_seconds=4"], tmp_path, module=run, INJURY=fault)
     code, out = finish(process)
-    assert code == 1 and "titanlite: the run hangs: no rank moved for 4 s (fault.stall_seconds). rank 1: " in out, out
-    assert ("rank 1: not in a collective" in out) == (" in suffer\n" in out) == ("sleep" in fault), out
+    assert (
+        code == 1
+        and "titanlite: the run hangs: no rank moved for 4 s (fault.stall_seconds). rank 1: " in out
+    ), out
+    assert (
+        ("rank 1: not in a collective" in out) == (" in suffer\n" in out) == ("sleep" in fault)
+    ), out
     assert "all_gather" in (tmp_path / "logs" / "rank-0.stack").read_text()
 
 
@@ -220,7 +277,9 @@ def test_below_torchrun_rank_0_judges_and_every_rank_dumps_its_stack(tmp_path, f
 def test_a_rank_that_never_connects_is_named(tmp_path):
     process = injure(tmp_path, "stop:start:1:0", 3, "--comm.init_timeout_seconds=25")
     code, out = finish(process)
-    assert code == 1 and "no rank moved for 25 s (comm.init_timeout_seconds). rank 1: stopped\n" in out, out
+    assert (
+        code == 1 and "no rank moved for 25 s (comm.init_timeout_seconds). rank 1: stopped\n" in out
+    ), out
     assert "\nrank 1: start, before it connected, for" in out and " in suffer\n" in out
 
 
@@ -230,6 +289,10 @@ def test_a_run_with_checkpoints_that_hung_starts_again(tmp_path):
     argv += " --training.steps=8 --fault.stall_seconds=3"
     process = start([*HANGS, *argv.split()], tmp_path, NGPU="2", INJURY="sleep:backward:1:6")
     code, out = finish(process)
-    assert code == 0 and "(fault.stall_seconds). rank 1: " in out and "restart 1 of 3, from " in out, out
-    assert out.index(" in suffer\n") < out.index("restart 1 of 3") < out.index("resumed step 4 from")
+    assert (
+        code == 0 and "(fault.stall_seconds). rank 1: " in out and "restart 1 of 3, from " in out
+    ), out
+    assert (
+        out.index(" in suffer\n") < out.index("restart 1 of 3") < out.index("resumed step 4 from")
+    )
     assert "failed first" not in out and (tmp_path / "logs" / "hang-1.txt").exists()

@@ -1,4 +1,5 @@
-"""A kill -9 at any moment of a save loses no more than that save, and the next start resumes by itself.
+"""A kill -9 at any moment of a save loses no more than that save, and the next start resumes by
+itself.
 
 The rounds of one run, each killed at another point; scripts/soak_checkpoint.py runs 200 of them.
 """
@@ -21,21 +22,37 @@ def soak(tmp_path_factory):
     yield soak
     watcher.end()
     soak.pool.close()
-    assert watcher.looks and not watcher.missed, "there is always a verified checkpoint, once there was one"
+    assert watcher.looks and not watcher.missed, (
+        "there is always a verified checkpoint, once there was one"
+    )
 
 
 @pytest.mark.parametrize(
     "point",
-    sample(FAILPOINTS, FAILPOINTS[0], "half a file", "before the rename", "after the rename", "half a deletion"),
+    sample(
+        FAILPOINTS,
+        FAILPOINTS[0],
+        "half a file",
+        "before the rename",
+        "after the rename",
+        "half a deletion",
+    ),
 )
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     on_rank = int(point in ON_EVERY_RANK)
-    assert soak.round(Plan("async", on_rank, point, save=2 if point == FAILPOINTS[0] else 1, seconds=0)) == ""
+    assert (
+        soak.round(
+            Plan("async", on_rank, point, save=2 if point == FAILPOINTS[0] else 1, seconds=0)
+        )
+        == ""
+    )
 
 
 @pytest.mark.parametrize("number", sample([3, 7, 11], 7))
 def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
-    assert soak.round(replace(planned(1, number), mode="disabled" if number == 7 else "async")) == ""
+    assert (
+        soak.round(replace(planned(1, number), mode="disabled" if number == 7 else "async")) == ""
+    )
 
 
 def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):

@@ -22,7 +22,9 @@ while True:
 """
 
 
-def test_a_page_is_never_read_half_written_and_stays_when_its_process_is_stopped_or_killed(tmp_path):
+def test_a_page_is_never_read_half_written_and_stays_when_its_process_is_stopped_or_killed(
+    tmp_path,
+):
     file = tmp_path / "3.page"
     assert read_page(file) is None
     writer = subprocess.Popen([sys.executable, "-c", WRITER, file])
@@ -33,7 +35,11 @@ def test_a_page_is_never_read_half_written_and_stays_when_its_process_is_stopped
         for _ in range(2_000):
             page = read_page(file)
             assert page and page.step - page.completed <= 1
-            assert (page.phase, page.step % 2) in (("start", 0), ("forward", 1), ("gradient norm", 0))
+            assert (page.phase, page.step % 2) in (
+                ("start", 0),
+                ("forward", 1),
+                ("gradient norm", 0),
+            )
         writer.send_signal(signal.SIGSTOP)
         assert (page := read_page(file)) and page.pid == writer.pid
     finally:

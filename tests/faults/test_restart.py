@@ -14,8 +14,18 @@ from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP
 
-SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=disabled"]
-SAVING += ["--metrics.log_freq=1", "--training.steps=8", "--debug.seed=5", "--lr_scheduler.warmup_steps=0"]
+SAVING = [
+    *TINY,
+    "--checkpoint.enable",
+    "--checkpoint.interval=2",
+    "--checkpoint.async_mode=disabled",
+]
+SAVING += [
+    "--metrics.log_freq=1",
+    "--training.steps=8",
+    "--debug.seed=5",
+    "--lr_scheduler.warmup_steps=0",
+]
 INJURED = [*SAVING, "--model.package=injured"]
 
 
@@ -28,7 +38,9 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     code, out = train(INJURED, tmp_path / "killed", NGPU="2", INJURY="kill:backward:1:6")
     assert code == 0 and losses(tmp_path / "killed") == losses(tmp_path / "whole"), out
     assert "exited without a traceback (Signal 9 (SIGKILL))\n" in out
-    assert re.search(rf"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; \d steps? lost\n", out), out
+    assert re.search(
+        rf"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; \d steps? lost\n", out
+    ), out
     assert out.index("restart 1 of 3") < out.index("resumed step 4 from")
     assert re.search(r"titanlite: step 5 is done, \d+ s after the failure\n", out)
     logs = tmp_path / "killed/logs"
@@ -54,9 +66,15 @@ def test_two_quick_failures_in_a_row_are_both_survived(tmp_path):
 @pytest.mark.long
 def test_what_a_user_can_correct_is_not_restarted(tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 24)
-    data = ["--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt", "--training.no_repeat"]
+    data = [
+        "--training.dataset=text",
+        f"--training.dataset_path={tmp_path}/short.txt",
+        "--training.no_repeat",
+    ]
     code, out = train([*INJURED, *data], tmp_path / "run", NGPU="2")
-    assert code == FAILED and "the data ended after step 3 of 8" in out and "restart" not in out, out
+    assert code == FAILED and "the data ended after step 3 of 8" in out and "restart" not in out, (
+        out
+    )
 
 
 # ---------------------------------------------------------------- several nodes
@@ -67,8 +85,16 @@ TWO = [*INJURED, "--training.global_batch_size=4"]
 
 def two_nodes(folder, argv: list[str], **environ: str):
     """Start two launchers with a rank each; return them, and the variables that both have."""
-    variables = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NGPU": "1", **environ}
-    return [start([*TWO, *argv], folder, NODE_RANK=str(rank), **variables) for rank in (0, 1)], variables
+    variables = {
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "NGPU": "1",
+        **environ,
+    }
+    return [
+        start([*TWO, *argv], folder, NODE_RANK=str(rank), **variables) for rank in (0, 1)
+    ], variables
 
 
 def wait_for(path, process) -> None:
@@ -82,9 +108,13 @@ def wait_for(path, process) -> None:
 def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
     nodes, _ = two_nodes(tmp_path, [], INJURY="kill:backward:1:6")
     results = [finish(node, 200) for node in nodes]
-    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], results
+    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], (
+        results
+    )
     for _, out in results:
-        assert "titanlite: rank 1 on " in out and "SIGKILL" in out and "restart 1 of 3, from " in out, out
+        assert (
+            "titanlite: rank 1 on " in out and "SIGKILL" in out and "restart 1 of 3, from " in out
+        ), out
 
 
 @pytest.mark.long
@@ -96,12 +126,18 @@ def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path):
         assert "SIGTERM to a rank that was starting" in out and "restart" not in out, out
 
 
-SLOW = ["--training.steps=100000", "--lr_scheduler.total_steps=100000", "--checkpoint.keep_latest_k=2"]
+SLOW = [
+    "--training.steps=100000",
+    "--lr_scheduler.total_steps=100000",
+    "--checkpoint.keep_latest_k=2",
+]
 
 
 @pytest.mark.long
 def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
-    (first, second), _ = two_nodes(tmp_path, [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"])
+    (first, second), _ = two_nodes(
+        tmp_path, [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"]
+    )
     wait_for(tmp_path / "checkpoint/step-10", first)
     family = descendants(second.pid)
     for pid in (second.pid, *family):
@@ -111,7 +147,11 @@ def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
     wait_for(tmp_path / f"checkpoint/step-{newest + 6}", first)
     first.send_signal(signal.SIGINT)
     code, out = finish(first)
-    assert code == 130 and "the launcher of NODE_RANK=1 does not answer" in out and "restart 1 of 3" in out, out
+    assert (
+        code == 130
+        and "the launcher of NODE_RANK=1 does not answer" in out
+        and "restart 1 of 3" in out
+    ), out
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
     finish(second)
 
@@ -145,9 +185,15 @@ def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_
     finish(second)
     again = start(TWO, tmp_path, NODE_RANK="1", **variables)
     results = [finish(node, 200) for node in (first, again)]
-    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], results
-    assert "the launcher of NODE_RANK=1 ended, and another has taken its place" in results[0][1], results
-    assert (tmp_path / "logs/attempt-1/rank-1.log").exists(), "which the lost launcher could not move"
+    assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], (
+        results
+    )
+    assert "the launcher of NODE_RANK=1 ended, and another has taken its place" in results[0][1], (
+        results
+    )
+    assert (tmp_path / "logs/attempt-1/rank-1.log").exists(), (
+        "which the lost launcher could not move"
+    )
 
 
 @pytest.mark.long
@@ -156,5 +202,7 @@ def test_a_lost_node_0_ends_the_others(tmp_path):
     wait_for(tmp_path / "checkpoint/step-4", first)
     first.kill()
     code, out = finish(second)
-    assert code == FAILED and "node 0's launcher, which hosts the store of the run, has ended" in out, out
+    assert (
+        code == FAILED and "node 0's launcher, which hosts the store of the run, has ended" in out
+    ), out
     finish(first)

@@ -1,4 +1,6 @@
-"""A run that is asked to stop: every rank saves the same step and leaves, and the resumed run is bit-exact."""
+"""A run that is asked to stop: every rank saves the same step and leaves, and the resumed run is
+bit-exact.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from titanlite.checkpoint.manifest import committed, step_folder
 MANY = 100_000
 ARGV = [
     *TINY,
-    *("--model.package=injured", "--checkpoint.enable", f"--checkpoint.interval={MANY}", "--metrics.log_freq=1"),
+    *(
+        "--model.package=injured",
+        "--checkpoint.enable",
+        f"--checkpoint.interval={MANY}",
+        "--metrics.log_freq=1",
+    ),
     *(f"--training.steps={MANY}", f"--lr_scheduler.total_steps={MANY}", "--debug.seed=1"),
 ]
 
@@ -41,24 +48,32 @@ def started(folder: Path, *argv: str, steps: int = 5, **environ: str) -> subproc
 def worker(launcher: subprocess.Popen, rank: int) -> int:
     """Return the process id of a rank, whose children have its environment too."""
     of_rank = (
-        pid for pid in descendants(launcher.pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
+        pid
+        for pid in descendants(launcher.pid)
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
     )
     return next(of_rank)
 
 
 def stopped(process: subprocess.Popen, folder: Path, reason: str, code: int = 75) -> int:
-    """Return the step that the last line names, which must be the newest checkpoint if nothing was lost."""
+    """Return the step that the last line names, which must be the newest checkpoint if nothing was
+    lost.
+    """
     family = descendants(process.pid)
     found, out = finish(process)
     last = out.splitlines()[-1]
-    match = re.fullmatch(rf"titanlite: stopped at step (\d+) of {MANY} on request \((.+?)\)(.*); (.*)", last)
+    match = re.fullmatch(
+        rf"titanlite: stopped at step (\d+) of {MANY} on request \((.+?)\)(.*); (.*)", last
+    )
     assert match and found == code, out
     assert re.fullmatch(reason, match[2]), last
     assert "Traceback" not in out and left_over(family) == []
     step, newest = int(match[1]), committed(folder / "checkpoint")[-1:]
     if code == 75:
         assert (
-            newest == [step] and match[3] == "" and match[4] == f"saved: {step_folder(folder / 'checkpoint', step)}"
+            newest == [step]
+            and match[3] == ""
+            and match[4] == f"saved: {step_folder(folder / 'checkpoint', step)}"
         )
     return step
 
@@ -68,16 +83,25 @@ def same_as_undisturbed(pool: Any, folder: Path, step: int, *argv: str, world: i
     straight = folder.parent / "straight"
     for run in (folder, straight):
         pool.run(run_to_end, [*ARGV, *argv, f"--training.steps={step}"], str(run), world=world)
-    ours, theirs = (load_tensors(step_folder(run / "checkpoint", step)) for run in (folder, straight))
-    assert theirs and all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
     ours, theirs = (
-        [(r["step"], r["loss"], r["grad_norm"]) for r in records(run) if "loss" in r] for run in (folder, straight)
+        load_tensors(step_folder(run / "checkpoint", step)) for run in (folder, straight)
+    )
+    assert (
+        theirs
+        and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        and ours.keys() == theirs.keys()
+    )
+    ours, theirs = (
+        [(r["step"], r["loss"], r["grad_norm"]) for r in records(run) if "loss" in r]
+        for run in (folder, straight)
     )
     assert ours == theirs
 
 
 @pytest.mark.parametrize("to", sample(["launcher", "rank 1"], "launcher"))
-def test_sigterm_to_the_launcher_or_a_rank_saves_the_same_step_on_all_and_the_resume_is_exact(pool, tmp_path, to):
+def test_sigterm_to_the_launcher_or_a_rank_saves_the_same_step_on_all_and_the_resume_is_exact(
+    pool, tmp_path, to
+):
     folder = tmp_path / "stopped"
     if to == "launcher":
         process = started(folder)
@@ -91,7 +115,9 @@ def test_sigterm_to_the_launcher_or_a_rank_saves_the_same_step_on_all_and_the_re
 
 
 def test_ctrl_c_saves_and_exits_with_130_and_a_hangup_under_nohup_does_not_end_the_run(tmp_path):
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; what is started inherits it
+    handler = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # as nohup does; what is started inherits it
     process = started(tmp_path)
     signal.signal(signal.SIGHUP, handler)
     process.send_signal(signal.SIGHUP)
@@ -114,7 +140,9 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
 @pytest.mark.long
 def test_without_data_ranks_end_at_half_of_the_grace(tmp_path):
     """At its whole the launcher would have ended them, with another reason."""
-    process = started(tmp_path, "--fault.grace_seconds=8", "--checkpoint.interval=3", INJURY="sleep:data:1:6")
+    process = started(
+        tmp_path, "--fault.grace_seconds=8", "--checkpoint.interval=3", INJURY="sleep:data:1:6"
+    )
     process.send_signal(signal.SIGTERM)
     reason = "SIGTERM to the launcher; no data for half of fault.grace_seconds = 8"
     assert stopped(process, tmp_path, reason, code=76) == 5
@@ -134,14 +162,18 @@ PHASES = ["forward:1", "data:6", "backward:6", "validation:6", "save:6"]
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "where"), [(at % 2, where) for at, where in enumerate(PHASES)])
 def test_a_request_is_heeded_in_any_phase(tmp_path, rank, where):
-    """In the first step it compiles; a validation is abandoned; a save of the step is finished, and none added."""
+    """In the first step it compiles; a validation is abandoned; a save of the step is finished, and
+    none added.
+    """
     phase, step = where.split(":")
     validation = ["--validation.enable", "--validation.freq=6", "--validation.steps=40"]
     argv = [*ARGV, *validation, "--checkpoint.interval=6", "--checkpoint.async_mode=async"]
     process = start(argv, tmp_path, NGPU="2", INJURY=f"term:{phase}:{rank}:{step}")
     reached = stopped(process, tmp_path, f"SIGTERM to rank {rank}")
     assert int(step) <= reached <= int(step) + 2
-    assert [r["step"] for r in records(tmp_path) if "validation_loss" in r] == [6] * (phase == "save")
+    assert [r["step"] for r in records(tmp_path) if "validation_loss" in r] == [6] * (
+        phase == "save"
+    )
     saves = [r["step"] for r in records(tmp_path) if "checkpoint_write_seconds" in r]
     assert saves == sorted({*saves}) and saves[-1] == reached
 
@@ -150,8 +182,19 @@ def test_a_request_is_heeded_in_any_phase(tmp_path, rank, where):
 @pytest.mark.parametrize("signaled", ["a rank", "the launcher", "all", "before"])
 def test_a_run_that_only_starts_loses_nothing(tmp_path, signaled):
     """A rank dies of a signal that it is too young to hear, and the launcher knows why."""
-    nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    injury = {"INJURY": "term:start:1:0"} if signaled == "a rank" else nodes if signaled == "before" else {}
+    nodes = {
+        "NNODES": "2",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    injury = (
+        {"INJURY": "term:start:1:0"}
+        if signaled == "a rank"
+        else nodes
+        if signaled == "before"
+        else {}
+    )
     process = start(ARGV, tmp_path, NGPU="2", **injury)
     if signaled != "a rank":
         assert process.stdout
@@ -162,7 +205,9 @@ def test_a_run_that_only_starts_loses_nothing(tmp_path, signaled):
     found, out = finish(process)
     assert found == 75 and "Traceback" not in out, out
     assert re.search(
-        r"stopped at step [012] of 100000 on request \(SIGTERM to (the launcher|a rank that was starting)\); ", out
+        r"stopped at step [012] of 100000 on request "
+        r"\(SIGTERM to (the launcher|a rank that was starting)\); ",
+        out,
     )
 
 
@@ -208,7 +253,9 @@ def test_a_rank_that_dies_in_the_last_save_leaves_a_run_to_start_again(tmp_path)
 @pytest.mark.long
 def test_ranks_that_the_system_has_stopped_are_killed_after_the_grace(tmp_path):
     """They cannot hear, nor end themselves."""
-    process = started(tmp_path, "--fault.grace_seconds=3", "--checkpoint.interval=3", INJURY="stop:data:1:6")
+    process = started(
+        tmp_path, "--fault.grace_seconds=3", "--checkpoint.interval=3", INJURY="stop:data:1:6"
+    )
     process.send_signal(signal.SIGTERM)
     reason = "SIGTERM to the launcher; (fault.grace_seconds = 3 ran out|another rank had left)"
     assert stopped(process, tmp_path, reason, code=76) == 5
@@ -219,7 +266,10 @@ def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path):
     process = started(tmp_path, "--checkpoint.no_enable")
     process.send_signal(signal.SIGUSR1)
     code, out = finish(process)
-    assert code == 128 + signal.SIGUSR1 and "nothing was saved: checkpoint.enable is off" in out.splitlines()[-1]
+    assert (
+        code == 128 + signal.SIGUSR1
+        and "nothing was saved: checkpoint.enable is off" in out.splitlines()[-1]
+    )
 
 
 @pytest.mark.long
@@ -240,7 +290,11 @@ def test_without_the_launcher_ranks_exit_with_75_themselves(tmp_path):
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     code, out = finish(process)
     (step,) = committed(tmp_path / "checkpoint")
-    assert code == 1 and re.search(r"exitcode +: 75 ", out) and f"stopped at step {step} of {MANY} on request" in out
+    assert (
+        code == 1
+        and re.search(r"exitcode +: 75 ", out)
+        and f"stopped at step {step} of {MANY} on request" in out
+    )
 
 
 @pytest.mark.long
@@ -251,7 +305,9 @@ def test_a_signal_before_the_config_is_known_waits_until_it_is(tmp_path):
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)
-    assert code == 75 and "stopped at step 0 of 100000 on request (SIGTERM to the launcher); " in out, out
+    assert (
+        code == 75 and "stopped at step 0 of 100000 on request (SIGTERM to the launcher); " in out
+    ), out
 
 
 def blocked(pid: int) -> int:
@@ -261,7 +317,9 @@ def blocked(pid: int) -> int:
 
 @pytest.mark.long
 def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
-    """As schedulers send it, and some of them twice: also to the data workers, without which ranks get no data."""
+    """As schedulers send it, and some of them twice: also to the data workers, without which ranks
+    get no data.
+    """
     process = started(tmp_path, "--training.dataloader.num_workers=1")
     for _ in range(2):
         for pid in [process.pid, *descendants(process.pid)]:
@@ -274,5 +332,9 @@ def test_a_rank_that_is_ended_because_of_another_was_not_asked(tmp_path):
     """The failure of the other is the outcome, and is not waited with."""
     injury = {"INJURY": "raise:data:1:6,sleep:data:0:6", "MAX_RESTARTS": "0"}
     code, out = finish(start(ARGV, tmp_path, NGPU="2", **injury))
-    assert code == 1 and "rank 1 on " in out and "ValueError: a fault was put in here" in out.splitlines()[-1]
+    assert (
+        code == 1
+        and "rank 1 on " in out
+        and "ValueError: a fault was put in here" in out.splitlines()[-1]
+    )
     assert "on request" not in out

@@ -21,14 +21,22 @@ from tests.launch import run
 SOURCE = Path(__file__).with_name("fake_gpu.c")
 LIBRARY = "libfake_gpu.so"
 LOADED_BY_NAME = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1")
-LINKED = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg", "caffe2_nvrtc")
+LINKED = (
+    "torch_cuda",
+    "c10_cuda",
+    "torch_python",
+    "torch_cpu",
+    "torch_cuda_linalg",
+    "caffe2_nvrtc",
+)
 """torch's libraries whose undefined symbols have to be there."""
 FROM_CUDA = re.compile(r"(__)?cuda[A-Z_].*|cu[A-Z](?!ile).*|(cublas|cudnn|nccl).*")
 BY_NAME = """
-cuCtxPopCurrent cuCtxPushCurrent cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig cuLogsRegisterCallback
-cuLogsUnregisterCallback cuMemExportToShareableHandle cuMemGetAddressRange cuMemGetAllocationPropertiesFromHandle
-cuMemImportFromShareableHandle cuMemMap cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuMemsetD32Async
-cuModuleUnload cuMulticastAddDevice cuMulticastBindMem cuMulticastCreate cuMulticastUnbind cuPointerGetAttributes
+cuCtxPopCurrent cuCtxPushCurrent cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig
+cuLogsRegisterCallback cuLogsUnregisterCallback cuMemExportToShareableHandle cuMemGetAddressRange
+cuMemGetAllocationPropertiesFromHandle cuMemImportFromShareableHandle cuMemMap
+cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuMemsetD32Async cuModuleUnload
+cuMulticastAddDevice cuMulticastBindMem cuMulticastCreate cuMulticastUnbind cuPointerGetAttributes
 cuStreamWriteValue32 cuStreamWriteValue32_v2 cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 """.split()
 """Functions of the driver that torch and Triton look up when they run."""
@@ -66,11 +74,17 @@ def _compile(folder: Path, headers: list[Path]) -> None:
     wanted = {*BY_NAME}
     for name in LINKED:
         library = Path(torch.__file__).parent / "lib" / f"lib{name}.so"
-        wanted |= {each for each in _symbols("--dynamic", "--undefined-only", library) if FROM_CUDA.fullmatch(each)}
+        wanted |= {
+            each
+            for each in _symbols("--dynamic", "--undefined-only", library)
+            if FROM_CUDA.fullmatch(each)
+        }
     missing = sorted(wanted - _symbols("--extern-only", "--defined-only", own))
     stubs.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in missing))
     library = folder / LIBRARY
-    subprocess.run([*options, "-shared", "-o", library, own, stubs, "-lpthread", "-ldl"], check=True)
+    subprocess.run(
+        [*options, "-shared", "-o", library, own, stubs, "-lpthread", "-ldl"], check=True
+    )
     for name in LOADED_BY_NAME:
         (folder / name).symlink_to(LIBRARY)
 
@@ -81,11 +95,15 @@ def _symbols(*arguments: str | Path) -> set[str]:
 
 
 def environment(library: Path, folder: Path, gpus: int) -> dict[str, str]:
-    """Return the variables with which a program sees this number of fake GPUs, and writes traces to the folder."""
+    """Return the variables with which a program sees this number of fake GPUs, and writes traces to
+    the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     return {
         "LD_PRELOAD": str(library / LIBRARY),
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), os.environ.get("LD_LIBRARY_PATH")])),
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            filter(None, [str(library), os.environ.get("LD_LIBRARY_PATH")])
+        ),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
         "FAKE_GPU_DIR": str(folder),
     }
@@ -113,13 +131,17 @@ class Trace:
 
     def step(self, number: int) -> Trace:
         """Return the part of a step, which the marks number: "STEP SEQUENCE PHASE"."""
-        return Trace([event for event in self.events if event.mark.partition(" ")[0] == str(number)])
+        return Trace(
+            [event for event in self.events if event.mark.partition(" ")[0] == str(number)]
+        )
 
     def phase(self, name: str) -> Trace:
         return Trace([event for event in self.events if event.mark.split(" ", 2)[-1] == name])
 
     def waits(self) -> Counter[str]:
-        """Count what the host waited for: events, streams, the device, copies of memory that is not page-locked."""
+        """Count what the host waited for: events, streams, the device, copies of memory that is not
+        page-locked.
+        """
         counts = Counter(event.facts["for"] for event in self.of("wait"))
         for event in self.of("copy"):
             if event.facts["waits"] == "1":
@@ -135,7 +157,9 @@ def read_trace(file: Path) -> Trace:
             mark = rest
         words = [] if kind in ("mark", "launch") else rest.split()
         facts = dict(word.split("=", 1) for word in words if "=" in word)
-        events.append(Event(kind, rest if kind in ("mark", "launch") else rest.split(" ")[0], facts, mark))
+        events.append(
+            Event(kind, rest if kind in ("mark", "launch") else rest.split(" ")[0], facts, mark)
+        )
     return Trace(events)
 
 
@@ -148,7 +172,9 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def mismatches(traces: list[Trace]) -> list[str]:
-    """Return how ranks differ: in the collectives of a communicator, or by a send without its receive."""
+    """Return how ranks differ: in the collectives of a communicator, or by a send without its
+    receive.
+    """
     called: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     sizes: dict[str, int] = {}
     open_ended: Counter[tuple[str, ...]] = Counter()
@@ -163,20 +189,28 @@ def mismatches(traces: list[Trace]) -> list[str]:
             else:
                 key = tuple(facts[name] for name in ("comm", "from", "to", "count", "type"))
                 open_ended[key] += 1 if event.kind == "send" else -1
-    found = [f"{number:+d} sends without a receive: {key}" for key, number in open_ended.items() if number]
+    found = [
+        f"{number:+d} sends without a receive: {key}"
+        for key, number in open_ended.items()
+        if number
+    ]
     for comm, by_rank in called.items():
         if len(by_rank) != sizes[comm]:
             found.append(f"{comm}: {sizes[comm]} ranks, but only {[*by_rank]} called")
         for position, calls in enumerate(_side_by_side(by_rank)):
             if len({*calls}) > 1:
-                found.append(f"{comm}, collective {position}: {dict(zip(by_rank, calls, strict=True))}")
+                found.append(
+                    f"{comm}, collective {position}: {dict(zip(by_rank, calls, strict=True))}"
+                )
                 break
     return found
 
 
 def _side_by_side(by_rank: dict[int, list[str]]) -> Iterator[list[str]]:
     for position in range(max(map(len, by_rank.values()))):
-        yield [calls[position] if position < len(calls) else "nothing" for calls in by_rank.values()]
+        yield [
+            calls[position] if position < len(calls) else "nothing" for calls in by_rank.values()
+        ]
 
 
 @dataclass
@@ -191,7 +225,8 @@ class Ran:
 
 OPTIONS = (
     "--model.package=on_fake_gpu --training.mixed_precision_param=bfloat16 --metrics.log_freq=100 "
-    "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end --checkpoint.no_enable "
+    "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end "
+    "--checkpoint.no_enable "
     "--job.no_plan --fault.no_preflight"
 ).split()
 

@@ -15,7 +15,8 @@ BLAS = 64 * MIB
 """cuBLAS's workspaces on an H100, 32 MiB for each thread that multiplies matrices; not planned."""
 SIZE = (
     "--model.overrides.dim=1024 --model.overrides.n_heads=16 --model.overrides.n_kv_heads=4 "
-    "--model.overrides.hidden_dim=3072 --model.overrides.n_layers=4 --model.overrides.vocab_size=32000 "
+    "--model.overrides.hidden_dim=3072 --model.overrides.n_layers=4 "
+    "--model.overrides.vocab_size=32000 "
     "--training.seq_len=2048 --training.local_batch_size=1 --training.steps=3"
 ).split()
 PLANNED = {
@@ -43,7 +44,9 @@ def peaks(trace: Trace) -> tuple[int, int]:
 def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, row):
     gpus, options = PLANNED[row]
     argv = [*SIZE, *options.split()]
-    job = job_from(parse_command_line([*OPTIONS, *argv], {}), world=gpus, training=True, device="cuda")
+    job = job_from(
+        parse_command_line([*OPTIONS, *argv], {}), world=gpus, training=True, device="cuda"
+    )
     ran = train_on_gpus(tmp_path, gpus, argv)
     assert ran.code == 0, ran.out
     for trace in ran.traces:

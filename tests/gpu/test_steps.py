@@ -1,4 +1,6 @@
-"""On GPUs, ranks call the same collectives in the same order, and a step waits for the device as often as stated."""
+"""On GPUs, ranks call the same collectives in the same order, and a step waits for the device as
+often as stated.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ import pytest
 from tests.gpu.fake_gpu import Event, Trace, mismatches
 from tests.lanes import sample
 
-STEPS = "--training.steps=4 --training.seq_len=64 --training.local_batch_size=4"  # steps 2 and 3 are not logged
-MOE = "--config debug_moe.toml --training.global_batch_size=-1 --parallelism.expert_parallel_degree=2"
+# steps 2 and 3 are not logged
+STEPS = "--training.steps=4 --training.seq_len=64 --training.local_batch_size=4"
+MOE = (
+    "--config debug_moe.toml --training.global_batch_size=-1 --parallelism.expert_parallel_degree=2"
+)
 PIPELINE = "--config debug_pp.toml"
-SKIPPING = "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip --fault.spike_window=2"
+SKIPPING = (
+    "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip --fault.spike_window=2"
+)
 FLAGS = {"event": 1}
 """The flags of the step before, which bound the host's lead to one step."""
 READS = {"stream": 1, "D2H of pageable memory": 1}
@@ -26,7 +33,8 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
     "context parallel": (2, "--parallelism.context_parallel_degree=2", FLAGS),
     "Ulysses": (
         2,
-        "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses",
+        "--parallelism.context_parallel_degree=2 "
+        "--parallelism.context_parallel_rotate_method=ulysses",
         FLAGS,
     ),
     "expert parallel": (2, MOE, FLAGS | dict.fromkeys(READS, 4)),
@@ -37,8 +45,16 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
     ),
     "GPipe": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=GPipe", FLAGS),
     "1F1B": (2, PIPELINE, FLAGS),
-    "Interleaved1F1B": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B", FLAGS),
-    "ZBVZeroBubble": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=ZBVZeroBubble", FLAGS),
+    "Interleaved1F1B": (
+        2,
+        f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+        FLAGS,
+    ),
+    "ZBVZeroBubble": (
+        2,
+        f"{PIPELINE} --parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        FLAGS,
+    ),
     "DualPipeV": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=DualPipeV", FLAGS),
     "float8": (2, "--quantize.linear.float8.enable", FLAGS),
     "float8 gathered": (
@@ -48,7 +64,11 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
         FLAGS,
     ),
     # FSDP2's own: each gradient comes down, and the norm goes up to be summed.
-    "offload": (2, "--training.enable_cpu_offload", {"event": 40, "stream": 1, "H2D of pageable memory": 1}),
+    "offload": (
+        2,
+        "--training.enable_cpu_offload",
+        {"event": 40, "stream": 1, "H2D of pageable memory": 1},
+    ),
     "Muon": (2, "--optimizer.name=Muon", FLAGS),
     "bfloat16 state": (2, "--optimizer.state_dtype=bfloat16", FLAGS),
     "skipping": (2, f"{SKIPPING} --training.steps=6", {"event": 2}),
@@ -66,7 +86,11 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
         "--parallelism.context_parallel_degree=2 --parallelism.tensor_parallel_degree=2",
         FLAGS,
     ),
-    "expert x tensor parallel": (4, f"{MOE} --parallelism.tensor_parallel_degree=2", FLAGS | dict.fromkeys(READS, 4)),
+    "expert x tensor parallel": (
+        4,
+        f"{MOE} --parallelism.tensor_parallel_degree=2",
+        FLAGS | dict.fromkeys(READS, 4),
+    ),
 }
 
 
@@ -115,17 +139,21 @@ def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
 
 SAVE = "--checkpoint.enable --checkpoint.interval=2 --checkpoint.async_mode="
 ONCE_IN_A_WHILE = {
-    "validation and a sample": "--validation.enable --validation.freq=2 --validation.steps=2 --generate.at_end",
+    "validation and a sample": "--validation.enable --validation.freq=2 --validation.steps=2 "
+    "--generate.at_end",
     "saves": f"{SAVE}disabled",
     "saves from page-locked memory": f"{SAVE}async_with_pinned_mem",
-    "a probe of the network and the replicas": "--fault.preflight --parallelism.data_parallel_replicate_degree=2",
+    "a probe of the network and the replicas": "--fault.preflight "
+    "--parallelism.data_parallel_replicate_degree=2",
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ONCE_IN_A_WHILE)
 def test_ranks_agree_on_collectives_of_what_happens_between_steps(train_on_gpus, tmp_path, what):
-    ran = train_on_gpus(tmp_path, 2, [*STEPS.split(), "--generate.tokens=4", *ONCE_IN_A_WHILE[what].split()])
+    ran = train_on_gpus(
+        tmp_path, 2, [*STEPS.split(), "--generate.tokens=4", *ONCE_IN_A_WHILE[what].split()]
+    )
     assert ran.code == 0, ran.out
     assert mismatches(ran.traces) == []
 
@@ -134,7 +162,14 @@ def _trace(*calls: tuple[str, str, str]) -> Trace:
     """Return the trace of a rank that made these calls, on a communicator of two."""
     trace = Trace([Event("communicator", "c", {"ranks": "2"}, "")])
     for kind, name, count in calls:
-        facts: dict[str, Any] = {"comm": "c", "count": count, "type": "9", "more": "0", "from": "0", "to": "1"}
+        facts: dict[str, Any] = {
+            "comm": "c",
+            "count": count,
+            "type": "9",
+            "more": "0",
+            "from": "0",
+            "to": "1",
+        }
         trace.events.append(Event(kind, name, facts, ""))
     return trace
 
@@ -160,6 +195,9 @@ def test_what_ranks_do_not_have_in_common_is_found(calls, others, words):
 
 def test_waits_are_counted_by_what_the_host_waits_for():
     copied = {"way": "D2H", "memory": "pageable", "waits": "1"}
-    events = [Event("wait", "", {"for": "event"}, "3 1 forward"), Event("copy", "", copied, "3 2 step")]
+    events = [
+        Event("wait", "", {"for": "event"}, "3 1 forward"),
+        Event("copy", "", copied, "3 2 step"),
+    ]
     assert Trace(events).step(3).waits() == Counter({"event": 1, "D2H of pageable memory": 1})
     assert Trace(events).step(2).waits() == Counter()

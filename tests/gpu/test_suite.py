@@ -1,4 +1,6 @@
-"""The tests run on a machine with a GPU too: those that need one pass, and the others do not use it."""
+"""The tests run on a machine with a GPU too: those that need one pass, and the others do not use
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,22 @@ from tests.launch.run import ROOT
 )
 def test_tests_pass_on_a_machine_with_one_gpu(fake_gpus, tmp_path, file, names, passed):
     variables = {**os.environ, **fake_gpu.environment(fake_gpus, tmp_path / "traces", 1)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/own", file]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path}/own",
+        file,
+    ]
     done = subprocess.run(
-        [*command, "-k", names], env=variables, cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "-k", names],
+        env=variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 and done.stdout.startswith("." * passed + " "), done.stdout

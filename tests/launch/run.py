@@ -17,18 +17,37 @@ from tests.jobs import OUTSIDE
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[subprocess.Popen] = []
-CLEARED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CONFIG_FILE")
+CLEARED = (
+    "NGPU",
+    "LOG_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CONFIG_FILE",
+)
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the variables of a command that is started: without GPUs, which tests that want some give it."""
-    variables = {k: v for k, v in os.environ.items() if k not in CLEARED and not k.startswith(("SLURM_", "PET_"))}
+    """Return the variables of a command that is started: without GPUs, which tests that want some
+    give it.
+    """
+    variables = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in CLEARED and not k.startswith(("SLURM_", "PET_"))
+    }
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), OUTSIDE])
     return {**variables, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 def start(
-    argv: list[str], folder: Path, module: str = "titanlite train", out: Any = subprocess.PIPE, **environ: str
+    argv: list[str],
+    folder: Path,
+    module: str = "titanlite train",
+    out: Any = subprocess.PIPE,
+    **environ: str,
 ) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
@@ -43,7 +62,9 @@ def start(
 
 
 def kill_started(since: int) -> None:
-    """Kill what a test has started and not awaited: a failed one would leave a run that slows all that follow."""
+    """Kill what a test has started and not awaited: a failed one would leave a run that slows all
+    that follow.
+    """
     for process in STARTED[since:]:
         if process.poll() is None:
             for pid in [process.pid, *descendants(process.pid)]:
@@ -74,7 +95,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def descendants(pid: int) -> list[int]:
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
     children: dict[int, list[int]] = {}
     for line in listing.splitlines():
         child, parent = map(int, line.split())

@@ -41,20 +41,35 @@ QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
 
 
 def launcher(**changes: Any) -> Any:
-    """Return the part of a node that is asked for: a member of an attempt, with requests and decisions."""
-    return SimpleNamespace(**{"rank": 1, "processes": 2, "attempt": 3, "decision": Decision(), **changes})
+    """Return the part of a node that is asked for: a member of an attempt, with requests and
+    decisions.
+    """
+    return SimpleNamespace(
+        **{"rank": 1, "processes": 2, "attempt": 3, "decision": Decision(), **changes}
+    )
 
 
 def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start_was_told(tmp_path):
-    options = ["--checkpoint.enable", "--checkpoint.load_step=7", '--checkpoint.exclude_from_loading=["optimizer"]']
+    options = [
+        "--checkpoint.enable",
+        "--checkpoint.load_step=7",
+        '--checkpoint.exclude_from_loading=["optimizer"]',
+    ]
     given = job([*TINY, *options], world=2).given
     attempts = Attempts(launcher(), given, tmp_path, lambda attempt, poll: None)  # type: ignore[arg-type]
     restart = Verdict(None, resumes=True)
-    first, later = (attempts._begin(Decision(3, (0, 1, 2), verdict=before)) for before in (None, restart))
+    first, later = (
+        attempts._begin(Decision(3, (0, 1, 2), verdict=before)) for before in (None, restart)
+    )
     assert (first.number, first.ranks, first.world) == (3, range(2, 4), 6)
     assert first.config == given
-    assert later.config.checkpoint.load_step == -1 and later.config.checkpoint.exclude_from_loading == []
-    assert attempts._begin(Decision(3, (1, 2))).ranks == range(2), "without node 0 the ranks move up"
+    assert (
+        later.config.checkpoint.load_step == -1
+        and later.config.checkpoint.exclude_from_loading == []
+    )
+    assert attempts._begin(Decision(3, (1, 2))).ranks == range(2), (
+        "without node 0 the ranks move up"
+    )
 
 
 def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
@@ -63,7 +78,10 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     fresh = saved_since(config)
     pool.run(run_to_end, SAVING, str(tmp_path), world=1)
     saved = fresh()
-    assert (saved.step, saved.by_this_run) == (2, True) and saved.source == f"from {tmp_path}/checkpoint/step-2"
+    assert (saved.step, saved.by_this_run) == (
+        2,
+        True,
+    ) and saved.source == f"from {tmp_path}/checkpoint/step-2"
     found = saved_since(config)()
     assert (found.step, found.by_this_run) == (2, False)
 
@@ -99,7 +117,9 @@ class Together:
         return self
 
 
-LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (Signal 9 (SIGKILL))", "", known=False)
+LOST = Failure(
+    0, "here", 5.0, 7, "exited without a traceback (Signal 9 (SIGKILL))", "", known=False
+)
 ASKED = "SIGTERM to the launcher"
 
 
@@ -110,14 +130,18 @@ def test_a_request_that_comes_while_workers_end_after_a_failure_is_in_the_verdic
     together.asked[1] = ASKED
     verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(ended))
     for verdict in verdicts:
-        assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), "no restart, which would begin first"
+        assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), (
+            "no restart, which would begin first"
+        )
 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(tmp_path, asked):
     together = Together(tmp_path).running()
     first, second = together.nodes
-    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(Ended(LOST, over=True)))
+    verdicts = together.all(
+        lambda: first.settle(Ended(over=True)), lambda: second.settle(Ended(LOST, over=True))
+    )
     assert [verdict.code for verdict in verdicts] == [None, None]
     together.asked[asked] = ASKED
     found = together.all(first.meet, second.meet)
@@ -155,7 +179,9 @@ def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(tmp_path)
         together.all(prepare)
     decision = waiting.result(20)
     assert (
-        decision.is_final and "no space left" in decision.verdict.why and decision.verdict.why.startswith("node 0: ")
+        decision.is_final
+        and "no space left" in decision.verdict.why
+        and decision.verdict.why.startswith("node 0: ")
     )
 
 
@@ -279,7 +305,9 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
     (tmp_path / "0.page").unlink()  # its process id is none of ours
     with pytest.raises(Stopped) as caught:
         stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS + 1).poll(node)
-    assert caught.value.early == EarlyExit(CUT_SHORT, 6, "Ctrl-C; fault.grace_seconds = 60 ran out", 6)
+    assert caught.value.early == EarlyExit(
+        CUT_SHORT, 6, "Ctrl-C; fault.grace_seconds = 60 ran out", 6
+    )
     assert child.wait(10) == -signal.SIGKILL
 
 
@@ -294,7 +322,11 @@ def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):
 def test_the_rank_that_knows_best_says_how_a_run_ended(tmp_path):
     assert stopping(tmp_path).ended({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
     page(tmp_path, 0, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; another rank had left", 2))
-    page(tmp_path, 1, ending=(cut := EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; second signal: SIGTERM", 2)))
+    page(
+        tmp_path,
+        1,
+        ending=(cut := EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; second signal: SIGTERM", 2)),
+    )
     assert stopping(tmp_path).ended({}) == Ended(early=cut, over=True)
     page(tmp_path, 2, ending=(saved := EarlyExit(STOPPED, 7, "SIGTERM to rank 1", 0)))
     assert stopping(tmp_path).ended({0: Exit(1, 5.0)}) == Ended(early=saved)
@@ -328,7 +360,9 @@ def rank_asked(seconds_ago: float, **fault: int) -> Stop:
         ("backward", 31, 31, ""),
     ],
 )
-def test_a_rank_leaves_when_its_grace_is_over_and_without_data_at_half_of_it(monkeypatch, phase, asked, since, says):
+def test_a_rank_leaves_when_its_grace_is_over_and_without_data_at_half_of_it(
+    monkeypatch, phase, asked, since, says
+):
     now = time.monotonic()
     monkeypatch.setattr(OWN_PAGE, "phase", phase)
     monkeypatch.setattr(OWN_PAGE, "since", now - since)
@@ -338,9 +372,15 @@ def test_a_rank_leaves_when_its_grace_is_over_and_without_data_at_half_of_it(mon
 def test_the_time_limit_leaves_the_grace_for_the_save():
     config = config_of({"fault.stop_after_minutes": 10, "fault.grace_seconds": 90})
     limit, name = time_limit(config, {})
-    assert limit == pytest.approx(time.time() + 600 - 90, abs=5) and name == "fault.stop_after_minutes = 10"
+    assert (
+        limit == pytest.approx(time.time() + 600 - 90, abs=5)
+        and name == "fault.stop_after_minutes = 10"
+    )
     end = int(time.time()) + 300
-    assert time_limit(config, {"SLURM_JOB_END_TIME": str(end)}) == (end - 90, "the end of the SLURM job")
+    assert time_limit(config, {"SLURM_JOB_END_TIME": str(end)}) == (
+        end - 90,
+        "the end of the SLURM job",
+    )
     assert time_limit(JobConfig(), {})[1] == ""
 
 
@@ -354,12 +394,17 @@ def test_the_step_that_runs_is_not_lost(monkeypatch):
 
 # ---------------------------------------------------------------- processes
 
-DUMPS = "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR2, open(sys.argv[1], 'w'))"
+DUMPS = (
+    "import faulthandler, signal, sys, time; "
+    "faulthandler.register(signal.SIGUSR2, open(sys.argv[1], 'w'))"
+)
 
 
 def test_a_stopped_process_gives_its_stack_and_stays_stopped(tmp_path):
     stack = tmp_path / "stack"
-    child = subprocess.Popen([sys.executable, "-c", f"{DUMPS}; print(flush=True); time.sleep(60)", stack], stdout=-1)
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{DUMPS}; print(flush=True); time.sleep(60)", stack], stdout=-1
+    )
     assert child.stdout
     child.stdout.readline()
     child.send_signal(signal.SIGSTOP)

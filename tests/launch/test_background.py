@@ -1,4 +1,6 @@
-"""What the launcher computes while the workers start: at the lowest priority, waited for by nothing, in silence."""
+"""What the launcher computes while the workers start: at the lowest priority, waited for by
+nothing, in silence.
+"""
 
 import os
 import signal
@@ -77,5 +79,7 @@ def test_a_run_prints_two_lines_of_its_plan_unless_switched_off(tmp_path):
     (memory,) = (line for line in lines if "planned peak" in line)
     assert " a rank, in " in memory and "; a rank has " in memory
     (communication,) = (line for line in lines if "planned communication" in line)
-    assert "dp_shard 7 all-gather" in communication and communication.endswith("no speed bound on a CPU\n")
+    assert "dp_shard 7 all-gather" in communication and communication.endswith(
+        "no speed bound on a CPU\n"
+    )
     assert lines.index(memory) + 1 == lines.index(communication)

@@ -1,4 +1,6 @@
-"""scripts/environment.py: the first start makes `.venv`, concurrent starts wait, later starts find it."""
+"""scripts/environment.py: the first start makes `.venv`, concurrent starts wait, later starts find
+it.
+"""
 
 import importlib.util
 import os
@@ -24,7 +26,8 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     name = "titanlite-0.0-py3-none-any.whl"
     with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
         info = "titanlite-0.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: titanlite\\nVersion: 0.0\\n")
+        wheel.writestr(f"{info}/METADATA", \
+"Metadata-Version: 2.1\\nName: titanlite\\nVersion: 0.0\\n")
         tags = "Root-Is-Purelib: true\\nTag: py3-none-any\\n"
         wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\\nGenerator: test\\n{tags}")
         wheel.writestr(f"{info}/RECORD", "")
@@ -50,7 +53,12 @@ def checkout(tmp_path) -> Path:
 def start(checkout: Path, **environ: str) -> subprocess.Popen:
     command = [sys.executable, str(checkout / "scripts/environment.py")]
     return subprocess.Popen(
-        command, env=environment(**environ), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=checkout
+        command,
+        env=environment(**environ),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=checkout,
     )
 
 
@@ -68,7 +76,9 @@ def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout)
     finds_torch = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     used = subprocess.run([expected, "-c", finds_torch], check=False).returncode == 0
     assert used, "the active torch is used, not downloaded again"
-    (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
+    (checkout / "pyproject.toml").write_text(
+        (checkout / "pyproject.toml").read_text() + "# changed\n"
+    )
     fourth = start(checkout)
     assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"
 
@@ -87,7 +97,9 @@ def test_a_copied_checkout_gets_an_environment_of_its_own(checkout, tmp_path_fac
 
 
 def load(checkout: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("environment", checkout / "scripts/environment.py")
+    spec = importlib.util.spec_from_file_location(
+        "environment", checkout / "scripts/environment.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -150,7 +162,9 @@ def test_unpacking_shows_what_has_been_unpacked(checkout, capsys, monkeypatch):
 def test_a_checkout_started_from_within_another_does_not_run_the_others_code(tmp_path):
     (tmp_path / "titanlite").mkdir()
     (tmp_path / "titanlite/__init__.py").touch()
-    done = subprocess.run([ROOT / "run_train.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ROOT / "run_train.sh"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"{tmp_path}/titanlite would run instead of {ROOT}/titanlite" in done.stderr
 
@@ -160,7 +174,10 @@ def test_a_checkout_that_cannot_be_written_to_is_one_line(checkout):
     process = start(checkout)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 2 and out == "" and len(error.splitlines()) == 1
-    assert f"{checkout}/.venv cannot be made" in error and "Copy the checkout to a folder that can be" in error
+    assert (
+        f"{checkout}/.venv cannot be made" in error
+        and "Copy the checkout to a folder that can be" in error
+    )
 
 
 def test_python_without_ensurepip_names_the_package_to_install(checkout):
@@ -177,12 +194,18 @@ TRAIN = ["train", *TINY, "--training.steps=1"]
 
 @pytest.mark.parametrize("command", sample([["--version"], TRAIN], ["--version"]))
 def test_titanlite_runs_in_the_folder_that_holds_its_checkout(tmp_path, command):
-    """Python looks there first, and takes the checkout itself for a package unless the install is a path."""
+    """Python looks there first, and takes the checkout itself for a package unless the install is a
+    path.
+    """
     (tmp_path / "titanlite").symlink_to(ROOT)
     environ = environment(NGPU="1")
     del environ["PYTHONPATH"]
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite", *command], env=environ, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "titanlite", *command],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert command != TRAIN or "step 1 reached" in done.stdout
@@ -198,7 +221,9 @@ HERE = sysconfig.get_path("purelib")
 def copy(tmp_path) -> Path:
     """Return a copy of this checkout, without its environment."""
     folder = tmp_path / "a copy ü"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", "*.egg-info", "build", "tests")
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv*", "outputs", "__pycache__", "*.egg-info", "build", "tests"
+    )
     shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
     return folder
 
@@ -213,14 +238,23 @@ def uv(tmp_path_factory) -> str:
     return str(folder / "bin")
 
 
-def shell(command: str, folder: Path, *first_on_path: str | Path, **environ: str) -> subprocess.CompletedProcess:
+def shell(
+    command: str, folder: Path, *first_on_path: str | Path, **environ: str
+) -> subprocess.CompletedProcess:
     """Run a command as a person who has not activated what runs these tests."""
     system = [part for part in os.environ["PATH"].split(":") if not part.startswith(sys.prefix)]
     variables = environment(**{"UV_OFFLINE": "1", "UV_NO_CONFIG": "1", **environ})
-    variables = {k: v for k, v in variables.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")}
+    variables = {
+        k: v for k, v in variables.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHON")
+    }
     variables["PATH"] = ":".join([*map(str, first_on_path), *system])
     return subprocess.run(
-        ["bash", "-c", command], env=variables | environ, cwd=folder, capture_output=True, text=True, check=False
+        ["bash", "-c", command],
+        env=variables | environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -245,7 +279,9 @@ def conda_like(folder: Path) -> Path:
 
 
 def files_of(folder: Path) -> set[Path]:
-    return {path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    return {
+        path.relative_to(folder) for path in folder.rglob("*") if "__pycache__" not in path.parts
+    }
 
 
 TINY_RUN = shlex.join([*TINY, "--training.steps=1"])
@@ -269,20 +305,34 @@ def test_an_environment_of_uv_trains_by_run_train_and_stays_what_uv_made(copy, u
 
 
 @pytest.mark.long
-def test_into_an_environment_of_uv_without_titanlite_it_is_installed_and_nothing_is_removed(checkout, uv):
+def test_into_an_environment_of_uv_without_titanlite_it_is_installed_and_nothing_is_removed(
+    checkout, uv
+):
     """Whatever its Python's version, and whichever interpreter comes first on the path."""
-    others = [found for minor in (10, 12, 13, 11) if (found := shutil.which(f"python3.{minor}")) and works(found)]
-    made = shell(f"uv venv -q --python {others[0] if others else sys.executable} .venv", checkout, uv)
+    others = [
+        found
+        for minor in (10, 12, 13, 11)
+        if (found := shutil.which(f"python3.{minor}")) and works(found)
+    ]
+    made = shell(
+        f"uv venv -q --python {others[0] if others else sys.executable} .venv", checkout, uv
+    )
     assert made.returncode == 0, made.stderr
     kept = checkout / ".venv/kept"
     kept.touch()
     (checkout / "pyproject.toml").write_text(  # without a torch: another Python has none to lend
-        (checkout / "pyproject.toml").read_text().replace('["torch>=2.11,<2.16"]', '[]\n# "torch>=2.11,<2.16"')
+        (checkout / "pyproject.toml")
+        .read_text()
+        .replace('["torch>=2.11,<2.16"]', '[]\n# "torch>=2.11,<2.16"')
     )
     for _ in range(2):
         done = shell(f"{sys.executable} scripts/environment.py", checkout, uv)
-        assert done.stdout.strip() == str(checkout / ".venv/bin/python") and done.returncode == 0, done
-        assert "installing titanlite into" in done.stderr and kept.exists()  # its needs are still not there
+        assert done.stdout.strip() == str(checkout / ".venv/bin/python") and done.returncode == 0, (
+            done
+        )
+        assert (
+            "installing titanlite into" in done.stderr and kept.exists()
+        )  # its needs are still not there
 
 
 def works(python: str) -> bool:
@@ -291,8 +341,12 @@ def works(python: str) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["conda", "venv"])
-def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_made(copy, tmp_path, kind):
-    """With plain pip titanlite is installed in place; the interpreter on the path is taken, activated or not."""
+def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_made(
+    copy, tmp_path, kind
+):
+    """With plain pip titanlite is installed in place; the interpreter on the path is taken,
+    activated or not.
+    """
     elsewhere = tmp_path / kind
     if kind == "conda":
         conda_like(elsewhere)
@@ -306,7 +360,9 @@ def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_mad
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["conda", "venv"])
-def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(checkout, tmp_path, kind):
+def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(
+    checkout, tmp_path, kind
+):
     elsewhere = tmp_path / kind
     if kind == "conda":
         conda_like(elsewhere)
@@ -316,7 +372,9 @@ def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_i
     torch.parent.mkdir()
     torch.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0\n")
     before = files_of(elsewhere)
-    done = shell("python3 scripts/environment.py", checkout, elsewhere / "bin", VIRTUAL_ENV=str(elsewhere))
+    done = shell(
+        "python3 scripts/environment.py", checkout, elsewhere / "bin", VIRTUAL_ENV=str(elsewhere)
+    )
     assert done.returncode == 0 and done.stdout.strip() == str(checkout / ".venv/bin/python"), done
     assert files_of(elsewhere) == before
     again = shell("python3 scripts/environment.py", checkout, elsewhere / "bin")
@@ -335,13 +393,25 @@ def test_the_script_finds_itself_by_links_from_any_folder_and_by_sh(copy, tmp_pa
     (tmp_path / "link.sh").symlink_to(copy / "run_train.sh")
     (folder / "train.sh").symlink_to("../link.sh")
     script = shlex.quote(str(copy / "run_train.sh"))
-    for command in ("./train.sh", "sh train.sh", "../link.sh", f"sh {script}", f"bash {script}", script):
+    for command in (
+        "./train.sh",
+        "sh train.sh",
+        "../link.sh",
+        f"sh {script}",
+        f"bash {script}",
+        script,
+    ):
         done = shell(f"{command} --help optimizer", folder, elsewhere / "bin")
-        assert done.returncode == 0 and "--optimizer.lr = " in done.stdout and done.stderr == "", (command, done)
+        assert done.returncode == 0 and "--optimizer.lr = " in done.stdout and done.stderr == "", (
+            command,
+            done,
+        )
 
 
 def installed_by(command: str, folder: Path, *first: str | Path) -> subprocess.CompletedProcess:
-    """Run the command that a hint names, for a package that is a folder here instead of one of an index."""
+    """Run the command that a hint names, for a package that is a folder here instead of one of an
+    index.
+    """
     assert command.endswith(" wandb"), command
     return shell(command.removesuffix("wandb") + "--no-deps --no-build-isolation .", folder, *first)
 
@@ -351,13 +421,17 @@ def installed_by(command: str, folder: Path, *first: str | Path) -> subprocess.C
 def test_a_hint_names_an_installer_that_is_there(copy, checkout, uv, tmp_path, tool):
     """The package to install is the small project of `checkout`, so that no index is asked."""
     elsewhere = tmp_path / "an env"
-    subprocess.run([sys.executable, "-m", "venv", *["--without-pip"] * (tool != "pip"), elsewhere], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", *["--without-pip"] * (tool != "pip"), elsewhere], check=True
+    )
     (place,) = elsewhere.glob("lib/python3*/site-packages")
     (place / "lent.pth").write_text(f"{copy}\n")
     code = "from titanlite.errors import install_command; print(install_command('wandb'))"
     first = [elsewhere / "bin", *[uv] * (tool == "uv")]
     hint = shell(f'python -c "{code}"', tmp_path, *first)
     assert hint.returncode == 0, hint
-    assert (tool == "uv") == hint.stdout.startswith("uv pip ") and (tool == "neither") == ("ensurepip" in hint.stdout)
+    assert (tool == "uv") == hint.stdout.startswith("uv pip ") and (tool == "neither") == (
+        "ensurepip" in hint.stdout
+    )
     done = installed_by(hint.stdout.strip(), checkout, *first)
     assert done.returncode == 0 and list(place.glob("titanlite-0.0.dist-info")), done

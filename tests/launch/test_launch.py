@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 
 from tests.jobs import PARROT, TINY, job
-from tests.launch.run import ROOT, descendants, environment, finish, left_over, records, start, train
+from tests.launch.run import (
+    ROOT,
+    descendants,
+    environment,
+    finish,
+    left_over,
+    records,
+    start,
+    train,
+)
 from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.resume import take_folder
 from titanlite.cli import COMMANDS, main
@@ -42,8 +51,19 @@ FAULTY = [*PARROT, "--model.package=faulty", "--model.name=faulty"]
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """Return the dump folder and the console of a run of 3 steps on 2 ranks."""
     folder = tmp_path_factory.mktemp("a finished run")
-    argv = [*TINY, "--metrics.enable_tensorboard", "--generate.at_end", "--generate.tokens=3", "--validation.enable"]
-    argv += ["--validation.steps=1", "--validation.freq=2", "--job.device=auto", "--fault.rejoin_seconds=60"]
+    argv = [
+        *TINY,
+        "--metrics.enable_tensorboard",
+        "--generate.at_end",
+        "--generate.tokens=3",
+        "--validation.enable",
+    ]
+    argv += [
+        "--validation.steps=1",
+        "--validation.freq=2",
+        "--job.device=auto",
+        "--fault.rejoin_seconds=60",
+    ]
     code, out = train(argv, folder, NGPU="2", CUDA_VISIBLE_DEVICES="")
     assert code == 0, out
     return folder, out
@@ -54,12 +74,14 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     lines = records(folder)
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
-        "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 step_seconds_p95 "
-        "data_seconds memory_gib recompiles".split()
+        "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 "
+        "step_seconds_p95 data_seconds memory_gib recompiles".split()
     )
     assert lines[0]["mfu"] is None and "mfu: n/a" in out
     assert lines[2].keys() == {"step", "validation_loss"}
-    assert re.search(r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE)
+    assert re.search(
+        r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE
+    )
     assert "no effect on 1 node: fault.rejoin_seconds" in out
     assert "2 processes on the CPU (from NGPU)" in out and "mesh       dp_shard 2" in out
     assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
@@ -71,31 +93,51 @@ def test_a_run_leaves_its_files_and_says_where(finished):
         and environment_json["mesh"]["dp_shard"] == 2
         and environment_json["versions"]["torch"]
     )
-    again = job_from(parse_command_line(["--config", str(folder / "config.toml")], {}), world=2, training=True)
+    again = job_from(
+        parse_command_line(["--config", str(folder / "config.toml")], {}), world=2, training=True
+    )
     assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(folder)
     assert again.config.job.device == "auto"  # so that the file also trains on a machine with GPUs
 
 
 def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):
-    argv = ["--training.stepz", "5", "--optimizer.lr", "x", "--parallelism.tensor_parallel_degree", "3"]
+    argv = [
+        "--training.stepz",
+        "5",
+        "--optimizer.lr",
+        "x",
+        "--parallelism.tensor_parallel_degree",
+        "3",
+    ]
     code, out = train([*argv, "--training.dataset=txt"], tmp_path)
     assert code == 2 and "4 configuration errors" in out and "Traceback" not in out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_config_too_large_for_this_machine_names_what_would_fit(tmp_path, capsys):
-    argv = ["train", "--config", "llama_8b.toml", "--job.device=cpu", f"--job.dump_folder={tmp_path}"]
+    argv = [
+        "train",
+        "--config",
+        "llama_8b.toml",
+        "--job.device=cpu",
+        f"--job.dump_folder={tmp_path}",
+    ]
     assert main(argv) == 2
     out = capsys.readouterr().err
     assert "cannot read tokenizer.json" in out and "no such folder or file" in out
-    assert "119.7 GiB" in out and "would fit on ≥ " in out and "with --model.flavor debugmodel" in out
+    assert (
+        "119.7 GiB" in out and "would fit on ≥ " in out and "with --model.flavor debugmodel" in out
+    )
     assert "405B" not in out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_gpu_is_refused(tmp_path):
     code, out = finish(start([*TINY, "--job.device=cuda"], tmp_path, CUDA_VISIBLE_DEVICES=""))
-    assert code == 2 and 'job.device = "cuda", but this node has no GPU (CUDA_VISIBLE_DEVICES="")' in out
+    assert (
+        code == 2
+        and 'job.device = "cuda", but this node has no GPU (CUDA_VISIBLE_DEVICES="")' in out
+    )
 
 
 def test_the_first_failing_rank_is_named_and_its_traceback_comes_last(tmp_path):
@@ -113,13 +155,22 @@ def ends(private: Path, **ranks: tuple[Exit, dict[str, Any]]) -> dict[int, Exit]
     for name, (_, error) in ranks.items():
         if error:
             details = {"py_callstack": f"a traceback of {error['time']}", "step": 7, **error}
-            text = json.dumps({"message": {"message": error.get("message", "ValueError: x"), "extraInfo": details}})
+            text = json.dumps(
+                {
+                    "message": {
+                        "message": error.get("message", "ValueError: x"),
+                        "extraInfo": details,
+                    }
+                }
+            )
             rank_file(private, int(name[1:]), "json").write_text(text)
     return {int(name[1:]): exit for name, (exit, _) in ranks.items()}
 
 
 def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path):
-    """A killed rank is a cause, a rank that the launcher ended is not; the earliest of the others failed first."""
+    """A killed rank is a cause, a rank that the launcher ended is not; the earliest of the others
+    failed first.
+    """
     (tmp_path / "logs").mkdir()
     for rank in range(3):
         (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"the log of rank {rank}\n")
@@ -130,7 +181,14 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path):
         (1, {"r0": (raised, {"time": 5.1}), "r1": (raised, {"time": 5.0}), "r2": (ended, {})}),
         (2, {"r0": (raised, {"time": 5.0}), "r2": (killed, {})}),
         (0, {"r0": (Exit(-15, 5.2), {})}),
-        (1, {"r0": (stopped, {}), "r1": (raised, {"time": 5.0}), "r2": (Exit(-9, 5.2, ended=True), {})}),
+        (
+            1,
+            {
+                "r0": (stopped, {}),
+                "r1": (raised, {"time": 5.0}),
+                "r2": (Exit(-9, 5.2, ended=True), {}),
+            },
+        ),
     ):
         failure = first_failure(ends(tmp_path, **exits), tmp_path, tmp_path, "here")
         assert failure and failure.rank == first
@@ -138,20 +196,33 @@ def test_the_first_failure_is_distinguished_from_its_consequences(tmp_path):
         assert parse(Status, dump(status).encode()) == status, "other launchers get the same"
         text = failure.describe(tmp_path / "rank.log")
         assert f"rank {first} on here failed first; its log: {tmp_path}/rank.log\n" in text
-        assert ("rank 0 hung or was stopped: it had to be killed" in text) == (exits["r0"][0] is stopped)
+        assert ("rank 0 hung or was stopped: it had to be killed" in text) == (
+            exits["r0"][0] is stopped
+        )
         assert failure.step == (None if first in (0, 2) else 7)
-    assert first_failure(ends(tmp_path, r0=(ended, {}), r1=(Exit(0, 5.2), {})), tmp_path, tmp_path, "here") is None
+    assert (
+        first_failure(
+            ends(tmp_path, r0=(ended, {}), r1=(Exit(0, 5.2), {})), tmp_path, tmp_path, "here"
+        )
+        is None
+    )
 
 
 def test_what_a_user_can_correct_is_one_message_with_the_ranks_that_said_it(tmp_path):
     """The launcher may have ended a rank before it could exit with its own code."""
     says = {"message": "UserError: x", "is_user_error": True}
-    both = ends(tmp_path, r0=(Exit(-15, 6, ended=True), {**says, "time": 5}), r1=(Exit(2, 6), {**says, "time": 6}))
+    both = ends(
+        tmp_path,
+        r0=(Exit(-15, 6, ended=True), {**says, "time": 5}),
+        r1=(Exit(2, 6), {**says, "time": 6}),
+    )
     failure = first_failure(both, tmp_path, tmp_path, "here")
     assert failure and (failure.code, failure.text, failure.told_by) == (2, "x", (0, 1))
     assert failure.describe(tmp_path) == "\ntitanlite: x"
     says["message"] = "RunFailed: the data ended"
-    failure = first_failure(ends(tmp_path, r1=(Exit(1, 6), {**says, "time": 6})), tmp_path, tmp_path, "here")
+    failure = first_failure(
+        ends(tmp_path, r1=(Exit(1, 6), {**says, "time": 6})), tmp_path, tmp_path, "here"
+    )
     assert failure and (failure.code, failure.is_user_error, failure.told_by) == (1, True, (1,))
 
 
@@ -174,7 +245,9 @@ def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path):
 def test_the_last_lines_fit_the_run(tmp_path):
     for saving in ([], ["--checkpoint.enable"]):
         out = describe_end(job([*TINY, f"--job.dump_folder={tmp_path}", *saving], world=1).config)
-        assert f"plot {tmp_path}" in out and (f"generate --config {tmp_path}/config.toml" in out) == bool(saving)
+        assert f"plot {tmp_path}" in out and (
+            f"generate --config {tmp_path}/config.toml" in out
+        ) == bool(saving)
         assert ("nothing was saved: checkpoint.enable is off" in out) != bool(saving)
 
 
@@ -182,21 +255,34 @@ def test_a_finished_run_of_another_model_or_data_set_is_told(tmp_path):
     (tmp_path / "step-3").mkdir(parents=True)
     (tmp_path / "step-3/manifest.json").touch()
     (tmp_path / "step-3/config.toml").write_text(to_toml(job(TINY, world=1).given))
-    other = job([*TINY, "--training.dataset=python-stdlib-validation", "--training.steps=2"], world=1)
+    other = job(
+        [*TINY, "--training.dataset=python-stdlib-validation", "--training.steps=2"], world=1
+    )
     assert _of_another_run(other, tmp_path) == ["training.dataset"]
     assert _of_another_run(job([*TINY, "--optimizer.lr=1"], world=2), tmp_path) == []
 
 
-def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tmp_path, capsys, monkeypatch):
+def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(
+    tmp_path, capsys, monkeypatch
+):
     (tmp_path / "checkpoint/step-4").mkdir(parents=True)
     (tmp_path / "checkpoint/step-4/manifest.json").touch()
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    argv = [*TINY, "--checkpoint.enable", "--checkpoint.load_step=33", f"--job.dump_folder={tmp_path}"]
+    argv = [
+        *TINY,
+        "--checkpoint.enable",
+        "--checkpoint.load_step=33",
+        f"--job.dump_folder={tmp_path}",
+    ]
     argv += ["--lr_scheduler.warmup_steps=0"]
     assert main(["train", *argv]) == 2
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "as before, for what this process starts next"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), (
+        "as before, for what this process starts next"
+    )
     out = capsys.readouterr()
-    assert "checkpoint.load_step = 33: no such checkpoint in " in out.err and out.err.endswith("; there are: 4\n")
+    assert "checkpoint.load_step = 33: no such checkpoint in " in out.err and out.err.endswith(
+        "; there are: 4\n"
+    )
     assert out.out == "" and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -219,7 +305,9 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(tm
         (["--checkpoint.enable", "--checkpoint.load_step=4"], "checkpoint.load_step: "),
     ],
 )
-def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(options, says, tmp_path, capsys, monkeypatch):
+def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
+    options, says, tmp_path, capsys, monkeypatch
+):
     for folder, name in (("checkpoint/step-4", "manifest.json"), ("hf", "config.json")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / name).write_text("{}")
@@ -242,12 +330,22 @@ def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path):
         os.kill(pid, signal.SIGINT)
     code, out = finish(process)
     assert code == 130 and "Traceback" not in out and left_over(family) == []
-    assert out.splitlines()[-1].startswith("titanlite: stopped at step 0 of 3; ") and "metrics and" not in out
+    assert (
+        out.splitlines()[-1].startswith("titanlite: stopped at step 0 of 3; ")
+        and "metrics and" not in out
+    )
 
 
 def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int]]:
-    """Start two ranks with a loader process each; return the launcher after 20 steps, and all its descendants."""
-    argv = [*TINY, "--training.steps=100000", "--metrics.log_freq=1", "--training.dataloader.num_workers=1"]
+    """Start two ranks with a loader process each; return the launcher after 20 steps, and all its
+    descendants.
+    """
+    argv = [
+        *TINY,
+        "--training.steps=100000",
+        "--metrics.log_freq=1",
+        "--training.dataloader.num_workers=1",
+    ]
     process = start([*argv, *more], folder, NGPU="2")
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
@@ -277,7 +375,9 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
 def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
     """Where it also leaves its core, that takes a while, in which its peers lose it."""
     argv = [*TINY, "--model.package=injured"]
-    code, out = finish(start(argv, tmp_path, NGPU="2", CORES=str(tmp_path), INJURY=f"{kind}:backward:1:2"))
+    code, out = finish(
+        start(argv, tmp_path, NGPU="2", CORES=str(tmp_path), INJURY=f"{kind}:backward:1:2")
+    )
     for core in tmp_path.glob("core*"):  # a gigabyte
         core.unlink()
     last = out.partition("titanlite: rank 1 on ")[2]
@@ -289,22 +389,39 @@ def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
 def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_out(tmp_path):
     process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=3")
     of_rank_1 = [
-        pid for pid in descendants(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        pid
+        for pid in descendants(process.pid)
+        if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
     ]
     os.kill(of_rank_1[0], signal.SIGSTOP)  # the worker: its parent is the launcher
     code, out = finish(process)
     assert code == 1 and left_over(family) == []
-    assert "the run hangs: no rank moved for 3 s (comm.train_timeout_seconds). rank 1: stopped\n" in out
+    assert (
+        "the run hangs: no rank moved for 3 s (comm.train_timeout_seconds). rank 1: stopped\n"
+        in out
+    )
     assert "Timed out" not in out and "SIGKILL" not in out
 
 
 @pytest.mark.long
-def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_of_a_used_folder(finished, tmp_path):
+def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_of_a_used_folder(
+    finished, tmp_path
+):
     (tmp_path / "short.txt").write_text("abcdefgh" * 12)
     folder = tmp_path / "used"
     shutil.copytree(finished[0], folder)
-    argv = ["--config", f"{folder}/config.toml", *TINY, "--training.no_repeat", "--training.local_batch_size=4"]
-    argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/short.txt", "--job.print_config"]
+    argv = [
+        "--config",
+        f"{folder}/config.toml",
+        *TINY,
+        "--training.no_repeat",
+        "--training.local_batch_size=4",
+    ]
+    argv += [
+        "--training.dataset=text",
+        f"--training.dataset_path={tmp_path}/short.txt",
+        "--job.print_config",
+    ]
     code, out = train(argv, folder, NGPU="1", **{LAUNCHED: "1"})
     assert code == 1 and "Traceback" not in out
     assert "the data ended after step 2 of 3: it has 6 windows" in out
@@ -313,7 +430,13 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_o
     assert "[lr_scheduler]\nwarmup_steps = 20\n" in out, "the resolved config"
     assert [r["step"] for r in records(folder)] == [1, 2]
     (previous,) = (folder / "previous").iterdir()
-    assert {p.name for p in previous.iterdir()} == {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
+    assert {p.name for p in previous.iterdir()} == {
+        "metrics.jsonl",
+        "tb",
+        "logs",
+        "config.toml",
+        "environment.json",
+    }
 
 
 @pytest.mark.long
@@ -325,8 +448,12 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
     assert code == 130 and time.monotonic() - began < 5
     lines = [line for line in out.splitlines() if not line.startswith("step:")]
     last = lines[-1]
-    assert "seed " in "".join(lines[-4:-2]) and lines[-2] == "", "one line after what the start printed"
-    assert re.fullmatch(r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last)
+    assert "seed " in "".join(lines[-4:-2]) and lines[-2] == "", (
+        "one line after what the start printed"
+    )
+    assert re.fullmatch(
+        r"titanlite: stopped at step \d+ of 100000; metrics and logs are in .*", last
+    )
     assert left_over(family, until=began + 5) == []
 
 
@@ -335,7 +462,9 @@ def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
     process, family = start_two_ranks(tmp_path)
     process.kill()
     assert left_over(family) == []
-    last_lines = [(tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(2)]
+    last_lines = [
+        (tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()[-1] for rank in range(2)
+    ]
     assert (
         "titanlite: launcher exited; stopping this rank" in last_lines
     )  # the other rank may only have lost its peer
@@ -343,13 +472,19 @@ def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
 
 
 def test_files_that_no_run_wrote_are_neither_moved_nor_overwritten(tmp_path):
-    given = job_from(parse_command_line([*TINY, f"--job.dump_folder={tmp_path}"], {}), world=1, training=True).given
+    given = job_from(
+        parse_command_line([*TINY, f"--job.dump_folder={tmp_path}"], {}), world=1, training=True
+    ).given
     (tmp_path / "config.toml").write_text("mine")
     (tmp_path / "logs").mkdir()
-    with pytest.raises(UserError, match=r"has logs, config\.toml, which no run wrote and a run would move"):
+    with pytest.raises(
+        UserError, match=r"has logs, config\.toml, which no run wrote and a run would move"
+    ):
         take_folder(given)
     assert (tmp_path / "config.toml").read_text() == "mine" and not (tmp_path / "previous").exists()
-    (tmp_path / "logs/rank-0.log").touch()  # of a run that failed before it wrote its environment.json
+    (
+        tmp_path / "logs/rank-0.log"
+    ).touch()  # of a run that failed before it wrote its environment.json
     assert "an earlier run's files are now in" in take_folder(given)
 
 
@@ -359,9 +494,16 @@ def test_a_second_run_in_a_folder_is_refused_without_the_launcher_too(tmp_path, 
     """Every task exits, not only the one with rank 0."""
     lock.take(tmp_path / lock.RUN_LOCK, "the folder")
     variables = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    tasks = [start(TINY, tmp_path, "titanlite.train", RANK=r, LOCAL_RANK=r, **variables) for r in "01"[: int(world)]]
+    tasks = [
+        start(TINY, tmp_path, "titanlite.train", RANK=r, LOCAL_RANK=r, **variables)
+        for r in "01"[: int(world)]
+    ]
     for code, out in map(finish, tasks):
-        assert code == 2 and f"is in use by another run: pid {os.getpid()} on " in out and "Traceback" not in out
+        assert (
+            code == 2
+            and f"is in use by another run: pid {os.getpid()} on " in out
+            and "Traceback" not in out
+        )
     assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
 
@@ -384,7 +526,14 @@ def test_a_folder_is_in_use_while_rank_0_of_a_killed_launcher_hangs(tmp_path):
 @pytest.mark.long
 def test_torchrun_can_start_workers(tmp_path):
     """A worker needs only the usual variables."""
-    command = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.train", *TINY, f"--job.dump_folder={tmp_path}"]
+    command = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "titanlite.train",
+        *TINY,
+        f"--job.dump_folder={tmp_path}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command],
         env=environment(),
@@ -401,15 +550,32 @@ def test_torchrun_can_start_workers(tmp_path):
 
 @pytest.mark.long
 def test_srun_can_start_workers(tmp_path):
-    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
-    variables |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", LAUNCHED: "1"}  # inherited from another run
+    variables = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    variables |= {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_NNODES": "1",
+        LAUNCHED: "1",
+    }  # inherited from another run
     argv = [*TINY, "--lr_scheduler.warmup_steps=5"]
-    tasks = [start(argv, tmp_path, "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **variables) for r in "01"]
+    tasks = [
+        start(argv, tmp_path, "titanlite.train", SLURM_PROCID=r, SLURM_LOCALID=r, **variables)
+        for r in "01"
+    ]
     results = [finish(task) for task in tasks]
     assert [code for code, _ in results] == [0, 0], results
     out = results[0][1]
-    assert "lr_scheduler.warmup_steps = 5 is longer than the run" in out, "all that the launcher says"
-    assert out.endswith(f"plot {tmp_path}\n") and "\ntitanlite: step 3 reached\n" in out and results[1][1] == ""
+    assert "lr_scheduler.warmup_steps = 5 is longer than the run" in out, (
+        "all that the launcher says"
+    )
+    assert (
+        out.endswith(f"plot {tmp_path}\n")
+        and "\ntitanlite: step 3 reached\n" in out
+        and results[1][1] == ""
+    )
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
@@ -419,13 +585,22 @@ def test_every_help_answers_without_torch():
         (["--help"], "titanlite train"),
         (["train", "--help"], "--training.seq_len = 2048"),
         (["train", "--help", "warmup"], "[lr_scheduler]"),
-        *(([name, "--help"], "example") for name in COMMANDS if name not in ("train", "data", "checkpoint")),
+        *(
+            ([name, "--help"], "example")
+            for name in COMMANDS
+            if name not in ("train", "data", "checkpoint")
+        ),
         (["data", "prepare", "--help"], "example: "),
         (["checkpoint", "export", "--help"], "example: "),
         (["--version"], "titanlite 0"),
     ):
-        code = f"import sys, titanlite.cli as c; assert c.main({argv}) == 0; sys.exit('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+        code = (
+            f"import sys, titanlite.cli as c; assert c.main({argv}) == 0; "
+            "sys.exit('torch' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+        )
         assert done.returncode == 0 and says in done.stdout
 
 
@@ -442,15 +617,26 @@ def test_only_a_mistake_of_the_user_hides_the_traceback_of_a_failed_call(monkeyp
 
 def test_a_closed_pipe_ends_a_command_quietly():
     command = f"{sys.executable} -m titanlite train --help | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.stdout.startswith("usage: titanlite train") and done.stderr == ""
 
 
 @pytest.mark.long
 def test_a_closed_console_does_not_end_the_run(tmp_path):
-    command = f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} | head -1"
+    command = (
+        f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} "
+        "| head -1"
+    )
     done = subprocess.run(
-        command, shell=True, env=environment(NGPU="1"), capture_output=True, text=True, cwd=ROOT, check=False
+        command,
+        shell=True,
+        env=environment(NGPU="1"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.stderr == "" and [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
@@ -462,8 +648,15 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
         (["zzz"], "unknown command 'zzz'; commands are: train, config"),
         (["download", "gpt2"], 'hf download REPO --include "tokenizer*" --local-dir DIR'),
         (["data", "perpare"], "unknown command 'perpare'; did you mean 'prepare'?"),
-        (["data"], "are required: prepare|show (see titanlite data --help)\nusage: titanlite data [-h] prepare|show"),
-        (["checkpoint"], "(see titanlite checkpoint --help)\nusage: titanlite checkpoint [-h] ls|verify|show"),
+        (
+            ["data"],
+            "are required: prepare|show (see titanlite data --help)\n"
+            "usage: titanlite data [-h] prepare|show",
+        ),
+        (
+            ["checkpoint"],
+            "(see titanlite checkpoint --help)\nusage: titanlite checkpoint [-h] ls|verify|show",
+        ),
         (["data", "prepare", "x"], "the following arguments are required: --out"),
         (["plot", "--ot", "x"], "unknown option --ot; did you mean --out?"),
         (["plot", "/nonexistent"], "/nonexistent"),
@@ -474,7 +667,10 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
         (["generate", "--promt", "x"], "unknown option --promt; did you mean --prompt?"),
         (["config", "--world", "0"], "--world: must be a whole number >= 1, not '0'"),
         (["checkpoint", "show", "a", "b"], "unexpected arguments: b"),
-        (["train", "--help", "optimzer"], "no config key mentions 'optimzer'; did you mean 'optimizer'?"),
+        (
+            ["train", "--help", "optimzer"],
+            "no config key mentions 'optimzer'; did you mean 'optimizer'?",
+        ),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(argv, message, capsys):
@@ -502,7 +698,14 @@ def locked() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "command", ["checkpoint ls L", "checkpoint rm L/step-1", "plot L/x", "data show L", "data prepare L --out L/x"]
+    "command",
+    [
+        "checkpoint ls L",
+        "checkpoint rm L/step-1",
+        "plot L/x",
+        "data show L",
+        "data prepare L --out L/x",
+    ],
 )
 def test_a_folder_without_permission_is_one_line_that_names_it(locked, command, capsys):
     capsys.readouterr()
@@ -513,7 +716,9 @@ def test_a_folder_without_permission_is_one_line_that_names_it(locked, command, 
 
 def test_a_dump_folder_where_none_can_be_made_is_refused_whatever_the_permissions_say(locked):
     for folder in (locked / "x", locked, Path("/proc/x"), Path(__file__) / "x"):
-        with pytest.raises(UserError, match=f'"{folder}": .* is not a folder that can be written to'):
+        with pytest.raises(
+            UserError, match=f'"{folder}": .* is not a folder that can be written to'
+        ):
             preflight._check_dump_folder(folder)
 
 
@@ -526,6 +731,9 @@ def test_ctrl_c_is_one_line_and_a_bug_is_raised(monkeypatch, capsys):
         return main(["config"])
 
     assert run(KeyboardInterrupt()) == 130 and capsys.readouterr().err == "\ntitanlite: stopped\n"
-    assert run(RunFailed("a save failed")) == 1 and capsys.readouterr().err == "titanlite: a save failed\n"
+    assert (
+        run(RunFailed("a save failed")) == 1
+        and capsys.readouterr().err == "titanlite: a save failed\n"
+    )
     with pytest.raises(ZeroDivisionError):
         run(ZeroDivisionError())

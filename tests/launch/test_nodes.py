@@ -19,7 +19,9 @@ from titanlite.train import rank_facts
 
 
 def free_port() -> str:
-    """Return a port below those that the system gives to connections: one of them could take it in the meantime."""
+    """Return a port below those that the system gives to connections: one of them could take it in
+    the meantime.
+    """
     while True:
         port = random.SystemRandom().randint(15_000, 32_000)
         with suppress(OSError), socket.socket() as probe:
@@ -28,7 +30,12 @@ def free_port() -> str:
 
 
 def node(rank: int, port: str, argv: list[str], folder, **extra: str):
-    variables = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {
+        "NNODES": "2",
+        "NODE_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return start([*TINY, *argv], folder, NGPU="1", **variables, **extra)
 
 
@@ -57,7 +64,9 @@ def test_nodes_with_different_configs_are_refused(tmp_path):
 def test_one_of_two_nodes_names_the_missing_one(tmp_path, present):
     code, out = finish(node(present, free_port(), ["--comm.init_timeout_seconds=3"], tmp_path))
     assert code == 1 and "Traceback" not in out
-    expected = ["only 1 of 2 nodes connected within 3 s (comm.init_timeout_seconds); missing: NODE_RANK 1"]
+    expected = [
+        "only 1 of 2 nodes connected within 3 s (comm.init_timeout_seconds); missing: NODE_RANK 1"
+    ]
     expected.append("node 0 did not answer at 127.0.0.1")
     assert expected[present] in out
 
@@ -68,7 +77,12 @@ def test_several_nodes_without_an_address_are_refused_at_once(tmp_path):
 
 
 PLAIN = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "head"}
-SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07-10,15],login", "SLURM_JOB_ID": "123"}
+SLURM = {
+    "SLURM_NNODES": "4",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_NODELIST": "gpu[07-10,15],login",
+    "SLURM_JOB_ID": "123",
+}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +97,12 @@ SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07
         (SLURM, Nodes(4, 2, "gpu07", 20123, "SLURM_*")),
         ({**SLURM, "SLURM_JOB_NODELIST": "a1,b2"}, Nodes(4, 2, "a1", 20123, "SLURM_*")),
         (
-            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m-0", "PET_MASTER_PORT": "9"},
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "1",
+                "PET_MASTER_ADDR": "m-0",
+                "PET_MASTER_PORT": "9",
+            },
             Nodes(2, 1, "m-0", 9, "PET_*"),
         ),
         (
@@ -91,14 +110,27 @@ SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "gpu[07
             Nodes(2, 0, "m-0", 77, "PET_*"),
         ),
         (
-            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "[fe80::1]:77", "NNODES": ""},
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "0",
+                "PET_RDZV_ENDPOINT": "[fe80::1]:77",
+                "NNODES": "",
+            },
             Nodes(2, 0, "fe80::1", 77, "PET_*"),
         ),
         (
-            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "fe80::1", "MASTER_PORT": "8"},
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "0",
+                "PET_RDZV_ENDPOINT": "fe80::1",
+                "MASTER_PORT": "8",
+            },
             Nodes(2, 0, "fe80::1", 8, "PET_*"),
         ),
-        ({**PLAIN, "MASTER_ADDR": "[::1]"}, Nodes(3, 1, "::1", 29500, "NNODES, NODE_RANK, MASTER_ADDR")),
+        (
+            {**PLAIN, "MASTER_ADDR": "[::1]"},
+            Nodes(3, 1, "::1", 29500, "NNODES, NODE_RANK, MASTER_ADDR"),
+        ),
         ({**SLURM, "NNODES": "", "PET_NNODES": ""}, Nodes(4, 2, "gpu07", 20123, "SLURM_*")),
     ],
 )
@@ -121,9 +153,15 @@ def test_the_nodes_that_variables_announce(environ, expected):
         ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4 must be a whole number"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "32"}, "srun started 32 launchers on 4 nodes"),
         ({"SLURM_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 launchers on 1 node:"),
-        ({**PLAIN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole number from 1 to 65535"),
+        (
+            {**PLAIN, "MASTER_PORT": "99999"},
+            "MASTER_PORT=99999 must be a whole number from 1 to 65535",
+        ),
         ({**PLAIN, "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a whole number from 1 to 65535"),
-        ({**SLURM, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole number from 1 to 65535"),
+        (
+            {**SLURM, "MASTER_PORT": "99999"},
+            "MASTER_PORT=99999 must be a whole number from 1 to 65535",
+        ),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "m-0:99999"},
             "the port of PET_RDZV_ENDPOINT=99999 must be a whole number from 1 to 65535",
@@ -138,7 +176,13 @@ def test_incomplete_variables_are_an_error_that_names_the_missing_one(environ, s
 
 
 def test_a_workers_rank_and_store():
-    run = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    run = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+    }
     info = rank_info(run)
     assert (info.rank, info.world, info.local_rank) == (3, 8, 1)
     assert store_address(run, 8) == ("h", 29500)
@@ -146,7 +190,9 @@ def test_a_workers_rank_and_store():
     info = rank_info(task)
     assert (info.rank, info.world, info.local_rank) == (5, 8, 1)
     assert store_address(task, 8) == ("gpu07", 20123)
-    assert rank_info({**task, "RANK": "", "WORLD_SIZE": ""}) == info and store_address({**task, "RANK": ""}, 8)
+    assert rank_info({**task, "RANK": "", "WORLD_SIZE": ""}) == info and store_address(
+        {**task, "RANK": ""}, 8
+    )
     single = rank_info({})
     assert (single.rank, single.world) == (0, 1) and store_address({}, 1) is None
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
@@ -158,7 +204,10 @@ def test_processes_on_a_node():
     assert count_processes({}, "cuda", 8) == count_processes({"NGPU": ""}, "cuda", 8) == 8
     assert count_processes({"PET_NPROC_PER_NODE": "4"}, "cpu", 0) == 4
     assert count_processes({}, "cpu", 0) in (1, 2)
-    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert (
+        count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+        and count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    )
     with pytest.raises(UserError, match="NGPU=0 must be a whole number >= 1"):
         count_processes({"NGPU": "0"}, "cpu", 0)
 
@@ -171,12 +220,20 @@ def test_a_driver_that_does_not_answer_is_named_and_not_waited_for(tmp_path, mon
     monkeypatch.setattr(nodes, "DRIVER_SECONDS", 0.1)
     monkeypatch.setattr(rank_facts, "DRIVER_SECONDS", 0.1)
     assert gpu_bytes() is None
-    assert "nvidia-smi did not answer in 0.1 s: memory.total of the GPUs is unknown" in capsys.readouterr().out
-    assert rank_facts.own_gpu_complaints() == ["nvidia-smi did not answer in 0.1 s: GPUs are not checked"]
+    assert (
+        "nvidia-smi did not answer in 0.1 s: memory.total of the GPUs is unknown"
+        in capsys.readouterr().out
+    )
+    assert rank_facts.own_gpu_complaints() == [
+        "nvidia-smi did not answer in 0.1 s: GPUs are not checked"
+    ]
 
 
 @pytest.mark.parametrize("name", ["MAX_RESTARTS", "OMP_NUM_THREADS"])
 def test_a_wrong_variable_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv(name, "abc")
     assert main(["train", *TINY, f"--job.dump_folder={tmp_path / 'run'}"]) == 2
-    assert f"{name}=abc must be a whole number" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert (
+        f"{name}=abc must be a whole number" in capsys.readouterr().err
+        and not (tmp_path / "run").exists()
+    )

@@ -10,19 +10,28 @@ from titanlite.errors import UserError
 from titanlite.launch import preflight
 from titanlite.observe import memory
 
-OFFLOADED_8B = [*QUIET, "--model.flavor=8B", "--model.overrides.vocab_size=256", "--training.enable_cpu_offload"]
+OFFLOADED_8B = [
+    *QUIET,
+    "--model.flavor=8B",
+    "--model.overrides.vocab_size=256",
+    "--training.enable_cpu_offload",
+]
 """Without its vocabulary it takes 104 GiB."""
 
 
 @pytest.fixture
 def refused(monkeypatch, tmp_path):
-    """Return a function that gives the launcher's refusal of a job on a GPU of 80 GiB, or an empty string."""
+    """Return a function that gives the launcher's refusal of a job on a GPU of 80 GiB, or an empty
+    string.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(preflight, "gpu_bytes", lambda: 80 << 30)
 
     def refusal(argv: list[str], processes: int = 1) -> str:
         try:
-            preflight.check_machine(job([*argv, f"--job.dump_folder={tmp_path}"], processes), "cuda", processes)
+            preflight.check_machine(
+                job([*argv, f"--job.dump_folder={tmp_path}"], processes), "cuda", processes
+            )
         except UserError as error:
             return str(error)
         return ""
@@ -31,7 +40,9 @@ def refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("host_gib", "processes", "has"), [(200, 1, ""), (200, 4, "50.0")])
-def test_offloaded_state_is_compared_with_the_memory_of_the_host(refused, monkeypatch, host_gib, processes, has):
+def test_offloaded_state_is_compared_with_the_memory_of_the_host(
+    refused, monkeypatch, host_gib, processes, has
+):
     monkeypatch.setattr(memory, "machine_bytes", lambda: host_gib << 30)
     argv = [*OFFLOADED_8B, f"--parallelism.data_parallel_replicate_degree={processes}"]
     refusal = refused(argv, processes)
@@ -43,11 +54,21 @@ def test_offloaded_state_is_compared_with_the_memory_of_the_host(refused, monkey
     [
         (
             ["--training.dataset=text", "--training.dataset_path=/nope"],
-            'training.dataset_path = "/nope"   (command line)\n      there is no such folder or file',
+            'training.dataset_path = "/nope"   (command line)\n'
+            "      there is no such folder or file",
         ),
-        (["--training.dataset=tokens", "--training.dataset_path=/nope"], "      there is no such folder or file"),
-        (["--training.dataset=txt"], 'training.dataset = "txt"   (command line)\n      is not a data set; did you'),
-        (["--validation.enable", "--validation.dataset=txt"], 'validation.dataset = "txt"   (command line)\n'),
+        (
+            ["--training.dataset=tokens", "--training.dataset_path=/nope"],
+            "      there is no such folder or file",
+        ),
+        (
+            ["--training.dataset=txt"],
+            'training.dataset = "txt"   (command line)\n      is not a data set; did you',
+        ),
+        (
+            ["--validation.enable", "--validation.dataset=txt"],
+            'validation.dataset = "txt"   (command line)\n',
+        ),
         (["--model.hf_assets_path=/nope"], "/nope"),
         (["--training.mixture=[{dataset='text', dataset_path='/nope', weight=1.0}]"], '/nope"'),
         (["--training.mixture=[{dataset='txt', weight=1.0}]"], 'training.dataset = "txt"\n'),
@@ -63,12 +84,17 @@ def test_faults_of_keys_and_of_data_are_in_one_list(argv, says):
 @pytest.mark.parametrize("warmup", [10, 11])
 def test_a_warmup_that_is_longer_than_the_run_is_told(warmup):
     argv = [*TINY, "--training.steps=10", f"--lr_scheduler.warmup_steps={warmup}"]
-    told = f"lr_scheduler.warmup_steps = {warmup} is longer than the run: the learning rate rises in all 10 steps"
+    told = (
+        f"lr_scheduler.warmup_steps = {warmup} is longer than the run: "
+        "the learning rate rises in all 10 steps"
+    )
     assert long_warmup(job(argv, 1).config) == told * (warmup > 10)
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])
-def test_compiling_on_a_gpu_without_what_triton_needs_is_one_line(refused, monkeypatch, tmp_path, missing):
+def test_compiling_on_a_gpu_without_what_triton_needs_is_one_line(
+    refused, monkeypatch, tmp_path, missing
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -90,7 +116,10 @@ def test_a_model_that_cannot_be_a_stage_is_named_before_anything_starts(tmp_path
     options = [*argv, f"--job.dump_folder={tmp_path}", "--parallelism.pipeline_parallel_degree=2"]
     with pytest.raises(UserError) as caught:
         preflight.check_machine(job(options, 2), "cpu", 2)
-    assert "parrot cannot run stage 0 of 2 without the others: 'NoneType' object is not callable" in str(caught.value)
+    assert (
+        "parrot cannot run stage 0 of 2 without the others: 'NoneType' object is not callable"
+        in str(caught.value)
+    )
 
 
 @pytest.mark.long
@@ -102,4 +131,7 @@ def test_memory_of_the_pipeline_rank_with_the_most_is_compared(refused):
     uneven = [["tok_embeddings"], [*blocks, "norm", "output"]]
     assert not refused(argv, 2)
     refusal = refused([*argv, f"--parallelism.module_fqns_per_model_part={uneven}"], 2)
-    assert "104.0 GiB in total, 104.0 GiB on one of the 2 ranks that share them, and a rank has 80.0 GiB" in refusal
+    assert (
+        "104.0 GiB in total, 104.0 GiB on one of the 2 ranks that share them, "
+        "and a rank has 80.0 GiB"
+    ) in refusal

@@ -1,4 +1,6 @@
-"""What is printed fits the terminal it is printed on, its width and its encoding; elsewhere nothing is drawn."""
+"""What is printed fits the terminal it is printed on, its width and its encoding; elsewhere nothing
+is drawn.
+"""
 
 import json
 import os
@@ -25,7 +27,11 @@ def on_a_terminal(width: int, *argv: str, stderr: str = "", **environ: str) -> l
     controller, terminal = pty.openpty()
     variables = environment(NGPU="1", TERM="xterm-256color", COLUMNS=str(width), **environ)
     process = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", *argv], stdin=terminal, stdout=terminal, stderr=terminal, env=variables
+        [sys.executable, "-m", "titanlite", *argv],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=variables,
     )
     os.close(terminal)
     out = b""
@@ -56,7 +62,10 @@ def test_a_page_of_help_is_as_wide_as_the_terminal(command, width):
 
 def test_a_list_in_an_error_breaks_at_the_edge_of_the_terminal_and_commands_stay_whole(tmp_path):
     lines = on_a_terminal(60, "train", "--config", "none.toml")
-    assert "      no such file, here or in train_configs/ (debug.toml," in lines and max(map(len, lines)) <= 60
+    assert (
+        "      no such file, here or in train_configs/ (debug.toml," in lines
+        and max(map(len, lines)) <= 60
+    )
     assert sum("llama" in line for line in lines) > 1
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
     (tmp_path / "metrics.jsonl").write_text(
@@ -78,15 +87,17 @@ def test_the_line_of_progress_fits_a_narrow_terminal(tmp_path):
     argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
     lines = [part for line in on_a_terminal(60, "train", *argv) for part in line.split("\r")]
     live = [line.rstrip() for line in lines if re.match(r"(step \d+/|starting)", line)]
-    assert max(map(len, live)) <= 60 and any(re.fullmatch(r"step \d+/40 [━╸╺]{24} eta .*", line) for line in live), (
-        live
-    )
+    assert max(map(len, live)) <= 60 and any(
+        re.fullmatch(r"step \d+/40 [━╸╺]{24} eta .*", line) for line in live
+    ), live
     assert not [line for line in live if "tokens/s" in line], "which the line of the step has"
 
 
 def without_a_terminal(*argv: str, **environ: str) -> subprocess.CompletedProcess:
     variables = environment(NGPU="1", **environ)
-    return subprocess.run([sys.executable, "-m", "titanlite", *argv], env=variables, capture_output=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", *argv], env=variables, capture_output=True, cwd=ROOT
+    )
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda environ: next(iter(environ)))
@@ -100,7 +111,13 @@ def test_a_terminal_that_lacks_characters_gets_question_marks(argv, encoding):
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda environ: next(iter(environ)))
 def test_a_run_on_a_terminal_that_lacks_characters(encoding, tmp_path):
     (tmp_path / "own.toml").write_text('[job]\ndescription = "r…n"\n', encoding="utf-8")
-    argv = ["--config", "debug.toml", str(tmp_path / "own.toml"), *TINY, f"--job.dump_folder={tmp_path / 'run'}"]
+    argv = [
+        "--config",
+        "debug.toml",
+        str(tmp_path / "own.toml"),
+        *TINY,
+        f"--job.dump_folder={tmp_path / 'run'}",
+    ]
     done = without_a_terminal("train", *argv, "--training.steps=2", **encoding)
     assert done.returncode == 0 and b"step 2 reached" in done.stdout and b"r?n" in done.stdout, done
     assert b"Traceback" not in done.stdout + done.stderr
@@ -109,5 +126,11 @@ def test_a_run_on_a_terminal_that_lacks_characters(encoding, tmp_path):
 def test_no_progress_is_drawn_where_there_is_no_terminal(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("words " * 1000)
-    done = without_a_terminal("data", "prepare", str(text), "--out", str(tmp_path / "out"), "--workers", "1")
-    assert done.returncode == 0 and done.stderr == b"" and Path(tmp_path / "out/manifest.json").exists(), done
+    done = without_a_terminal(
+        "data", "prepare", str(text), "--out", str(tmp_path / "out"), "--workers", "1"
+    )
+    assert (
+        done.returncode == 0
+        and done.stderr == b""
+        and Path(tmp_path / "out/manifest.json").exists()
+    ), done

@@ -1,4 +1,6 @@
-"""Document masks: both kinds give equal results, and one is made per micro-batch, outside of the blocks."""
+"""Document masks: both kinds give equal results, and one is made per micro-batch, outside of the
+blocks.
+"""
 
 from collections import Counter
 from functools import partial
@@ -44,13 +46,17 @@ def test_flex_attention_equals_the_masked_kernel(kv_heads, as_on_a_gpu):
     k, v = (torch.randn(2, kv_heads, 40, 16, generator=generator) for _ in range(2))
     with torch.no_grad():
         expected = CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))
-        assert (CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype)) - expected).abs().max() <= 1e-6
+        assert (
+            CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype)) - expected
+        ).abs().max() <= 1e-6
         assert (CausalAttention()(q, k, v) - expected).abs().max() > 1e-2, "the mask must matter"
 
 
 def random_heads(kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, kv_heads, kv_heads))
+    return tuple(
+        torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, kv_heads, kv_heads)
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
@@ -128,26 +134,39 @@ def test_dropout_of_attention_is_never_left_out(as_on_a_gpu):
 
 
 def recording_backend(graphs: list[Counter[str]]) -> Any:
-    """Return a backend for torch.compile that splits graphs as inductor does, and lists the operations of each."""
+    """Return a backend for torch.compile that splits graphs as inductor does, and lists the
+    operations of each.
+    """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified
 
     def record(graph: Any, _: Any) -> Any:
-        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        graphs.append(
+            Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        )
         return make_boxed_func(graph.forward)
 
     compilers: Any = {"fw_compiler": record, "bw_compiler": record}
-    return partial(aot_module_simplified, **compilers, partition_fn=min_cut_rematerialization_partition)
+    return partial(
+        aot_module_simplified, **compilers, partition_fn=min_cut_rematerialization_partition
+    )
 
 
 @pytest.mark.parametrize("mode", sample(["none", "full", "selective"], "selective"))
 def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a_gpu):
-    """With recomputation too; only full recomputation attends again. One graph serves all blocks and documents."""
+    """With recomputation too; only full recomputation attends again. One graph serves all blocks
+    and documents.
+    """
     from torch._dynamo import register_backend
 
     graphs: list[Counter[str]] = []
     register_backend(recording_backend(graphs), name=f"recorded-{mode}")
-    argv = [*TINY, "--compile.enable", f"--compile.backend=recorded-{mode}", f"--activation_checkpoint.mode={mode}"]
+    argv = [
+        *TINY,
+        "--compile.enable",
+        f"--compile.backend=recorded-{mode}",
+        f"--activation_checkpoint.mode={mode}",
+    ]
     (model, table), (dense, _) = (build(SMALL) for _ in range(2))
     context = Context(job(argv, 1), None, table, torch.device("cpu"))  # type: ignore[arg-type]
     vars(dense)["attention_dropout"] = DENSE
@@ -162,7 +181,9 @@ def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a
         assert found.grad is not None and expected.grad is not None
         assert relative_error(found.grad, expected.grad) <= 1e-5, name
     forward, backward = graphs
-    assert not [name for name in forward | backward if "sort" in name or "scaled_dot_product" in name]
+    assert not [
+        name for name in forward | backward if "sort" in name or "scaled_dot_product" in name
+    ]
     assert (forward["flex_attention"], backward["flex_attention_backward"]) == (1, 1)
     assert backward["flex_attention"] == (mode == "full")
 
@@ -191,7 +212,10 @@ TP = "--parallelism.tensor_parallel_degree=2"
 def test_flex_attention_trains_like_the_masked_kernel_on_any_mesh(pool, tmp_path, words):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", "--training.seq_len=40"]
     argv += f"--activation_checkpoint.mode={words}".split()
-    dense, flex = (pool.run(gradients_under_a_mask, argv, str(tmp_path), kind, world=4) for kind in (False, True))
+    dense, flex = (
+        pool.run(gradients_under_a_mask, argv, str(tmp_path), kind, world=4)
+        for kind in (False, True)
+    )
     for expected, found in zip(dense, flex, strict=True):
         for name, gradient in expected.items():
             assert relative_error(found[name], gradient) <= 1e-10, name

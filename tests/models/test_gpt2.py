@@ -1,4 +1,6 @@
-"""GPT-2: published sizes, logits of transformers' model with and without dropout, FLOPs and reproducibility."""
+"""GPT-2: published sizes, logits of transformers' model with and without dropout, FLOPs and
+reproducibility.
+"""
 
 import dataclasses
 import warnings
@@ -18,20 +20,28 @@ from titanlite.registry import assign, normal
 
 PUBLISHED = {"124M": 124_439_808, "350M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200}
 SMALL = GPT2Config(32, 2, 4, vocab_size=99, max_seq_len=64, dropout=0.0)
-GPT2 = [*QUIET, "--model.name=gpt2", *(f"--model.overrides.{f}" for f in "dim=16 n_layers=2 n_heads=2".split())]
+GPT2 = [
+    *QUIET,
+    "--model.name=gpt2",
+    *(f"--model.overrides.{f}" for f in "dim=16 n_layers=2 n_heads=2".split()),
+]
 
 
 def build(config: GPT2Config = SMALL):
     """Return the model with its initial values, and its table."""
     with torch.device("meta"):
         model = SPEC.module(config, 16)
-    table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
+    table = assign(
+        SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model)
+    )
     materialize(model, table, 0, torch.device("cpu"))
     return model, table
 
 
 def build_random(config: GPT2Config = SMALL):
-    """Return a model whose biases matter, whose logits are of order 1, and on which GELU's two forms differ."""
+    """Return a model whose biases matter, whose logits are of order 1, and on which GELU's two
+    forms differ.
+    """
     model, table = build(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,7 +95,9 @@ def transformers_model(c: GPT2Config, weights: dict[str, torch.Tensor]):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_logits_equal_transformers_gpt2(dropout):
-    """From the same random state, dropout falls on the same places in training, and is off in evaluation."""
+    """From the same random state, dropout falls on the same places in training, and is off in
+    evaluation.
+    """
     config = dataclasses.replace(SMALL, dropout=dropout)
     model, _ = build_random(config)
     ours = weights(model)
@@ -124,7 +136,12 @@ def test_stages_and_head_compose_to_the_model():
     """A pipeline stage lacks some modules; layers keep their global numbers."""
     model, _ = build_random()
     first, last = build_random()[0], build_random()[0]
-    for stage, name in ((first, "norm"), (first, "output"), (last, "tok_embeddings"), (last, "pos_embeddings")):
+    for stage, name in (
+        (first, "norm"),
+        (first, "output"),
+        (last, "tok_embeddings"),
+        (last, "pos_embeddings"),
+    ):
         setattr(stage, name, None)
     del first.layers["1"], last.layers["0"]
     tokens = some_tokens(2, 8)
@@ -158,7 +175,9 @@ def test_flops_equal_the_flop_counter():
 
 
 def test_two_runs_with_dropout_are_bit_equal(pool, tmp_path):
-    runs = [pool.run(run_to_end, GPT2, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)]
+    runs = [
+        pool.run(run_to_end, GPT2, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)
+    ]
     without = [*GPT2, "--model.overrides.dropout=0.0"]
     other = pool.run(run_to_end, without, str(tmp_path / "without"), world=2)[0]["weights"]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
@@ -169,4 +188,6 @@ def test_sequence_longer_than_the_positions_is_refused():
     assert job(["--model.name=gpt2", "--training.seq_len=1024"], 1).positions == 1024
     with pytest.raises(ConfigError) as caught:
         job(["--model.name=gpt2", "--training.seq_len=2048"], 1)
-    assert "training.seq_len = 2048" in str(caught.value) and "1024 tokens at most" in str(caught.value)
+    assert "training.seq_len = 2048" in str(caught.value) and "1024 tokens at most" in str(
+        caught.value
+    )

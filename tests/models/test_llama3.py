@@ -1,4 +1,6 @@
-"""Llama 3: published sizes, documents, pipeline stages, FLOPs, and a table that covers every parameter."""
+"""Llama 3: published sizes, documents, pipeline stages, FLOPs, and a table that covers every
+parameter.
+"""
 
 import dataclasses
 from typing import Any
@@ -28,7 +30,9 @@ SMALL = LlamaConfig(32, 2, 4, 2, 48, vocab_size=99, max_seq_len=512, norm_eps=1e
 VARIANTS = {
     "plain": SMALL,
     "tied": dataclasses.replace(SMALL, tied=True),
-    "scaled": dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, original_positions=64)),
+    "scaled": dataclasses.replace(
+        SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, original_positions=64)
+    ),
 }
 
 
@@ -36,7 +40,9 @@ def build(config: LlamaConfig, positions: int = 64):
     """Return the model with its initial values, and its table."""
     with torch.device("meta"):
         model = SPEC.module(config, positions)
-    table = assign(SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model))
+    table = assign(
+        SPEC.rules(config), [n for n, _ in model.named_parameters()], ties=shared_names(model)
+    )
     materialize(model, table, 0, torch.device("cpu"))
     return model, table
 
@@ -62,7 +68,9 @@ def test_document_mask_equals_separate_documents():
 
 
 def test_rotary_embedding_rounds_once_from_float32():
-    """Angles and products are in float32, whatever the activations have: bfloat16 would tell few positions apart."""
+    """Angles and products are in float32, whatever the activations have: bfloat16 would tell few
+    positions apart.
+    """
     model: Any = build(SMALL)[0]
     turns = model.rope(None, 64)
     x = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -74,7 +82,9 @@ def test_rotary_embedding_rounds_once_from_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_last_digit(dtype):
-    """To the bit in bfloat16; a CPU may fuse a product and a sum where a head is no multiple of its vectors."""
+    """To the bit in bfloat16; a CPU may fuse a product and a sum where a head is no multiple of its
+    vectors.
+    """
     model: Any = build(SMALL)[0]
     turns = model.rope(None, 64)
     cos, sin = turns.unbind(-1)
@@ -124,7 +134,9 @@ def test_stages_compose_to_the_model():
 def test_buffer_without_reset_is_an_error():
     model, table = build(SMALL)
     model.get_submodule("layers.0").register_buffer("mask", torch.ones(3))
-    with pytest.raises(UserError, match=r"layers.0 has buffers \(mask\) but no method reset_buffers"):
+    with pytest.raises(
+        UserError, match=r"layers.0 has buffers \(mask\) but no method reset_buffers"
+    ):
         materialize(model, table, 0, torch.device("cpu"))
 
 
@@ -141,8 +153,11 @@ def test_flops_equal_the_flop_counter():
         math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with math, FlopCounterMode(display=False) as counter:
             model(tokens).sum().backward()
-        expected = flops_per_token(model.named_parameters(), table, SPEC.shape(VARIANTS[variant]), 32)
-        # The embedding's output needs no gradient of its own input, so the first layer counts fully.
+        expected = flops_per_token(
+            model.named_parameters(), table, SPEC.shape(VARIANTS[variant]), 32
+        )
+        # The embedding's output needs no gradient of its own input, so the first layer counts
+        # fully.
         assert counter.get_total_flops() == expected * tokens.numel()
 
 
@@ -168,10 +183,30 @@ def test_table_must_cover_every_parameter_once():
     assert assign(ROWS, NAMES, ties={}).keys() == set(NAMES)
     for rows, names, ties, says in (
         (ROWS, [*NAMES, "norm.weight"], {}, "norm.weight matches no row"),
-        ((*ROWS, Rule("norm.weight", ones, "norm")), NAMES, {}, "the row norm.weight matches no parameter"),
-        ((*ROWS, Rule("layers.1.w.weight", ones, "row")), NAMES, {}, "layers.1.w.weight matches several rows"),
-        ((Rule(NAMES[0], ones, "embeding"), ROWS[1]), NAMES, {}, 'role "embeding"; legal: embedding, column'),  # type: ignore
-        (ROWS, NAMES, {"output.weight": "tok_embeddings.weight"}, "output.weight shares its tensor with tok_embed"),
+        (
+            (*ROWS, Rule("norm.weight", ones, "norm")),
+            NAMES,
+            {},
+            "the row norm.weight matches no parameter",
+        ),
+        (
+            (*ROWS, Rule("layers.1.w.weight", ones, "row")),
+            NAMES,
+            {},
+            "layers.1.w.weight matches several rows",
+        ),
+        (
+            (Rule(NAMES[0], ones, "embeding"), ROWS[1]),  # type: ignore
+            NAMES,
+            {},
+            'role "embeding"; legal: embedding, column',
+        ),
+        (
+            ROWS,
+            NAMES,
+            {"output.weight": "tok_embeddings.weight"},
+            "output.weight shares its tensor with tok_embed",
+        ),
     ):
         with pytest.raises(UserError, match="does not cover") as caught:
             assign(rows, names, ties=ties)

@@ -24,7 +24,9 @@ def build(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
 
 
 def inputs(dtype: torch.dtype = torch.float64, tokens: int = 7) -> Tensor:
-    return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype).requires_grad_()
+    return torch.randn(
+        2, tokens, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype
+    ).requires_grad_()
 
 
 def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +39,9 @@ def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
         for t, token in enumerate(sequence):
             logits = router.weight @ token
             scores = logits.softmax(0) if router.score == "softmax" else logits.sigmoid()
-            best = (scores if router.bias is None else scores + router.bias).topk(router.top_k).indices
+            best = (
+                (scores if router.bias is None else scores + router.bias).topk(router.top_k).indices
+            )
             total = scores[best].sum() if router.normalize else 1
             for e in best:
                 hidden = F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token)
@@ -62,7 +66,9 @@ def test_layer_equals_a_loop_over_tokens(score, normalize, balance):
     expected, loss = one_by_one(moe, x)
     found = moe(x)
     assert torch.allclose(found, expected, rtol=0, atol=1e-14)
-    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(2), dtype=found.dtype)
+    direction = torch.randn(
+        found.shape, generator=torch.Generator().manual_seed(2), dtype=found.dtype
+    )
     objective = (expected * direction).sum() + (loss if balance == "sequence" else 0)
     leaves = [x, *moe.parameters()]
     gradients = torch.autograd.grad(objective, leaves)
@@ -93,7 +99,10 @@ def test_grouped_products_equal_those_of_float64(dtype):
 def test_experts_without_any_token_have_zero_gradients():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         experts = build(dtype=dtype).experts
-        out = experts(torch.zeros(0, DIM, dtype=dtype, requires_grad=True), torch.zeros(EXPERTS, dtype=torch.int64))
+        out = experts(
+            torch.zeros(0, DIM, dtype=dtype, requires_grad=True),
+            torch.zeros(EXPERTS, dtype=torch.int64),
+        )
         out.backward(torch.zeros_like(out))
         assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
@@ -113,7 +122,9 @@ def test_only_first_forward_passes_of_training_are_counted():
 
 
 def test_parts_of_a_sequence_add_up():
-    """Where ranks share sequences, they sum counts; losses and gradients of their parts are then the whole's."""
+    """Where ranks share sequences, they sum counts; losses and gradients of their parts are then
+    the whole's.
+    """
     whole, halves = build(), build()
     x = inputs(tokens=8)
     router: Any = whole.router
@@ -135,7 +146,9 @@ def test_forced_balance_chooses_every_expert_equally():
     router.forced = True
     moe(inputs(tokens=6))
     assert router.counts.tolist() == [6] * EXPERTS
-    assert router.auxiliary == pytest.approx(2 * 0.001), "for each sequence, the least that there is"
+    assert router.auxiliary == pytest.approx(2 * 0.001), (
+        "for each sequence, the least that there is"
+    )
 
 
 def test_the_router_of_bfloat16_computes_in_float32():
@@ -144,4 +157,7 @@ def test_the_router_of_bfloat16_computes_in_float32():
     weights, chosen, _ = router(x)
     best = F.linear(x.float(), router.weight.float()).softmax(-1).topk(2)
     assert torch.equal(chosen, best.indices)
-    assert torch.equal(weights, best.values / best.values.sum(-1, keepdim=True)) and weights.dtype == torch.float32
+    assert (
+        torch.equal(weights, best.values / best.values.sum(-1, keepdim=True))
+        and weights.dtype == torch.float32
+    )

@@ -28,12 +28,17 @@ def test_package_registers_its_model_and_trains(pool, tmp_path):
 
 
 def test_a_package_brings_experts_of_its_own(pool, tmp_path):
-    """Its table alone tells which weights are experts'; a data-parallel run has the numbers of one process."""
+    """Its table alone tells which weights are experts'; a data-parallel run has the numbers of one
+    process.
+    """
     spec = get_model("mixed", "mixed")
     assert expert_paths(spec.rules(spec.flavors["small"]), spec.blocks) == ("mixture.experts",)
     argv = [*MIXED, *FLOAT64, "--training.global_batch_size=4"]
     one, two = (pool.run(run_to_end, argv, str(tmp_path / str(n)), world=n)[0] for n in (1, 2))
-    assert any("mixed small, " in line and " active: " in line and "experts 1,024" in line for line in one["start"])
+    assert any(
+        "mixed small, " in line and " active: " in line and "experts 1,024" in line
+        for line in one["start"]
+    )
     assert one["weights"].keys() >= {"layers.0.dense.up.weight", "layers.1.mixture.experts.up"}
     for name, expected in one["weights"].items():
         assert relative_error(two["weights"][name], expected) < 1e-12, name
@@ -45,7 +50,11 @@ def test_entry_point_registers_a_model(tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), OUTSIDE, str(ROOT)])}
     argv = ["config", "--model.name", "parrot", "--model.flavor", "small"]
     done = subprocess.run(
-        [sys.executable, "-m", "titanlite", *argv], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "titanlite", *argv],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert 'name = "parrot"' in done.stdout
@@ -58,14 +67,23 @@ def _install_entry_point(folder: Path, name: str, module: str) -> None:
     (info / "entry_points.txt").write_text(f"[titanlite.models]\n{name} = {module}\n")
 
 
-def test_an_entry_point_that_fails_to_import_is_one_line_that_names_it(tmp_path, monkeypatch, capsys):
+def test_an_entry_point_that_fails_to_import_is_one_line_that_names_it(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "broken_owl.py").write_text("import nothing_of_this_name\n")
     _install_entry_point(tmp_path, "owl", "broken_owl")
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["models"]) == 0
     printed = capsys.readouterr()
-    line = 'owl\'s entry point owl = "broken_owl" in titanlite.models fails to import: ModuleNotFoundError: '
-    assert "llama3" in printed.out and printed.err.startswith(f"titanlite: {line}") and printed.err.count("\n") == 1
+    line = (
+        'owl\'s entry point owl = "broken_owl" in titanlite.models fails to import: '
+        "ModuleNotFoundError: "
+    )
+    assert (
+        "llama3" in printed.out
+        and printed.err.startswith(f"titanlite: {line}")
+        and printed.err.count("\n") == 1
+    )
     assert main(["models", "owl"]) == 2 and line in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "owl"}))
     with pytest.raises(UserError, match="no registered model has; legal: gpt2, llama"):

@@ -21,12 +21,16 @@ PUBLISHED = {
     "30B-A3B": 30_532_122_624,
     "235B-A22B": 235_093_634_560,
 }
-SMALL = QwenConfig(32, 2, 4, 2, 48, expert_dim=25, experts=4, top_k=2, head_dim=16, vocab_size=99, max_seq_len=256)
+SMALL = QwenConfig(
+    32, 2, 4, 2, 48, expert_dim=25, experts=4, top_k=2, head_dim=16, vocab_size=99, max_seq_len=256
+)
 QWEN = [*QUIET, "--model.name=qwen3"]
 
 
 def test_flavors_have_the_published_parameter_counts():
-    assert {name: parameters(flavor) for name, flavor in FLAVORS.items() if "debug" not in name} == PUBLISHED
+    assert {
+        name: parameters(flavor) for name, flavor in FLAVORS.items() if "debug" not in name
+    } == PUBLISHED
     for name in ("0.6B", "8B", "30B-A3B"):  # what is counted is what is built
         model, _ = build_meta_model(SPEC, FLAVORS[name])
         assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
@@ -40,7 +44,9 @@ def test_active_parameters_are_what_the_names_say(flavor, billions):
 
 
 def test_flops_equal_the_flop_counter():
-    """Experts count as far as a token meets them; the sum of their outputs, a product too, is left out."""
+    """Experts count as far as a token meets them; the sum of their outputs, a product too, is left
+    out.
+    """
     model, table = build_meta_model(SPEC, SMALL, 64)
     materialize(model, table, 0, torch.device("cpu"))
     tokens = torch.randint(99, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -29,7 +29,10 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ("context_parallel_degree=2 tensor_parallel_degree=2", {"forward", "attend_last", "attention_mask"}),
+        (
+            "context_parallel_degree=2 tensor_parallel_degree=2",
+            {"forward", "attend_last", "attention_mask"},
+        ),
         ("expert_parallel_degree=2 data_parallel_shard_degree=4", {"forward"}),
         ("fsdp_keep_whole=['*norm*'] data_parallel_shard_degree=4", {"forward"}),
     ],
@@ -43,7 +46,9 @@ def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, 
     with fake_world(checked.layout) as mesh:
         ((part,), _) = parallelize(model, Context(checked, mesh, table, torch.device("cpu")))
     added = {name for path, names in attributes(part).items() for name in names - before[path]}
-    added = {name for name in added if not name.startswith("_")}  # torch's own, of hooks and of FSDP2
+    added = {
+        name for name in added if not name.startswith("_")
+    }  # torch's own, of hooks and of FSDP2
     assert added == found | {"sequences", "forced", "sum_over_sequence", "runs_again"}
     assert added <= {name for name, _, _ in ROWS}
 
@@ -54,7 +59,11 @@ def test_classes_declare_the_attributes_with_the_default_of_the_page():
     for attribute, where, default in ROWS:
         if cls := declared.get(where.strip("`")):
             value = getattr(cls, attribute)
-            assert callable(value) or f"`{value}`" == default or value() == default.strip("`"), attribute
+            assert callable(value) or f"`{value}`" == default or value() == default.strip("`"), (
+                attribute
+            )
             checked += 1
     assert checked == 6
-    assert Router.sum_over_sequence(torch.ones(2)).tolist() == [1, 1] and Router.runs_again() is False
+    assert (
+        Router.sum_over_sequence(torch.ones(2)).tolist() == [1, 1] and Router.runs_again() is False
+    )

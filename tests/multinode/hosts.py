@@ -14,7 +14,13 @@ from tests.launch.run import ROOT, environment
 SCRIPT = str(ROOT / "scripts" / "multinode" / "namespaces.sh")
 REFUSED = 2
 
-ARGV = [*TINY, *FLOAT64, "--model.overrides.n_kv_heads=2", "--metrics.log_freq=1", "--training.global_batch_size=8"]
+ARGV = [
+    *TINY,
+    *FLOAT64,
+    "--model.overrides.n_kv_heads=2",
+    "--metrics.log_freq=1",
+    "--training.global_batch_size=8",
+]
 """In float64 a loss does not depend on the mesh but for the last digits."""
 
 
@@ -34,14 +40,22 @@ class Hosts:
         assert made.returncode == 0, made.stderr
 
     def _script(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([SCRIPT, *words], env=environment(**self._environ), capture_output=True, text=True)
+        return subprocess.run(
+            [SCRIPT, *words], env=environment(**self._environ), capture_output=True, text=True
+        )
 
     def do(self, *words: str) -> None:
         done = self._script(*words)
         assert done.returncode == 0, done.stderr
 
     def start(
-        self, node: int, argv: list[str], folder: Path, processes: int, verb: str = "train", **environ: str
+        self,
+        node: int,
+        argv: list[str],
+        folder: Path,
+        processes: int,
+        verb: str = "train",
+        **environ: str,
     ) -> subprocess.Popen:
         """Start the launcher of a host, as a person would start it there."""
         variables = {
@@ -54,7 +68,12 @@ class Hosts:
         return self.run(node, command, {**variables, **environ})
 
     def run(
-        self, node: int, command: list[str], environ: dict[str, str], cwd: Path = ROOT, stdout: Any = subprocess.PIPE
+        self,
+        node: int,
+        command: list[str],
+        environ: dict[str, str],
+        cwd: Path = ROOT,
+        stdout: Any = subprocess.PIPE,
     ) -> subprocess.Popen:
         """Start a command that has what it prints in a pipe, or in `stdout`."""
         return subprocess.Popen(

@@ -12,7 +12,12 @@ from tests.launch.run import finish, records
 from tests.multinode.hosts import ARGV, Hosts
 
 pytestmark = pytest.mark.long
-SAVING = [*ARGV, "--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.async_mode=disabled"]
+SAVING = [
+    *ARGV,
+    "--checkpoint.enable",
+    "--checkpoint.interval=5",
+    "--checkpoint.async_mode=disabled",
+]
 SAVING += ["--training.steps=60", "--debug.seed=5"]
 
 
@@ -34,13 +39,21 @@ def test_a_cable_that_was_pulled_for_20_seconds_changes_no_loss(pool, hosts: Hos
     assert [code for code, _ in results] == [0, 0], results
     assert "restart 1 of 3" in results[0][1] and "restart 1 of 3" in results[1][1], results
     pool.run(run_to_end, SAVING, str(tmp_path / "one"), world=1)
-    two, one = ({r["step"]: r["loss"] for r in records(tmp_path / name) if "loss" in r} for name in ("two", "one"))
+    two, one = (
+        {r["step"]: r["loss"] for r in records(tmp_path / name) if "loss" in r}
+        for name in ("two", "one")
+    )
     assert two == pytest.approx(one, rel=1e-9)
 
 
 def test_a_node_that_is_cut_off_for_good_ends_also_if_it_is_asked_to(hosts: Hosts, tmp_path):
     """Its launcher does not wait for an answer of the store that never comes."""
-    argv = [*SAVING, "--training.steps=100000", "--fault.rejoin_seconds=5", "--fault.grace_seconds=5"]
+    argv = [
+        *SAVING,
+        "--training.steps=100000",
+        "--fault.rejoin_seconds=5",
+        "--fault.grace_seconds=5",
+    ]
     nodes = [hosts.start(node, argv, tmp_path, processes=1) for node in (0, 1)]
     saved_once(nodes, tmp_path)
     hosts.do("cut", "node1")

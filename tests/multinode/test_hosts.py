@@ -1,4 +1,6 @@
-"""Hosts, each with its own network, name and launcher, train as one machine does, whatever happens to them."""
+"""Hosts, each with its own network, name and launcher, train as one machine does, whatever happens
+to them.
+"""
 
 import re
 from pathlib import Path
@@ -18,8 +20,13 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder) if "loss" in record]
 
 
-def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(hosts: Hosts, tmp_path):
-    mesh = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=2"]
+def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
+    hosts: Hosts, tmp_path
+):
+    mesh = [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
     nodes = [hosts.start(node, [*ARGV, *mesh], tmp_path / "two", processes=4) for node in (0, 1)]
     results = [finish(node, LIMIT) for node in nodes]
     assert [code for code, _ in results] == [0, 0], results
@@ -40,8 +47,15 @@ def test_the_preflight_names_the_host_with_a_slow_link(hosts: Hosts, tmp_path):
     assert named == ["rank 2 on node2"], results[0][1]
 
 
-def test_a_run_goes_on_without_a_host_that_lost_its_power_and_no_loss_changes(hosts: Hosts, tmp_path):
-    saving = [*ARGV, "--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.async_mode=disabled"]
+def test_a_run_goes_on_without_a_host_that_lost_its_power_and_no_loss_changes(
+    hosts: Hosts, tmp_path
+):
+    saving = [
+        *ARGV,
+        "--checkpoint.enable",
+        "--checkpoint.interval=5",
+        "--checkpoint.async_mode=disabled",
+    ]
     saving += ["--training.steps=60", "--fault.min_nodes=1", "--fault.rejoin_seconds=5"]
     nodes = [hosts.start(node, saving, tmp_path / "two", processes=1) for node in (0, 1)]
     wait_until((tmp_path / "two/checkpoint/step-5").exists, "the first checkpoint", LIMIT)

@@ -22,7 +22,8 @@ import os, signal, sys, time
 told = open(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_NODEID']}", "ab", buffering=0)
 received = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: received.append(told.write(signal.Signals(number).name.encode() + b" ")))
+    signal.signal(number, lambda number, _: \
+received.append(told.write(signal.Signals(number).name.encode() + b" ")))
 told.write(b"started ")
 while not received:
     time.sleep(0.05)
@@ -54,7 +55,9 @@ def start(slurm: Slurm, code: int, folder: Path) -> str:
 
 
 def has_started(slurm: Slurm, job: str) -> bool:
-    """Ask SLURM to start a queued job now; it sets the time, two minutes later, after the job is in the queue."""
+    """Ask SLURM to start a queued job now; it sets the time, two minutes later, after the job is in
+    the queue.
+    """
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     return not slurm.state(job).startswith("PENDING")
 
@@ -64,7 +67,9 @@ def told(folder: Path, job: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", [STOPPED, CUT_SHORT, OK, FAILED, REFUSED, GIVEN_UP])
-def test_launchers_get_the_warning_once_and_the_job_is_queued_again_if_they_stopped_on_request(slurm, tmp_path, code):
+def test_launchers_get_the_warning_once_and_the_job_is_queued_again_if_they_stopped_on_request(
+    slurm, tmp_path, code
+):
     job = start(slurm, code, tmp_path)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # as SLURM does before the time limit
     again = code in (STOPPED, CUT_SHORT)
@@ -84,12 +89,16 @@ def test_a_preempted_job_saves_and_is_queued_again(slurm, tmp_path):
 def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, tmp_path):
     job = start(slurm, STOPPED, tmp_path)
     slurm.ask("scancel", job)
-    wait_until(lambda: not slurm.ask("squeue", "--noheader", f"--jobs={job}"), "the job to leave the queue")
+    wait_until(
+        lambda: not slurm.ask("squeue", "--noheader", f"--jobs={job}"), "the job to leave the queue"
+    )
     assert slurm.state(job) == "CANCELLED 0"
     assert told(tmp_path, job) == ["started SIGTERM saved"] * 2
 
 
-def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbed_one(slurm, tmp_path):
+def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbed_one(
+    slurm, tmp_path
+):
     argv = [*ARGV, "--checkpoint.enable", "--checkpoint.interval=10", "--training.steps=150"]
     words = [*SMALL, "--export=ALL,NGPU=1", f"--output={tmp_path}/job.out", SCRIPT, *argv]
     job = slurm.submit(*words, f"--job.dump_folder={tmp_path}/two", folder=ROOT)
@@ -97,10 +106,14 @@ def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbe
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for(job, "PENDING 1")
     slurm.wait_for_nodes()
-    time.sleep(1)  # in the second in which a node ended the job it refuses to start it ("Job credential revoked")
+    # In the second in which a node ended the job it refuses to start it ("Job credential revoked").
+    time.sleep(1)
     wait_until(lambda: has_started(slurm, job), "the job to start again", 200)
     slurm.wait_for(job, "COMPLETED 1", 200)
     code, out = train(argv, tmp_path / "one", NGPU="1")
     assert code == 0, out
-    two, one = ({r["step"]: r["loss"] for r in records(tmp_path / name) if "loss" in r} for name in ("two", "one"))
+    two, one = (
+        {r["step"]: r["loss"] for r in records(tmp_path / name) if "loss" in r}
+        for name in ("two", "one")
+    )
     assert two == pytest.approx(one, rel=1e-9), (tmp_path / "job.out").read_text()

@@ -10,7 +10,9 @@ def test_allocator_retries_are_reported_once():
     assert [bool(line) for line in warnings] == [False, True, False, True]
     assert "2 allocator cache flushes " in warnings[1] and "1 allocator cache flush " in warnings[3]
     assert "GPU memory nearly full" in warnings[1] and "training.loss_chunks" in warnings[1]
-    assert AllocatorRetries().warning({"memory/max_active(GiB)": 1.0}) == "", "a CPU has no such allocator"
+    assert AllocatorRetries().warning({"memory/max_active(GiB)": 1.0}) == "", (
+        "a CPU has no such allocator"
+    )
 
 
 def test_workers_get_expandable_segments_unless_the_user_set_the_variable():

@@ -23,13 +23,22 @@ from titanlite.errors import RunFailed
 from titanlite.observe.metrics import JsonLines, TensorBoard, require_wandb
 from titanlite.train.report import Report
 
-needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="the package wandb is not installed")
+needs_wandb = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="the package wandb is not installed"
+)
 
 Points = dict[str, dict[int, float]]
 """Values by tag and step."""
 
-OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_SILENT": "true"}
-OFFLINE["WANDB__SERVICE_WAIT"] = "300"  # its own process starts slowly on a busy machine; the default is 30 s
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_ERROR_REPORTING": "false",
+    "WANDB_CONSOLE": "off",
+    "WANDB_SILENT": "true",
+}
+OFFLINE["WANDB__SERVICE_WAIT"] = (
+    "300"  # its own process starts slowly on a busy machine; the default is 30 s
+)
 
 
 def run_offline(argv: list[str], folder: str, **environ: str) -> None:
@@ -46,7 +55,9 @@ def tensorboard(folder: Path) -> Points:
     events = EventAccumulator(str(folder))
     events.Reload()
     points = {tag: events.Scalars(tag) for tag in events.scalars.Keys()}
-    assert all(len({each.step for each in found}) == len(found) for found in points.values()), "a step twice"
+    assert all(len({each.step for each in found}) == len(found) for found in points.values()), (
+        "a step twice"
+    )
     return {tag: {each.step: each.value for each in found} for tag, found in points.items()}
 
 
@@ -75,7 +86,10 @@ def wandb_points(records: list[Any]) -> Points:
     points: Points = defaultdict(dict)
     for record in records:
         if record.WhichOneof("record_type") == "history":
-            row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            row = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             for tag, value in row.items():
                 if not tag.startswith("_"):
                     points[tag][row["_step"]] = value
@@ -84,14 +98,23 @@ def wandb_points(records: list[Any]) -> Points:
 
 def test_metrics_jsonl_is_json_also_for_a_step_that_is_not_finite(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl")
-    sink.write(3, {"loss": math.nan, "max_loss": -math.inf, "mfu": None, "lr": 0.1, "tokens": 5}, {})
+    sink.write(
+        3, {"loss": math.nan, "max_loss": -math.inf, "mfu": None, "lr": 0.1, "tokens": 5}, {}
+    )
     sink.close()
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert record == {"step": 3, "loss": None, "max_loss": None, "mfu": None, "lr": 0.1, "tokens": 5}
+    assert record == {
+        "step": 3,
+        "loss": None,
+        "max_loss": None,
+        "mfu": None,
+        "lr": 0.1,
+        "tokens": 5,
+    }
     JsonLines(tmp_path / "metrics.jsonl", after=3).close()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1, "a resumed run keeps it"
 
@@ -102,7 +125,9 @@ def test_after_a_record_without_room_the_next_one_is_whole(tmp_path, sink_class)
     sink.write(1, {"loss": 1.0}, {"loss": 1.0})
     (file,) = tmp_path.rglob("records*" if sink_class is JsonLines else "*tfevents*")
     size, limits = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))  # Python ignores the signal; the write is short
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (size + 9, limits[1])
+    )  # Python ignores the signal; the write is short
     try:
         with pytest.raises(OSError, match=f"File too large: '{file}'"):
             sink.write(2, {"loss": 2.0}, {"loss": 2.0})
@@ -112,7 +137,9 @@ def test_after_a_record_without_room_the_next_one_is_whole(tmp_path, sink_class)
     sink.write(3, {"loss": 3.0}, {"loss": 3.0})
     sink.close()
     if sink_class is JsonLines:
-        found = {line["step"]: line["loss"] for line in map(json.loads, file.read_text().splitlines())}
+        found = {
+            line["step"]: line["loss"] for line in map(json.loads, file.read_text().splitlines())
+        }
     else:
         found = tensorboard(tmp_path / "records")["loss"]
     assert found == {1: 1.0, 3: 3.0}
@@ -134,7 +161,9 @@ def test_a_disk_without_room_for_metrics_ends_a_run_only_if_a_failed_save_would(
             Report._write(report, 3, {}, {})  # type: ignore[arg-type]
     else:
         Report._write(report, 3, {}, {})  # type: ignore[arg-type]
-        assert len(lines) == 2 and all(re.match(f"metrics of step 3 are lost: {says}", line) for line in lines)
+        assert len(lines) == 2 and all(
+            re.match(f"metrics of step 3 are lost: {says}", line) for line in lines
+        )
 
 
 def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
@@ -149,12 +178,19 @@ def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
 @needs_wandb
 def test_all_sinks_record_the_same_steps(pool, tmp_path):
     argv = [*TINY, "--training.steps=5", "--metrics.log_freq=2", "--metrics.enable_tensorboard"]
-    argv += ["--metrics.enable_wandb", "--validation.enable", "--validation.freq=3", "--validation.steps=1"]
+    argv += [
+        "--metrics.enable_wandb",
+        "--validation.enable",
+        "--validation.freq=3",
+        "--validation.steps=1",
+    ]
     argv += ["--job.description=a run with notes"]
     pool.run(run_offline, argv, str(tmp_path), world=1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    validated = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    validated = {
+        line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line
+    }
     assert list(losses) == [1, 2, 4, 5] and list(validated) == [3, 5]
     records = wandb_records(tmp_path)
     board, run = tensorboard(tmp_path / "tb"), wandb_points(records)
@@ -173,8 +209,14 @@ def test_all_sinks_record_the_same_steps(pool, tmp_path):
 @pytest.mark.long
 @needs_wandb
 def test_wandb_takes_its_project_from_the_environment(pool, tmp_path):
-    pool.run(run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "my-project", world=2)
-    runs = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    pool.run(
+        run_offline_in, [*TINY, "--metrics.enable_wandb"], str(tmp_path), "my-project", world=2
+    )
+    runs = [
+        record.run
+        for record in wandb_records(tmp_path)
+        if record.WhichOneof("record_type") == "run"
+    ]
     assert runs[0].project == "my-project" and not (tmp_path / "tb").exists()
 
 
@@ -199,7 +241,12 @@ def test_a_missing_package_is_an_error_before_any_worker_starts(tmp_path, withou
 
 @pytest.mark.long
 def test_a_missing_package_is_an_error_in_a_worker_without_launcher(tmp_path, without_wandb):
-    worker = start([*TINY, "--metrics.enable_wandb"], tmp_path / "out", module="titanlite.train", **without_wandb)
+    worker = start(
+        [*TINY, "--metrics.enable_wandb"],
+        tmp_path / "out",
+        module="titanlite.train",
+        **without_wandb,
+    )
     code, out = finish(worker)
     assert code == 2 and "-m pip install wandb" in out and "Traceback" not in out
 
@@ -215,7 +262,14 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
 @pytest.mark.long
 @needs_wandb
 def test_a_missing_api_key_is_an_error_without_a_traceback(tmp_path):
-    home = {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false"}
+    home = {
+        "HOME": str(tmp_path),
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": "",
+        "WANDB_ERROR_REPORTING": "false",
+    }
     code, out = train([*TINY, "--metrics.enable_wandb"], tmp_path / "out", NGPU="1", **home)
     assert code == 2 and "Traceback" not in out
-    assert "metrics.enable_wandb = true: No API key configured" in out and "WANDB_MODE=offline" in out
+    assert (
+        "metrics.enable_wandb = true: No API key configured" in out and "WANDB_MODE=offline" in out
+    )

@@ -1,4 +1,6 @@
-"""Optimizer state in bfloat16: half the memory, an unbiased mean, the same bits on every mesh and after a resume."""
+"""Optimizer state in bfloat16: half the memory, an unbiased mean, the same bits on every mesh and
+after a resume.
+"""
 
 import hashlib
 import json
@@ -32,7 +34,8 @@ def test_rounding_picks_a_neighbor_and_is_unbiased():
         assert (column.mean() - value.double()).abs() <= 4 * step / draws**0.5, value
     not_finite = torch.tensor([float("inf"), float("-inf"), float("nan")])
     assert torch.equal(
-        round_at_random(not_finite, torch.full((3,), -1, dtype=torch.int32)).isfinite(), torch.zeros(3).bool()
+        round_at_random(not_finite, torch.full((3,), -1, dtype=torch.int32)).isfinite(),
+        torch.zeros(3).bool(),
     )
 
 
@@ -56,33 +59,49 @@ def test_random_bits_depend_only_on_the_index_in_the_full_tensor():
 
 
 def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
-    """Return hashes of the optimizer state after steps whose gradients depend only on the parameter's name."""
+    """Return hashes of the optimizer state after steps whose gradients depend only on the
+    parameter's name.
+    """
     run = trainer([*argv, FOREACH], folder)
     for step in range(1, 4):
         for group in run.runner.optimizer.param_groups:
             group["training_step"] = step
         for item in run.trained:
-            generator = torch.Generator().manual_seed(int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step)
+            generator = torch.Generator().manual_seed(
+                int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step
+            )
             full_gradient = torch.randn(item.parameter.shape, generator=generator)
             gradient = torch.zeros_like(item.parameter)
             local_part(gradient).copy_(full_gradient[box_of(item.parameter)])
             item.parameter.grad = gradient
         run.runner.optimizer.step()
-    tensors = {name: tensor for name, tensor in run.state.tensors().items() if name.startswith("optimizer.")}
+    tensors = {
+        name: tensor
+        for name, tensor in run.state.tensors().items()
+        if name.startswith("optimizer.")
+    }
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     size = sum(local_part(tensor).nbytes for tensor in tensors.values())
     assert size == optimizer_bytes(run.trained, run.job.config), "the size logged at start"
-    return {name: hashlib.sha256(full(t).float().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+    return {
+        name: hashlib.sha256(full(t).float().numpy().tobytes()).hexdigest()
+        for name, t in tensors.items()
+    }
 
 
 def test_state_has_the_same_bits_on_every_mesh(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", NARROW]
     expected = pool.run(states_after_steps, argv, str(tmp_path), world=1)[0]
     for world, options in ((3, []), (4, ["--parallelism.tensor_parallel_degree=2"])):
-        assert pool.run(states_after_steps, [*argv, *options], str(tmp_path), world=world) == [expected] * world
+        assert (
+            pool.run(states_after_steps, [*argv, *options], str(tmp_path), world=world)
+            == [expected] * world
+        )
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")]
+)
 def test_training_is_close_to_that_with_float32_state(pool, tmp_path, name, dtype):
     (tmp_path / "text.txt").write_text(
         "abcdefgh" * 100
@@ -93,14 +112,19 @@ def test_training_is_close_to_that_with_float32_state(pool, tmp_path, name, dtyp
     for options in ([], [NARROW]):
         folder = tmp_path / str(len(options))
         pool.run(run_to_end, [*argv, *options, "--metrics.log_freq=1"], str(folder), world=1)
-        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        losses.append(
+            [
+                json.loads(line)["loss"]
+                for line in (folder / "metrics.jsonl").read_text().splitlines()
+            ]
+        )
     assert losses[0] != losses[1], "the state must be in bfloat16"
     assert losses[1] == pytest.approx(losses[0], abs=0.02) and losses[0][0] - losses[0][-1] > 0.1
 
 
 def test_small_changes_accumulate():
-    """A running mean with a constant gradient of 1: its last changes are below 1/256 of it, and rounding to nearest
-    would drop them."""
+    """A running mean with a constant gradient of 1: its last changes are below 1/256 of it, and
+    rounding to nearest would drop them."""
     parameter = torch.nn.Parameter(torch.zeros(4096))
     optimizer = BF16State(torch.optim.AdamW([parameter], lr=0.0, betas=(0.999, 0.999)), seed=0)
     for step in range(1, 2001):
@@ -112,30 +136,44 @@ def test_small_changes_accumulate():
 
 
 def test_the_two_running_means_are_rounded_by_independent_bits():
-    """With equal betas and a gradient of one both means are the same number: equal bits would round them alike."""
+    """With equal betas and a gradient of one both means are the same number: equal bits would round
+    them alike.
+    """
     parameter = torch.nn.Parameter(torch.zeros(1 << 16))
     optimizer = BF16State(torch.optim.AdamW([parameter], lr=0.0, betas=(0.9, 0.9)), seed=0)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    means = torch.stack([optimizer.state[parameter][name].double() for name in ("exp_avg", "exp_avg_sq")])
-    assert [len(mean.unique()) for mean in means] == [2, 2] and abs(torch.corrcoef(means)[0, 1]) < 0.02
+    means = torch.stack(
+        [optimizer.state[parameter][name].double() for name in ("exp_avg", "exp_avg_sq")]
+    )
+    assert [len(mean.unique()) for mean in means] == [2, 2] and abs(
+        torch.corrcoef(means)[0, 1]
+    ) < 0.02
 
 
 def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
     parameters = [torch.nn.Parameter(torch.zeros(100, 10)) for _ in range(8)]
     assert [*chunk_by_numel(parameters, 2500)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
-    assert [*chunk_by_numel(parameters, 10)] == [slice(i, i + 1) for i in range(8)] and not [*chunk_by_numel([])]
+    assert [*chunk_by_numel(parameters, 10)] == [slice(i, i + 1) for i in range(8)] and not [
+        *chunk_by_numel([])
+    ]
     trained = [TrainedParam(str(n), p, "column", True, True) for n, p in enumerate(parameters)]
-    monkeypatch.setattr(bf16_state, "chunk_by_numel", lambda parameters: chunk_by_numel(parameters, 1000))
+    monkeypatch.setattr(
+        bf16_state, "chunk_by_numel", lambda parameters: chunk_by_numel(parameters, 1000)
+    )
     optimizer = build_optimizer(trained, job([*TINY, NARROW, FOREACH], 1).config)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with Counting(Layout()) as counted:
-        counted.mark("parameters", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
+        counted.mark(
+            "parameters", [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        )
         before = counted.alive
         optimizer.step()
         state = 2 * 2 * 8 * 1000
-        assert counted.alive - before == pytest.approx(state, abs=300), "half the size of float32 state"
+        assert counted.alive - before == pytest.approx(state, abs=300), (
+            "half the size of float32 state"
+        )
         before = counted.alive
         counted.restart()
         optimizer.step()
@@ -159,9 +197,14 @@ def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
     for argv, message in (([NARROW], '"float32" -> "bfloat16"'), ([], '"bfloat16" -> "float32"')):
         steps = f"--training.steps={3 + (not argv)}"
-        part: dict[str, Any] = pool.run(run_until, [*SAVING, *argv, steps], str(tmp_path), world=2)[0]
+        part: dict[str, Any] = pool.run(run_until, [*SAVING, *argv, steps], str(tmp_path), world=2)[
+            0
+        ]
         assert part["begun"] == (2 if argv else 3)
-        assert any("new values apply" in line and f"optimizer.state_dtype {message}" in line for line in part["log"])
+        assert any(
+            "new values apply" in line and f"optimizer.state_dtype {message}" in line
+            for line in part["log"]
+        )
 
 
 def test_state_dtype_is_refused_for_an_optimizer_without_state():

@@ -1,4 +1,6 @@
-"""Experts are on a mesh of their own, which every optimizer takes beside that of other parameters."""
+"""Experts are on a mesh of their own, which every optimizer takes beside that of other
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", sample(OPTIMIZERS, "Muon, bfloat16 state"))
 def test_steps_equal_one_process(pool, tmp_path, name):
-    """One group of parameters has both meshes; 3 experts a rank on 2 ranks of FSDP are split along dimension 1."""
+    """One group of parameters has both meshes; 3 experts a rank on 2 ranks of FSDP are split along
+    dimension 1.
+    """
     argv = [*MOE, *FLOAT64, *OPTIMIZERS[name].split(), "--training.global_batch_size=4"]
     argv += ["--model.overrides.experts=6", "--lr_scheduler.warmup_steps=0"]
     argv += ["--optimizer.eps=1e-3"] * (name != "SGD")

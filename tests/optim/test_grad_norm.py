@@ -1,4 +1,6 @@
-"""The gradient norm is the same on any number of ranks, of any size, and of stages without gradients."""
+"""The gradient norm is the same on any number of ranks, of any size, and of stages without
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_the_norm_on_one_and_four_ranks_is_exact_of_any_size(pool, elements, dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1 << 18,), ((1 << 18) + 5,), (512, 1027)])
 def test_the_norm_is_exact_of_any_values_and_strides(shape, dtype):
-    """Also of elements beyond the last whole row, and of a gradient that lies transposed in memory."""
+    """Also of elements beyond the last whole row, and of a gradient that lies transposed in
+    memory.
+    """
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for gradient in (value, value.t().contiguous().t()):
         weight = nn.Parameter(torch.zeros_like(value))
@@ -47,7 +51,9 @@ def test_the_norm_is_exact_of_any_values_and_strides(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad, expected", [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "nan"), (1e20, "inf")])
+@pytest.mark.parametrize(
+    "bad, expected", [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "nan"), (1e20, "inf")]
+)
 @pytest.mark.parametrize("place", [0, -1])
 def test_one_element_that_is_not_finite_shows_in_the_norm(place, bad, expected, dtype):
     """So does a finite one whose square is not: in rows, as on a GPU."""
@@ -58,7 +64,9 @@ def test_one_element_that_is_not_finite_shows_in_the_norm(place, bad, expected, 
 
 
 def norm_of_all_placements(dtype: torch.dtype, p: float) -> float:
-    """Return the norm of four gradients whose full tensors are threes: sharded, replicated, both, and plain."""
+    """Return the norm of four gradients whose full tensors are threes: sharded, replicated, both,
+    and plain.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     threes = torch.full((2, 2), 3.0, dtype=dtype)
     placements = [(Shard(0), Shard(0)), (Replicate(), Replicate()), (Replicate(), Shard(1))]
@@ -72,13 +80,19 @@ def norm_of_all_placements(dtype: torch.dtype, p: float) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p, expected", [(2.0, math.sqrt((16 + 4 + 8 + 4) * 9)), (math.inf, 3.0)])
 def test_what_several_ranks_hold_counts_once(pool, p, expected, dtype):
-    assert pool.run(norm_of_all_placements, dtype, p, world=4) == [pytest.approx(expected, rel=1e-12)] * 4
+    assert (
+        pool.run(norm_of_all_placements, dtype, p, world=4)
+        == [pytest.approx(expected, rel=1e-12)] * 4
+    )
 
 
 def collectives_of_a_norm(dtype: torch.dtype) -> int:
     """Return how many collectives the norm of three sharded gradients takes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weights = [nn.Parameter(DTensor.from_local(torch.ones(2, dtype=dtype), mesh, (Shard(0),))) for _ in range(3)]
+    weights = [
+        nn.Parameter(DTensor.from_local(torch.ones(2, dtype=dtype), mesh, (Shard(0),)))
+        for _ in range(3)
+    ]
     for weight in weights:
         weight.grad = weight.detach()
     with CommDebugMode() as counted:
@@ -96,7 +110,9 @@ def norm_of_stages(p: float, dtype: torch.dtype) -> float:
     weight = nn.Parameter(torch.zeros(2, dtype=dtype))
     if dist.get_rank() == 0:
         weight.grad = torch.tensor([3.0, -4.0], dtype=dtype)
-    return clip_grad_norm([weight], math.inf, p, init_device_mesh("cpu", (dist.get_world_size(),))).item()
+    return clip_grad_norm(
+        [weight], math.inf, p, init_device_mesh("cpu", (dist.get_world_size(),))
+    ).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

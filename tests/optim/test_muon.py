@@ -1,4 +1,5 @@
-"""Muon: torch's algorithm, but one owner orthogonalizes each matrix, with two collectives per batch of matrices.
+"""Muon: torch's algorithm, but one owner orthogonalizes each matrix, with two collectives per batch
+of matrices.
 
 `titanlite verify` proves that it equals one process on every mesh.
 """
@@ -38,13 +39,19 @@ def test_updates_equal_those_of_torch_s_muon_and_adamw():
         "norm": (8,),
     }
     parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    torch_parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    torch_parameters = {
+        name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()
+    }
     torch_experts = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(9)]
     matrices, rest = ["wide", "tall", "square", "experts"], ["other", "norm"]
     adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = Muon(
         [
-            {"params": [(n, parameters[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
+            {
+                "params": [(n, parameters[n]) for n in matrices],
+                "weight_decay": 0.1,
+                "matrices": True,
+            },
             {"params": [(n, parameters[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
         ],
         torch.bfloat16,
@@ -70,20 +77,30 @@ def test_updates_equal_those_of_torch_s_muon_and_adamw():
                     expert.grad = its_gradient.clone()
         for one in (optimizer, *stock):
             one.step()
-    torch_parameters["experts"] = torch.nn.Parameter(torch.stack([e.detach() for e in torch_experts]))
+    torch_parameters["experts"] = torch.nn.Parameter(
+        torch.stack([e.detach() for e in torch_experts])
+    )
     for name, parameter in parameters.items():
         assert relative_error(parameter, torch_parameters[name]) < 1e-6, name
 
 
 def steps_of_experts(dims: list[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take two steps of weights of 5 experts and of a matrix, split 2 x 2 along `dims`; return the experts' ends."""
+    """Take two steps of weights of 5 experts and of a matrix, split 2 x 2 along `dims`; return the
+    experts' ends.
+    """
     torch.manual_seed(0)
     full_weights = {"w1": torch.randn(5, 6, 8), "w2": torch.randn(5, 8, 6), "wq": torch.randn(8, 8)}
     split: dict[str, torch.Tensor] = full_weights
     if dims is not None:
-        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("efsdp", "ep"), ("dp", "tp"))]
+        meshes = [
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            for names in (("efsdp", "ep"), ("dp", "tp"))
+        ]
         places = {"w1": (meshes[0], dims), "w2": (meshes[0], dims), "wq": (meshes[1], [0, 1])}
-        split = {n: distribute_tensor(w, places[n][0], [Shard(d) for d in places[n][1]]) for n, w in split.items()}
+        split = {
+            n: distribute_tensor(w, places[n][0], [Shard(d) for d in places[n][1]])
+            for n, w in split.items()
+        }
     weights = {name: torch.nn.Parameter(weight.double()) for name, weight in split.items()}
     groups = [{"params": [*weights.items()], "weight_decay": 0.1, "matrices": True}]
     optimizer = Muon(groups, torch.float64, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
@@ -108,7 +125,9 @@ def test_experts_on_a_mesh_of_their_own_equal_one_process(pool, dims):
 
 
 def count_step(argv: list[str], folder: str) -> dict:
-    """Count one step's collectives, the matrices that this rank orthogonalizes, and the elements it sends."""
+    """Count one step's collectives, the matrices that this rank orthogonalizes, and the elements it
+    sends.
+    """
     run = trainer(argv, folder)
     calls: Counter[str] = Counter()
     original, orthogonalize = dist.all_to_all_single, muon.orthogonalize
@@ -129,9 +148,16 @@ def count_step(argv: list[str], folder: str) -> dict:
         run.runner.optimizer.step()
     finally:
         muon.dist.all_to_all_single, muon.orthogonalize = original, orthogonalize
-    size = sum(local_part(value).nbytes for name, value in run.state.tensors().items() if "optimizer" in name)
+    size = sum(
+        local_part(value).nbytes
+        for name, value in run.state.tensors().items()
+        if "optimizer" in name
+    )
     assert size == optimizer_bytes(run.trained, run.job.config)
-    return {**calls, "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)}
+    return {
+        **calls,
+        "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix),
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,9 @@ def count_step(argv: list[str], folder: str) -> dict:
     ],
     ids=["fsdp", "hsdp", "fsdp x tp", "replicas"],
 )
-def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(pool, tmp_path, world, options):
+def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(
+    pool, tmp_path, world, options
+):
     """Each matrix is sent to its owner once, and the result to every replica."""
     ranks = pool.run(count_step, [*MUON, *options], str(tmp_path), world=world)
     assert [result["all-to-all"] for result in ranks] == [2] * world
@@ -168,10 +196,18 @@ def test_owners_have_about_equal_work():
 def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
     large = [torch.empty(4, 4)] * 10
     assert [*chunk_by_numel(large, max_numel=16)] == [slice(n, n + 1) for n in range(10)]
-    assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [
+        slice(0, 4),
+        slice(4, 8),
+        slice(8, 10),
+    ]
     assert [*chunk_by_numel(large, max_numel=96, min_count=4)] == [slice(0, 6), slice(6, 10)]
     experts = [torch.empty(4, 4, 4)] * 3
-    assert [*chunk_by_numel(experts, max_numel=16, min_count=4)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert [*chunk_by_numel(experts, max_numel=16, min_count=4)] == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 3),
+    ]
 
 
 def test_the_owner_s_own_replica_sends():
@@ -180,7 +216,9 @@ def test_the_owner_s_own_replica_sends():
     boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
     for rank in range(4):
         route = _plan(boxes, [torch.Size((8, 8))] * 8, rank).gather
-        assert len(route.recv) == 4 and all(t.source // 2 == t.target // 2 for t in (*route.send, *route.recv))
+        assert len(route.recv) == 4 and all(
+            t.source // 2 == t.target // 2 for t in (*route.send, *route.recv)
+        )
 
 
 def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
@@ -191,13 +229,18 @@ def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    sample([KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"], KEPT),
+    sample(
+        [KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"],
+        KEPT,
+    ),
 )
 def test_several_steps_equal_one_process_in_float64(pool, tmp_path, options):
     """Cases that the table of `titanlite verify` does not have."""
     world = 4 if "tensor" in options else 2
     argv = [*MUON, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
-    expected = pool.run(three_steps, [*argv, "--training.local_batch_size=4"], str(tmp_path), world=1)[0]
+    expected = pool.run(
+        three_steps, [*argv, "--training.local_batch_size=4"], str(tmp_path), world=1
+    )[0]
     argv += ["--training.local_batch_size=2", *options.split()]
     for result in pool.run(three_steps, argv, str(tmp_path), world=world):
         for name, weight in expected.items():
@@ -213,7 +256,9 @@ def test_many_batches_of_matrices_equal_one_batch(pool, tmp_path):
 
 def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "chunk_by_numel", lambda matrices, min_count: chunk_by_numel(matrices, 200))
+        patch.setattr(
+            muon, "chunk_by_numel", lambda matrices, min_count: chunk_by_numel(matrices, 200)
+        )
         return three_steps(argv, folder)
 
 
@@ -228,7 +273,10 @@ def test_state_loads_on_another_mesh(pool, tmp_path):
     assert "optimizer.layers.0.attention.wq.weight.momentum_buffer" in saved["dp2"]
     assert "optimizer.output.weight.exp_avg" in saved["dp2"]
     assert pool.run(load_all, MUON, str(tmp_path / "to"), sources, world=1) == [saved]
-    assert pool.run(load_all, [*MUON, *layouts["dp2tp2"][1]], str(tmp_path / "to"), sources, world=4) == [saved] * 4
+    assert (
+        pool.run(load_all, [*MUON, *layouts["dp2tp2"][1]], str(tmp_path / "to"), sources, world=4)
+        == [saved] * 4
+    )
 
 
 def test_a_model_without_matrices_to_train_is_refused(pool, tmp_path):

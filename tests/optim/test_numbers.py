@@ -28,7 +28,10 @@ def rates(*argv: str, steps: int = 10) -> list[float]:
 @pytest.mark.parametrize(
     ("words", "factors"),
     [
-        ("warmup_steps=2 decay_ratio=0.8", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (
+            "warmup_steps=2 decay_ratio=0.8",
+            [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+        ),
         ("warmup_steps=2", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
         ("warmup_steps=0", [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         ("warmup_steps=3 decay_ratio=0.0", [1 / 3, 2 / 3, *[1] * 8]),
@@ -38,7 +41,9 @@ def rates(*argv: str, steps: int = 10) -> list[float]:
     ],
 )
 def test_the_factors_of_the_learning_rate_are_torchtitans(words, factors):
-    assert rates(*(f"--lr_scheduler.{word}" for word in words.split())) == pytest.approx(factors, rel=1e-12)
+    assert rates(*(f"--lr_scheduler.{word}" for word in words.split())) == pytest.approx(
+        factors, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,13 +55,22 @@ def test_the_factors_of_the_learning_rate_are_torchtitans(words, factors):
     ],
 )
 def test_shapes_of_decay_and_the_minimum_are_torchtitans(shape, factors):
-    argv = f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} --lr_scheduler.min_lr_factor".split()
+    argv = (
+        f"--lr_scheduler.warmup_steps=0 --lr_scheduler.decay_type={shape} "
+        "--lr_scheduler.min_lr_factor"
+    ).split()
     assert rates(*argv, "0.0", steps=4) == pytest.approx(factors, rel=1e-12)
-    assert rates(*argv, "0.2", steps=4) == pytest.approx([0.2 + 0.8 * factor for factor in factors], rel=1e-12)
+    assert rates(*argv, "0.2", steps=4) == pytest.approx(
+        [0.2 + 0.8 * factor for factor in factors], rel=1e-12
+    )
 
 
 def test_steps_beyond_the_schedule_keep_its_minimum():
-    words = "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=5", "--lr_scheduler.min_lr_factor=0.1"
+    words = (
+        "--lr_scheduler.warmup_steps=0",
+        "--lr_scheduler.total_steps=5",
+        "--lr_scheduler.min_lr_factor=0.1",
+    )
     assert rates(*words)[5:] == pytest.approx([0.1] * 5)
 
 
@@ -66,7 +80,9 @@ def groups(*argv: str) -> tuple[set[str], set[str]]:
     no_decay = tested.config.optimizer.no_decay
     check_trained(model, no_decay)
     trained = trained_parameters([model], table, "layers", no_decay)
-    decayed, exempt = ({item.name for item in trained if item.decays == decays} for decays in (True, False))
+    decayed, exempt = (
+        {item.name for item in trained if item.decays == decays} for decays in (True, False)
+    )
     return decayed, exempt
 
 
@@ -89,7 +105,9 @@ def test_norms_and_biases_are_not_decayed():
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_every_implementation_takes_the_same_steps(name, implementation):
     """Gradients that differ show betas, and gradients no larger than 1e-7 show eps."""
-    config = job([*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1).config
+    config = job(
+        [*TINY, f"--optimizer.name={name}", f"--optimizer.implementation={implementation}"], 1
+    ).config
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
@@ -132,9 +150,26 @@ def test_infinite_max_norm_never_clips():
 
 def test_coordinates_of_a_layout_are_outermost_first():
     layout = Layout(dp_replicate=2, dp_shard=3, tp=2)
-    assert layout.world == 12 and layout.batch == 6 and str(layout) == "dp_replicate 2 x dp_shard 3 x tp 2"
+    assert (
+        layout.world == 12
+        and layout.batch == 6
+        and str(layout) == "dp_replicate 2 x dp_shard 3 x tp 2"
+    )
     assert layout.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
-    assert [layout.batch_coordinate(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [layout.batch_coordinate(rank) for rank in range(12)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+        5,
+    ]
     assert Batch(2, 3, 4).total == 24 and divisors(6) == [1, 2, 3, 6]
 
 
@@ -157,7 +192,9 @@ def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):
 
 
 def test_the_log_line_is_the_one_that_parsers_know():
-    record = StepRecord(1, 8.04034, 8.1, 1.347, 1e-3, 10, 27483.2, 1.97, 0.2, 0.5, 0.4, 0.6, 0.0015, 1.02, 0)
+    record = StepRecord(
+        1, 8.04034, 8.1, 1.347, 1e-3, 10, 27483.2, 1.97, 0.2, 0.5, 0.4, 0.6, 0.0015, 1.02, 0
+    )
     assert record.line(11, 1.08) == (
         "step:  1  loss:  8.04034  grad_norm:  1.3470  memory:  1.02GiB(1.08%)  "
         "tps: 27,483  tflops: 1.97  mfu: 0.20%  eta: 0:05  data: 0.3%"
@@ -174,7 +211,12 @@ def test_the_log_line_is_the_one_that_parsers_know():
 
 def test_formats():
     assert [format_duration(s) for s in (3, 62, 3723)] == ["0:03", "1:02", "1:02:03"]
-    assert [format_bytes(n) for n in (5, 2048, 3 << 30, 5 << 42)] == ["5 B", "2.0 KiB", "3.0 GiB", "20.0 TiB"]
+    assert [format_bytes(n) for n in (5, 2048, 3 << 30, 5 << 42)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 GiB",
+        "20.0 TiB",
+    ]
     assert machine_bytes() > 1 << 28
 
 
@@ -184,7 +226,9 @@ def test_norms_of_heads_are_not_decayed():
     model, table = build_model(tested)
     trained = {item.name: item for item in trained_parameters([model], table, "layers", ["norms"])}
     assert (
-        table["layers.0.attention.q_norm.weight"].tensor == table["layers.0.moe.router.weight"].tensor == "replicated"
+        table["layers.0.attention.q_norm.weight"].tensor
+        == table["layers.0.moe.router.weight"].tensor
+        == "replicated"
     )
     exempt = {name for name, item in trained.items() if not item.decays}
     assert exempt == {name for name in trained if "norm" in name}

@@ -1,4 +1,6 @@
-"""A bad step leaves no trace: it is skipped on the device, or the run goes back to a checkpoint from before it."""
+"""A bad step leaves no trace: it is skipped on the device, or the run goes back to a checkpoint
+from before it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ OPTIMIZERS = {
     "Muon": "--optimizer.name=Muon",
     "Muon, foreach": "--optimizer.name=Muon --optimizer.implementation=foreach",
     "bfloat16 state": "--optimizer.state_dtype=bfloat16",
-    "bfloat16 state, foreach": "--optimizer.state_dtype=bfloat16 --optimizer.implementation=foreach",
+    "bfloat16 state, foreach": (
+        "--optimizer.state_dtype=bfloat16 --optimizer.implementation=foreach"
+    ),
     "bfloat16 state, Muon": "--optimizer.state_dtype=bfloat16 --optimizer.name=Muon",
     "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16",
     "bfloat16 of both": "--training.dtype=bfloat16 --optimizer.state_dtype=bfloat16",
@@ -46,21 +50,29 @@ OPTIMIZERS = {
 
 
 def poison(run: Trainer, factors: dict[int, float]) -> None:
-    """Multiply the gradients after so many batches of the data by a factor, whatever the number of the step."""
+    """Multiply the gradients after so many batches of the data by a factor, whatever the number of
+    the step.
+    """
     clip = run.runner.clip_gradients
 
     def clip_gradients() -> torch.Tensor:
         for parameter in run.runner.parameters:
             assert parameter.grad is not None
-            local_part(parameter.grad).mul_(factors.get(1 + run.consumed // run.rank_slice.per_step, 1.0))
+            local_part(parameter.grad).mul_(
+                factors.get(1 + run.consumed // run.rank_slice.per_step, 1.0)
+            )
         return clip()
 
     run.runner.clip_gradients = clip_gradients  # type: ignore[method-assign]
 
 
 def changes_of_steps(argv: list[str], folder: str, factors: dict[int, float]) -> list[bool]:
-    """Train with poisoned batches; return of each step whether anything of the state changed, bit for bit."""
-    states = [digests(trainer(argv, folder))]  # of another run, since this makes the optimizer's state
+    """Train with poisoned batches; return of each step whether anything of the state changed, bit
+    for bit.
+    """
+    states = [
+        digests(trainer(argv, folder))
+    ]  # of another run, since this makes the optimizer's state
     run = trainer(argv, folder)
     poison(run, factors)
     update = run.runner.update
@@ -75,7 +87,9 @@ def changes_of_steps(argv: list[str], folder: str, factors: dict[int, float]) ->
 
 
 @pytest.mark.parametrize("optimizer", sample(OPTIMIZERS, "AdamW"))
-def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state(pool, tmp_path, optimizer):
+def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state(
+    pool, tmp_path, optimizer
+):
     """The first one too, in which the state is made."""
     argv = [*TINY, *DP2_TP2, SKIP, "--training.steps=5", *OPTIMIZERS[optimizer].split()]
     factors = {1: math.nan, 3: math.inf, 4: math.nan}
@@ -87,7 +101,13 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state(pool, 
 @pytest.mark.parametrize("factor", [math.nan, 1e4], ids=["not finite", "spike"])
 @pytest.mark.parametrize("optimizer", ["", "--optimizer.name=Muon"], ids=["AdamW", "Muon"])
 def test_a_skipped_step_moves_no_router_bias(pool, tmp_path, optimizer, factor):
-    argv = [*MOE, '--model.overrides.balance="bias"', SKIP, "--training.steps=6", *optimizer.split()]
+    argv = [
+        *MOE,
+        '--model.overrides.balance="bias"',
+        SKIP,
+        "--training.steps=6",
+        *optimizer.split(),
+    ]
     argv += ["--parallelism.expert_parallel_degree=2", *SPIKES, "--fault.on_spike=skip"]
     ranks = pool.run(changes_of_steps, argv, str(tmp_path), {5: factor}, world=2)
     assert ranks == [[True, True, True, True, False, True]] * 2
@@ -98,15 +118,24 @@ def test_a_skipped_step_moves_no_router_bias(pool, tmp_path, optimizer, factor):
 def test_skipping_works_with_stages_and_with_float8(pool, tmp_path, mesh):
     options = {
         "pp2": "--parallelism.pipeline_parallel_degree=2",
-        "fp8": "--quantize.linear.float8.enable --quantize.linear.float8.emulate --model.overrides.dim=64 "
-        "--model.overrides.hidden_dim=64",
+        "fp8": (
+            "--quantize.linear.float8.enable --quantize.linear.float8.emulate "
+            "--model.overrides.dim=64 --model.overrides.hidden_dim=64"
+        ),
     }[mesh]
     argv = [*TINY, SKIP, "--training.steps=3", *options.split()]
-    assert pool.run(changes_of_steps, argv, str(tmp_path), {2: math.nan}, world=2) == [[True, False, True]] * 2
+    assert (
+        pool.run(changes_of_steps, argv, str(tmp_path), {2: math.nan}, world=2)
+        == [[True, False, True]] * 2
+    )
 
 
-def end_of(argv: list[str], folder: str, factors: dict[int, float], without_update: int = 0) -> dict[str, Any]:
-    """Train with poisoned batches, or with a step that leaves out its update; return the state of the end."""
+def end_of(
+    argv: list[str], folder: str, factors: dict[int, float], without_update: int = 0
+) -> dict[str, Any]:
+    """Train with poisoned batches, or with a step that leaves out its update; return the state of
+    the end.
+    """
     log, lines = keeping_log()
     run = trainer(argv, folder, log)
     poison(run, factors)
@@ -125,7 +154,13 @@ def end_of(argv: list[str], folder: str, factors: dict[int, float], without_upda
     except RunFailed as failed:
         error = f"{type(failed).__name__} {failed.code}: {failed}"
     position = {"step": run.step, "consumed": run.consumed, "tokens": run.tokens}
-    return {"state": digests(run), "log": lines, "error": error, "guard": run.guard.state_dict(), **position}
+    return {
+        "state": digests(run),
+        "log": lines,
+        "error": error,
+        "guard": run.guard.state_dict(),
+        **position,
+    }
 
 
 def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp_path):
@@ -140,27 +175,54 @@ def test_a_run_that_skips_a_step_equals_one_that_never_made_its_update(pool, tmp
     for number, factor in enumerate((math.nan, 1e4)):
         folder = tmp_path / str(number)
         found = pool.run(end_of, skipping, str(folder), {5: factor}, world=2)
-        assert [r["state"] for r in found] == [r["state"] for r in expected] != [r["state"] for r in plain]
+        assert (
+            [r["state"] for r in found]
+            == [r["state"] for r in expected]
+            != [r["state"] for r in plain]
+        )
         (line,) = [line for line in found[0]["log"] if "skipped" in line]
-        assert re.fullmatch(rf"step 5 was skipped: its gradient norm {WHY[number]} \(1 in 1,000 steps; .*\)", line)
+        assert re.fullmatch(
+            rf"step 5 was skipped: its gradient norm {WHY[number]} \(1 in 1,000 steps; .*\)", line
+        )
         records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
         (record,) = [record for record in records if "skipped" in record]
-        good = [record["loss"] for record in records if record.get("loss") and record["step"] in (3, 4, 6)]
+        good = [
+            record["loss"]
+            for record in records
+            if record.get("loss") and record["step"] in (3, 4, 6)
+        ]
         assert found[0]["guard"]["losses"] == pytest.approx(good, rel=1e-6), (
             "the loss of a skipped step does not count"
         )
-        assert record["step"] == 5 and record["skipped"] == 1 and (record["bad_norm"] is None) == (number == 0)
+        assert (
+            record["step"] == 5
+            and record["skipped"] == 1
+            and (record["bad_norm"] is None) == (number == 0)
+        )
 
 
-def test_the_losses_by_which_spikes_are_judged_are_those_of_the_log_under_tensor_parallel(pool, tmp_path):
-    argv = [*TINY, *DP2_TP2, *SPIKES, "--fault.spike_sigma=1e6", "--training.steps=4", "--metrics.log_freq=1"]
+def test_the_losses_by_which_spikes_are_judged_are_those_of_the_log_under_tensor_parallel(
+    pool, tmp_path
+):
+    argv = [
+        *TINY,
+        *DP2_TP2,
+        *SPIKES,
+        "--fault.spike_sigma=1e6",
+        "--training.steps=4",
+        "--metrics.log_freq=1",
+    ]
     found = pool.run(end_of, argv, str(tmp_path), {}, world=2)[0]
     records = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert found["guard"]["losses"] == pytest.approx([r["loss"] for r in records if "loss" in r][-3:], rel=1e-6)
+    assert found["guard"]["losses"] == pytest.approx(
+        [r["loss"] for r in records if "loss" in r][-3:], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("skips", sample([False, True], False))
-def test_the_first_of_several_bad_steps_is_named_also_where_only_spikes_are_skipped(pool, tmp_path, skips):
+def test_the_first_of_several_bad_steps_is_named_also_where_only_spikes_are_skipped(
+    pool, tmp_path, skips
+):
     argv = [*TINY, "--training.steps=6", *[*SPIKES, "--fault.on_spike=skip"] * skips]
     found = pool.run(end_of, argv, str(tmp_path), {3: math.nan, 4: math.nan}, world=2)
     assert found[0]["error"].startswith("NonFinite 1: at step 3 the gradient norm was not finite")
@@ -170,7 +232,11 @@ def test_the_first_of_several_bad_steps_is_named_also_where_only_spikes_are_skip
 def test_a_rollback_forgets_no_skipped_step(pool, tmp_path):
     argv = [*ROLLBACK, SKIP]
     found = pool.run(end_of, argv, str(tmp_path), {5: math.nan, 6: 1e4}, world=2)
-    assert found[0]["error"] == "" and found[0]["guard"]["skips"] == [5] and found[0]["guard"]["rollbacks"] == 1
+    assert (
+        found[0]["error"] == ""
+        and found[0]["guard"]["skips"] == [5]
+        and found[0]["guard"]["rollbacks"] == 1
+    )
 
 
 @pytest.mark.long
@@ -204,21 +270,35 @@ def loss_spike(argv: list[str], folder: str) -> dict[str, Any]:
     forward_backward = run.runner.forward_backward
 
     def larger(*args: Any) -> torch.Tensor:
-        return forward_backward(*args) * (2.0 if run.consumed == 3 * run.rank_slice.per_step else 1.0)
+        return forward_backward(*args) * (
+            2.0 if run.consumed == 3 * run.rank_slice.per_step else 1.0
+        )
 
     run.runner.forward_backward = larger  # type: ignore[method-assign]
     run.train()
-    return {"log": lines, "step": run.step, "left out": run.consumed // run.rank_slice.per_step - run.step}
+    return {
+        "log": lines,
+        "step": run.step,
+        "left out": run.consumed // run.rank_slice.per_step - run.step,
+    }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("action", ["warn", "skip", "rollback"])
 def test_a_spike_of_the_loss_is_known_a_step_late(pool, tmp_path, action):
     """It is too late to skip its update."""
-    argv = [*SAVING, *SPIKES, f"--fault.on_spike={action}", "--training.steps=6", "--checkpoint.interval=2"]
+    argv = [
+        *SAVING,
+        *SPIKES,
+        f"--fault.on_spike={action}",
+        "--training.steps=6",
+        "--checkpoint.interval=2",
+    ]
     for rank in pool.run(loss_spike, argv, str(tmp_path), world=2):
         lines = [line for line in rank["log"] if "its loss" in line]
-        assert len(lines) == 1 and lines[0].startswith("step 4: " if action == "rollback" else "step 4 is a spike: ")
+        assert len(lines) == 1 and lines[0].startswith(
+            "step 4: " if action == "rollback" else "step 4 is a spike: "
+        )
         assert (rank["step"], rank["left out"]) == (6, 2 if action == "rollback" else 0)
 
 
@@ -227,15 +307,30 @@ def resumed_later(argv: list[str], folder: str, consumed: int) -> dict[str, Any]
     run = trainer(argv, folder)
     begun, run.consumed = run.step, consumed
     run.train()
-    return {"begun": begun, "state": digests(run), "tokens": run.tokens, "guard": run.guard.state_dict()}
+    return {
+        "begun": begun,
+        "state": digests(run),
+        "tokens": run.tokens,
+        "guard": run.guard.state_dict(),
+    }
 
 
-ROLLBACK = [*SAVING, *SPIKES, "--fault.on_spike=rollback", "--checkpoint.interval=2", "--training.steps=8"]
+ROLLBACK = [
+    *SAVING,
+    *SPIKES,
+    "--fault.on_spike=rollback",
+    "--checkpoint.interval=2",
+    "--training.steps=8",
+]
 
 
 @pytest.mark.parametrize("bad", sample([5, 6], 6))
-def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later_data(pool, tmp_path, bad):
-    """Step 6 is due to be saved, and is not; the step after a spike of step 5 is taken before it is known."""
+def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later_data(
+    pool, tmp_path, bad
+):
+    """Step 6 is due to be saved, and is not; the step after a spike of step 5 is taken before it is
+    known.
+    """
     traced = [*ROLLBACK, "--metrics.enable_tensorboard"]
     found = pool.run(end_of, traced, str(tmp_path / "back"), {bad: 1e4}, world=2)
     pool.run(end_of, [*ROLLBACK, "--training.steps=4"], str(tmp_path / "cut"), {}, world=2)
@@ -244,13 +339,22 @@ def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later
     assert [part["begun"] for part in expected] == [4, 4]
     assert [part["state"] for part in found] == [part["state"] for part in expected]
     assert [part["tokens"] for part in found] == [part["tokens"] for part in expected]
-    assert [(part["step"], part["consumed"]) for part in found] == [(8, 10 * per_step)] * 2, "4 to 6 twice"
+    assert [(part["step"], part["consumed"]) for part in found] == [(8, 10 * per_step)] * 2, (
+        "4 to 6 twice"
+    )
     (line,) = [line for line in found[0]["log"] if "rollback" in line]
-    assert line.startswith(f"step {bad}: its gradient norm ") and "(rollback 1; fault.rollback_budget = 2)" in line
-    records = [json.loads(text) for text in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
+    assert (
+        line.startswith(f"step {bad}: its gradient norm ")
+        and "(rollback 1; fault.rollback_budget = 2)" in line
+    )
+    records = [
+        json.loads(text) for text in (tmp_path / "back/metrics.jsonl").read_text().splitlines()
+    ]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert [record["step"] for record in records if "loss" in record] == [*range(1, 9)]
-    assert tensorboard(tmp_path / "back/tb")["loss_metrics/global_avg_loss"] == pytest.approx(losses)
+    assert tensorboard(tmp_path / "back/tb")["loss_metrics/global_avg_loss"] == pytest.approx(
+        losses
+    )
 
 
 @pytest.mark.parametrize("bad", sample([5, 6], 5))
@@ -263,26 +367,37 @@ def test_after_a_rollback_steps_are_judged_by_those_that_still_count(pool, tmp_p
     earlier = [*argv, "--checkpoint.load_step=4"]
     expected = pool.run(resumed_later, earlier, str(tmp_path / "cut"), 6 * per_step, world=2)
     for window in ("norms", "losses"):
-        assert len(found[0]["guard"][window]) == 4 and found[0]["guard"][window] == expected[0]["guard"][window]
+        assert (
+            len(found[0]["guard"][window]) == 4
+            and found[0]["guard"][window] == expected[0]["guard"][window]
+        )
 
 
 @pytest.mark.long
 def test_nothing_to_go_back_to_is_said(pool, tmp_path):
     argv = [*ROLLBACK, "--checkpoint.interval=8"]
     error = pool.run(end_of, argv, str(tmp_path), {5: 1e4}, world=2)[1]["error"]
-    assert error.startswith("RunFailed 1: ") and error.endswith("has no checkpoint from before step 5 to go back to")
+    assert error.startswith("RunFailed 1: ") and error.endswith(
+        "has no checkpoint from before step 5 to go back to"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "factors", "says"),
     [
-        ([SKIP, "--fault.skip_budget=2"], {2: math.nan, 4: math.nan, 5: math.nan}, "step 5 is one bad step too many"),
+        (
+            [SKIP, "--fault.skip_budget=2"],
+            {2: math.nan, 4: math.nan, 5: math.nan},
+            "step 5 is one bad step too many",
+        ),
         ([SKIP, "--fault.skip_budget=0"], {2: math.nan}, "step 2 is one bad step too many"),
         (["--fault.rollback_budget=1"], {5: 1e4, 7: 1e4}, "step 5 is one spike too many"),
     ],
 )
-def test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks(pool, tmp_path, options, factors, says):
+def test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks(
+    pool, tmp_path, options, factors, says
+):
     for rank in pool.run(end_of, [*ROLLBACK, *options], str(tmp_path), factors, world=2):
         assert rank["error"].startswith(f"GivenUp 77: {says}")
     assert "step-8" not in steps_in(tmp_path)
@@ -294,18 +409,38 @@ def test_the_launcher_returns_the_exit_code_of_a_used_up_budget(tmp_path):
     argv = [*TINY, SKIP, "--fault.skip_budget=3", "--optimizer.lr=1e30", "--training.steps=20"]
     argv += ["--checkpoint.enable", "--checkpoint.interval=3", "--lr_scheduler.warmup_steps=0"]
     code, out = train(argv, tmp_path, NGPU="2")
-    assert code == 77 and "step 5 is one bad step too many: its gradient norm is not finite (4 in 1,000 steps" in out
-    assert "Traceback" not in out and steps_in(tmp_path) == ["step-3", "step-6"][: len(steps_in(tmp_path))]
-    assert steps_in(tmp_path)[0] == "step-3", "what was saved stands: a step that is skipped changes nothing"
+    assert (
+        code == 77
+        and "step 5 is one bad step too many: its gradient norm is not finite (4 in 1,000 steps"
+        in out
+    )
+    assert (
+        "Traceback" not in out
+        and steps_in(tmp_path) == ["step-3", "step-6"][: len(steps_in(tmp_path))]
+    )
+    assert steps_in(tmp_path)[0] == "step-3", (
+        "what was saved stands: a step that is skipped changes nothing"
+    )
 
 
 def test_a_resume_keeps_the_window_and_the_budgets(pool, tmp_path):
     """Stopped and resumed, the run skips the same steps, and gives up at the same one."""
-    argv = [*SAVING, SKIP, *SPIKES, "--fault.on_spike=skip", "--fault.skip_budget=2", "--checkpoint.interval=3"]
+    argv = [
+        *SAVING,
+        SKIP,
+        *SPIKES,
+        "--fault.on_spike=skip",
+        "--fault.skip_budget=2",
+        "--checkpoint.interval=3",
+    ]
     factors = {3: math.nan, 5: math.nan, 7: 1e4, 8: 1.0}
-    straight = pool.run(end_of, [*argv, "--training.steps=9"], str(tmp_path / "straight"), factors, world=2)
+    straight = pool.run(
+        end_of, [*argv, "--training.steps=9"], str(tmp_path / "straight"), factors, world=2
+    )
     pool.run(end_of, [*argv, "--training.steps=6"], str(tmp_path / "cut"), factors, world=2)
-    resumed = pool.run(end_of, [*argv, "--training.steps=9"], str(tmp_path / "cut"), factors, world=2)
+    resumed = pool.run(
+        end_of, [*argv, "--training.steps=9"], str(tmp_path / "cut"), factors, world=2
+    )
     assert resumed[0]["error"] == straight[0]["error"]
     assert "step 7 is one bad step too many: its gradient norm" in resumed[0]["error"]
 

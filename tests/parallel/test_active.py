@@ -1,4 +1,6 @@
-"""Techniques are really active: checked on recorded collectives and operations, never on the settings."""
+"""Techniques are really active: checked on recorded collectives and operations, never on the
+settings.
+"""
 
 import json
 import re
@@ -16,7 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.jobs import FLOAT64, QUIET, TINY, forward_backward, job, micro_batches, run_to_end, trainer
+from tests.jobs import (
+    FLOAT64,
+    QUIET,
+    TINY,
+    forward_backward,
+    job,
+    micro_batches,
+    run_to_end,
+    trainer,
+)
 from tests.lanes import sample
 from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
@@ -27,7 +38,10 @@ from titanlite.train.loss import count_valid
 from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
-GPT2 = "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 --model.overrides.n_heads=2".split()
+GPT2 = (
+    "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 "
+    "--model.overrides.n_heads=2"
+).split()
 
 
 class Operations(TorchDispatchMode):
@@ -43,7 +57,9 @@ class Operations(TorchDispatchMode):
 
 
 def record(argv: list[str], folder: str) -> dict:
-    """Return one step's collectives by name and group size, and the order of all with the blocks' passes."""
+    """Return one step's collectives by name and group size, and the order of all with the blocks'
+    passes.
+    """
     run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
     run.step = 1
     events: list[str] = []
@@ -52,8 +68,13 @@ def record(argv: list[str], folder: str) -> dict:
     def record_turn(name: str) -> None:
         """Record a block's turn, and which blocks have gathered parameters then."""
         events.append(name)
-        parameters = {n: next(b.parameters()) for n, b in run.parts[0].get_submodule("layers").named_children()}
-        gathered[name] = [number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+        parameters = {
+            n: next(b.parameters())
+            for n, b in run.parts[0].get_submodule("layers").named_children()
+        }
+        gathered[name] = [
+            number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)
+        ]
 
     def wrap(name: str, label: str) -> None:
         originals[name] = original = getattr(dist, name)
@@ -66,7 +87,9 @@ def record(argv: list[str], folder: str) -> dict:
 
     for number, block in run.parts[0].get_submodule("layers").named_children():
         block.register_forward_pre_hook(lambda *_, number=number: record_turn(f"forward {number}"))
-        block.register_full_backward_pre_hook(lambda *_, number=number: record_turn(f"backward {number}"))
+        block.register_full_backward_pre_hook(
+            lambda *_, number=number: record_turn(f"backward {number}")
+        )
     batches = micro_batches(*ragged_batch(), run.rank_slice)
     valid = run.guard.exchange(count_valid(torch.stack([batch.labels for batch in batches])))
     single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
@@ -107,10 +130,16 @@ def test_partial_resharding_gathers_again_over_that_many_ranks(pool, tmp_path):
 
 
 def test_hsdp_all_reduces_over_replicas(pool, tmp_path):
-    """Shards are gathered and reduced over two ranks, and every group is all-reduced over two replicas."""
-    found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)["counts"]
+    """Shards are gathered and reduced over two ranks, and every group is all-reduced over two
+    replicas.
+    """
+    found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)[
+        "counts"
+    ]
     assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS, "all_reduce 2": GROUPS}
-    replicas = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=2)["counts"]
+    replicas = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=2)[
+        "counts"
+    ]
     assert replicas["all_reduce 2"] == GROUPS
 
 
@@ -122,10 +151,17 @@ def test_deferred_sync_reduces_once_per_step(pool, tmp_path):
 
 
 def test_deferring_over_replicas_leaves_only_their_sum_to_the_last_micro_batch(pool, tmp_path):
-    options = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.defer_gradient_sync=replicas"]
+    options = [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.defer_gradient_sync=replicas",
+    ]
     found = seen(pool, tmp_path, *options, world=4, accumulation=3)
     events = found["events"]
-    assert found["counts"] == {"gather 2": 3 * (2 * GROUPS - 1), "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS}
+    assert found["counts"] == {
+        "gather 2": 3 * (2 * GROUPS - 1),
+        "scatter 2": 3 * GROUPS,
+        "all_reduce 2": GROUPS,
+    }
     last = [number for number, event in enumerate(events) if event == "forward 0"][-1]
     assert "all_reduce 2" not in events[:last]
 
@@ -136,7 +172,9 @@ def test_grouped_blocks_share_a_gather(pool, tmp_path):
 
 
 def gathered_before(events: list[str], word: str) -> list[int]:
-    """Return how many all-gathers were issued before each block's turn, in the order of the turns."""
+    """Return how many all-gathers were issued before each block's turn, in the order of the
+    turns.
+    """
     counts, gathers = [], 0
     for event in events:
         gathers += event.startswith("gather")
@@ -145,11 +183,15 @@ def gathered_before(events: list[str], word: str) -> list[int]:
     return counts
 
 
-RECOMPUTED_AND_COMPILED = "--activation_checkpoint.mode=full --compile.enable --compile.backend=aot_eager"
+RECOMPUTED_AND_COMPILED = (
+    "--activation_checkpoint.mode=full --compile.enable --compile.backend=aot_eager"
+)
 
 
 @pytest.mark.parametrize("depth", sample([0, 1, 2, 3], 0, 2))
-@pytest.mark.parametrize("more", ["", RECOMPUTED_AND_COMPILED], ids=["plain", "recomputed and compiled"])
+@pytest.mark.parametrize(
+    "more", ["", RECOMPUTED_AND_COMPILED], ids=["plain", "recomputed and compiled"]
+)
 def test_forward_prefetch_follows_the_schedule(pool, tmp_path, depth, more):
     argv = [f"--parallelism.fsdp_forward_prefetch={depth}", *more.split()]
     plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
@@ -161,7 +203,9 @@ def test_forward_prefetch_follows_the_schedule(pool, tmp_path, depth, more):
             declared.append(len(issued))
     found = seen(pool, tmp_path, *argv)
     assert gathered_before(found["events"], "forward")[:4] == declared
-    for block, count in enumerate(declared):  # at most depth + 1 at a time: this one, and what comes
+    for block, count in enumerate(
+        declared
+    ):  # at most depth + 1 at a time: this one, and what comes
         assert count <= block + 2 + depth and found["gathered"][f"forward {block}"] == [str(block)]
 
 
@@ -185,7 +229,9 @@ def test_backward_prefetch_follows_the_schedule(pool, tmp_path, depth):
 
 def test_never_resharding_keeps_blocks_gathered(pool, tmp_path):
     found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["gathered"]
-    assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found["backward 0"] == ["0"]
+    assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found[
+        "backward 0"
+    ] == ["0"]
 
 
 def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
@@ -196,13 +242,29 @@ def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
 
 
 def test_schedule_is_readable_data():
-    argv = [*FOUR_LAYERS, "--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
+    argv = [
+        *FOUR_LAYERS,
+        "--parallelism.fsdp_forward_prefetch=2",
+        "--parallelism.fsdp_backward_prefetch=1",
+    ]
     plan = schedule(job(argv, 2), tied=False)
-    assert plan.labels == ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm+output")
+    assert plan.labels == (
+        "tok_embeddings",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "layers.3",
+        "norm+output",
+    )
     assert plan.forward == ((1, 2), (2, 3), (3, 4), (4, 5), (5,), ())
     assert plan.backward == ((), (0,), (1,), (2,), (3,), (4,))
-    assert "  layers.0 gathers layers.1, layers.2" in str(plan) and "  layers.3 gathers layers.2" in str(plan)
-    tied = schedule(job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2), tied=True)
+    assert "  layers.0 gathers layers.1, layers.2" in str(
+        plan
+    ) and "  layers.3 gathers layers.2" in str(plan)
+    tied = schedule(
+        job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2),
+        tied=True,
+    )
     assert tied.labels == ("tok_embeddings+norm+output", "layers.0+layers.1+layers.2", "layers.3")
     assert tied.backward_order == (0, 2, 1) and tied.backward == ((2,), (), (1,)), (
         "the output is needed first, and stays gathered until then"
@@ -241,7 +303,9 @@ def test_recompute_modes_repeat_the_expected_operations(pool, tmp_path):
     early = products("--activation_checkpoint.mode=full", "--activation_checkpoint.early_stop")
     assert plain < early < plain + 4 * 7, "the last product's result is not needed again"
     operations = seen(pool, tmp_path, selective)["operations"]
-    forward = [n for name, n in operations.items() if "flash_attention" in name and "backward" not in name]
+    forward = [
+        n for name, n in operations.items() if "flash_attention" in name and "backward" not in name
+    ]
     assert sum(forward) == 4, "attention is kept"
 
 
@@ -262,7 +326,9 @@ def test_recompute_repeats_dropout_masks_unless_disabled(pool, tmp_path):
 
     plain = gradient()
     assert torch.equal(gradient("--activation_checkpoint.mode=full"), plain)
-    careless = gradient("--activation_checkpoint.mode=full", "--activation_checkpoint.no_preserve_rng_state")
+    careless = gradient(
+        "--activation_checkpoint.mode=full", "--activation_checkpoint.no_preserve_rng_state"
+    )
     assert not torch.allclose(careless, plain)
 
 
@@ -273,7 +339,13 @@ def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
 
     def backend(graph, inputs):
         text = graph.print_readable(print_output=False)
-        names.add("loss" if "cross_entropy" in text else "block" if "scaled_dot_product" in text else "other")
+        names.add(
+            "loss"
+            if "cross_entropy" in text
+            else "block"
+            if "scaled_dot_product" in text
+            else "other"
+        )
         return graph.forward
 
     torch._dynamo.register_backend(backend, name=name)
@@ -306,9 +378,19 @@ def validated(folder: str) -> list[int]:
     torch.compiler.reset()
     (Path(folder) / "text.txt").write_text("a few words, " * 19)
     held_out = ["--validation.dataset=text", f"--validation.dataset_path={folder}/text.txt"]
-    validation = [*held_out, "--validation.enable", "--validation.freq=2", "--validation.local_batch_size=3"]
+    validation = [
+        *held_out,
+        "--validation.enable",
+        "--validation.freq=2",
+        "--validation.local_batch_size=3",
+    ]
     sample = ["--generate.at_end", "--generate.tokens=20"]
-    compiling = ["--compile.enable", "--compile.backend=aot_eager", "--metrics.log_freq=1", "--training.steps=6"]
+    compiling = [
+        "--compile.enable",
+        "--compile.backend=aot_eager",
+        "--metrics.log_freq=1",
+        "--training.steps=6",
+    ]
     run = trainer([*TINY, *compiling, *validation, *sample], folder)
     added: list[int] = []
 
@@ -330,10 +412,11 @@ def validated(folder: str) -> list[int]:
 
 
 def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
-    """The first step is the warm-up of training, the first validation that of validation, which needs no gradients.
+    """The first step is the warm-up of training, the first validation that of validation, which
+    needs no gradients.
 
-    Its last batch is not full (15 windows for batches of six), and generated text grows by a token at a time.
-    """
+    Its last batch is not full (15 windows for batches of six), and generated text grows by a token
+    at a time."""
     added = pool.run(validated, str(tmp_path), world=2)[0]
     assert added == [1, 0, 0, 0]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -345,19 +428,29 @@ def test_nothing_is_compiled_by_default(pool, tmp_path):
 
 
 def test_cluster_config_trains_on_one_rank(pool, tmp_path):
-    """What only acts on several ranks changes nothing on one, where FSDP2 still casts the parameters."""
+    """What only acts on several ranks changes nothing on one, where FSDP2 still casts the
+    parameters.
+    """
     options = [*TINY, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=4"]
     tuned = (
-        "fsdp_forward_prefetch=2 fsdp_backward_prefetch=2 fsdp_reshard_after_forward=8 fsdp_blocks_per_group=2 "
-        "fsdp_keep_whole=['norm.*'] defer_gradient_sync=true disable_loss_parallel=true"
+        "fsdp_forward_prefetch=2 fsdp_backward_prefetch=2 fsdp_reshard_after_forward=8 "
+        "fsdp_blocks_per_group=2 fsdp_keep_whole=['norm.*'] defer_gradient_sync=true "
+        "disable_loss_parallel=true"
     )
     tuned_options = [*options, *(f"--parallelism.{key}" for key in tuned.split())]
     plain = pool.run(run_to_end, options, str(tmp_path / "plain"), world=1)[0]
     found = pool.run(run_to_end, tuned_options, str(tmp_path / "tuned"), world=1)[0]
-    assert any(line.startswith("no effect on 1 rank: parallelism.fsdp_reshard_after_") for line in found["start"])
-    told, plainly_told = ([x for x in run["start"] if not x.startswith("no effect")] for run in (found, plain))
+    assert any(
+        line.startswith("no effect on 1 rank: parallelism.fsdp_reshard_after_")
+        for line in found["start"]
+    )
+    told, plainly_told = (
+        [x for x in run["start"] if not x.startswith("no effect")] for run in (found, plain)
+    )
     assert told == plainly_told
-    assert all(torch.equal(found["weights"][name], weight) for name, weight in plain["weights"].items())
+    assert all(
+        torch.equal(found["weights"][name], weight) for name, weight in plain["weights"].items()
+    )
     assert "fsdp_forward_prefetch = 2" in (tmp_path / "tuned/config.toml").read_text()
 
 
@@ -365,21 +458,31 @@ KEPT = "--parallelism.fsdp_keep_whole"
 
 
 def test_replicated_parameters_are_reduced_once_per_step(pool, tmp_path):
-    """The embedding's group has nothing left to gather; a block without its norms still gathers once."""
+    """The embedding's group has nothing left to gather; a block without its norms still gathers
+    once.
+    """
     whole = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
     found = seen(pool, tmp_path, whole, accumulation=3)["counts"]
     groups = GROUPS - 1
     assert found == {"gather 2": 3 * (2 * groups - 1), "scatter 2": 3 * groups, "all_reduce 2": 1}
     replicated = "--parallelism.data_parallel_replicate_degree=2"
     found = seen(pool, tmp_path, whole, replicated, world=4)["counts"]
-    assert found == {"gather 2": 2 * groups - 1, "scatter 2": groups, "all_reduce 2": groups, "all_reduce 4": 1}
+    assert found == {
+        "gather 2": 2 * groups - 1,
+        "scatter 2": groups,
+        "all_reduce 2": groups,
+        "all_reduce 4": 1,
+    }
 
 
 def test_contradictory_keep_whole_is_refused(pool, tmp_path):
     kept = f"{KEPT}=['norm.*']"
     with pytest.raises(ConfigError, match="one or the other"):
         job([*TINY, kept, "--training.enable_cpu_offload"], 2)
-    for pattern, says in (("nothing.*", '"nothing.*" matches no parameter'), ("*", "matches every parameter")):
+    for pattern, says in (
+        ("nothing.*", '"nothing.*" matches no parameter'),
+        ("*", "matches every parameter"),
+    ):
         with pytest.raises(RankFailed, match=re.escape(says)):
             pool.run(record, [*TINY, f"{KEPT}=['{pattern}']"], str(tmp_path), world=2)
 
@@ -388,7 +491,10 @@ def saved_bytes(folder: str, *argv: str) -> int:
     """Return the bytes that a compiled forward pass keeps for its backward pass."""
     torch.compiler.reset()
     local = f"--training.local_batch_size={SAMPLES}"
-    run = trainer([*FOUR_LAYERS, local, *FLOAT64, "--compile.enable", "--compile.backend=aot_eager", *argv], folder)
+    run = trainer(
+        [*FOUR_LAYERS, local, *FLOAT64, "--compile.enable", "--compile.backend=aot_eager", *argv],
+        folder,
+    )
     (batch,) = micro_batches(*ragged_batch(), run.rank_slice)
     kept: dict[int, int] = {}
 
@@ -426,7 +532,11 @@ def offload_policies(folder: str) -> set[str]:
     """Return the policies by which FSDP2 moves parameters, after a step."""
     run = trainer([*TINY, "--training.enable_cpu_offload", "--training.steps=1"], folder)
     run.train()
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in run.parts[0].modules() if isinstance(m, FSDPModule)]
+    groups = [
+        m._get_fsdp_state()._fsdp_param_group
+        for m in run.parts[0].modules()
+        if isinstance(m, FSDPModule)
+    ]
     return {type(group.offload_policy).__name__ for group in groups if group}
 
 

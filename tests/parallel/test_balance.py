@@ -1,4 +1,6 @@
-"""The balance of experts: counts, biases and auxiliary loss of a step are those of one process, on any mesh."""
+"""The balance of experts: counts, biases and auxiliary loss of a step are those of one process, on
+any mesh.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,19 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.expert_parallel import routers
 from titanlite.train.trainer import Trainer
 
-STEPS = [*MOE, *FLOAT64, "--training.global_batch_size=12", "--training.steps=3", "--metrics.log_freq=2"]
+STEPS = [
+    *MOE,
+    *FLOAT64,
+    "--training.global_batch_size=12",
+    "--training.steps=3",
+    "--metrics.log_freq=2",
+]
 STEPS += ["--lr_scheduler.warmup_steps=0", "--optimizer.lr=0.01", "--optimizer.eps=1e-3"]
 DEGREE = "--parallelism.{}_parallel_degree=2"
 EP, TP, CP, PP = (DEGREE.format(name) for name in ("expert", "tensor", "context", "pipeline"))
-SPLIT_BACKWARD = "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble --model.overrides.n_layers=4"
+SPLIT_BACKWARD = (
+    "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble --model.overrides.n_layers=4"
+)
 WAYS = {
     "dp2": (2, 6, ""),
     "tp2": (2, 12, TP),
@@ -27,7 +37,11 @@ WAYS = {
     "accumulation": (1, 4, ""),
     "recompute": (1, 12, "--activation_checkpoint.mode=full"),
     "recompute by operation": (1, 12, "--activation_checkpoint.mode=selective"),
-    "compiled": (1, 12, "--compile.enable --compile.backend=aot_eager --activation_checkpoint.mode=full"),
+    "compiled": (
+        1,
+        12,
+        "--compile.enable --compile.backend=aot_eager --activation_checkpoint.mode=full",
+    ),
     "ep2, accumulation, recompute": (2, 2, f"{EP} --activation_checkpoint.mode=selective"),
     "ep2 of tp2": (2, 12, f"{EP} {TP}"),
     "ep4 of dp2 x tp2": (4, 3, f"{EP.replace('=2', '=4')} {TP} --activation_checkpoint.mode=full"),
@@ -39,13 +53,24 @@ WAYS = {
 }
 BIAS = '--model.overrides.balance="bias"'
 BALANCES = "bias", "sequence"
-SAMPLE = [("bias", "ep2, accumulation, recompute"), ("sequence", "tp2"), ("sequence", "accumulation")]
+SAMPLE = [
+    ("bias", "ep2, accumulation, recompute"),
+    ("sequence", "tp2"),
+    ("sequence", "accumulation"),
+]
 
 
 def steps(argv: list[str], folder: str) -> dict[str, Any]:
-    """Train; return the counts of each step over the ranks of this stage, what was recorded, and all weights."""
+    """Train; return the counts of each step over the ranks of this stage, what was recorded, and
+    all weights.
+    """
     run = trainer(argv, folder)
-    end_step, write, counted, records = run.runner.balance.end_step, run.report._write, list[Any](), list[Any]()
+    end_step, write, counted, records = (
+        run.runner.balance.end_step,
+        run.report._write,
+        list[Any](),
+        list[Any](),
+    )
 
     def end_and_keep(skipped: torch.Tensor) -> None:
         counts = {name: router.counts.clone() for name, router in routers(*run.parts).items()}
@@ -53,7 +78,9 @@ def steps(argv: list[str], folder: str) -> dict[str, Any]:
             dist.all_reduce(count, group=run.mesh.stage)
         counted.append({name: count.tolist() for name, count in counts.items()})
         end_step(skipped)
-        assert not any(router.counts.any() or router.auxiliary for router in routers(*run.parts).values())
+        assert not any(
+            router.counts.any() or router.auxiliary for router in routers(*run.parts).values()
+        )
 
     def write_and_keep(step: int, values: dict[str, Any], tags: dict[str, float]) -> None:
         keys = ("expert_load_max", "experts_idle", "auxiliary_loss")
@@ -64,10 +91,16 @@ def steps(argv: list[str], folder: str) -> dict[str, Any]:
     run.runner.balance.end_step = end_and_keep  # type: ignore[method-assign]
     run.report._write = write_and_keep  # type: ignore[method-assign]
     run.train()
-    return {"counted": counted, "records": records, "weights": {n: full(t) for n, t in run.state.weights().items()}}
+    return {
+        "counted": counted,
+        "records": records,
+        "weights": {n: full(t) for n, t in run.state.weights().items()},
+    }
 
 
-@pytest.mark.parametrize(("balance", "way"), sample([(b, way) for way in WAYS for b in BALANCES], *SAMPLE))
+@pytest.mark.parametrize(
+    ("balance", "way"), sample([(b, way) for way in WAYS for b in BALANCES], *SAMPLE)
+)
 def test_a_step_s_balance_is_that_of_one_process(pool, tmp_path, balance, way):
     """Of every rank: biases and weights; counts and what is logged of all of its stages."""
     world, local_batch, options = WAYS[way]
@@ -76,7 +109,9 @@ def test_a_step_s_balance_is_that_of_one_process(pool, tmp_path, balance, way):
         f'--model.overrides.balance="{balance}"',
         *[o for o in options.split() if o.startswith("--model")],
     ]
-    expected = pool.run(steps, [*argv, "--training.local_batch_size=12"], str(tmp_path / "one"), world=1)[0]
+    expected = pool.run(
+        steps, [*argv, "--training.local_batch_size=12"], str(tmp_path / "one"), world=1
+    )[0]
     argv += [*options.split(), f"--training.local_batch_size={local_batch}"]
     ranks = pool.run(steps, argv, str(tmp_path / "many"), world=world)
     tokens = 12 * 16 * 2  # each has two experts
@@ -97,15 +132,21 @@ def test_a_step_s_balance_is_that_of_one_process(pool, tmp_path, balance, way):
         moves = (counts.mean(-1, keepdim=True) - counts).sign()  # one for each step
         centered = (moves - moves.mean(-1, keepdim=True)).sum(0) * 1e-3
         assert (bias is None) == (balance == "sequence") and counts.unique().numel() > 2
-        assert bias is None or (bias.dtype == torch.float32 and torch.allclose(bias.double(), centered, atol=1e-8))
-    assert all((record["auxiliary_loss"] > 0) == (balance == "sequence") for record in expected["records"])
+        assert bias is None or (
+            bias.dtype == torch.float32 and torch.allclose(bias.double(), centered, atol=1e-8)
+        )
+    assert all(
+        (record["auxiliary_loss"] > 0) == (balance == "sequence") for record in expected["records"]
+    )
     for record, step in zip(expected["records"], expected["counted"], strict=True):
         loads = [max(counts) * len(counts) / tokens for counts in step.values()]
         assert record["expert_load_max"] == pytest.approx(max(loads)), "of the layer with the worst"
 
 
 def one_step(run: Trainer, poison: bool = False) -> dict[str, torch.Tensor]:
-    """Take a step, with `poison` one with a gradient that is not a number; return the biases after it."""
+    """Take a step, with `poison` one with a gradient that is not a number; return the biases after
+    it.
+    """
     run.step += 1
     labels = torch.randint(256, (2, 16))
     forward_backward(run, [MicroBatch(torch.stack([labels, labels], dim=1))])
@@ -123,7 +164,9 @@ def good_and_bad_step(argv: list[str], folder: str) -> tuple[Any, Any]:
 
 
 def test_a_step_that_is_not_finite_moves_no_bias(pool, tmp_path):
-    """The good one moves them by as much up as down, though of 5 experts no half has more tokens than the mean."""
+    """The good one moves them by as much up as down, though of 5 experts no half has more tokens
+    than the mean.
+    """
     argv = [*MOE, BIAS, "--model.overrides.experts=5"]
     for good, bad in pool.run(good_and_bad_step, argv, str(tmp_path), world=2):
         assert all(bias.any() and torch.equal(bias, bad[name]) for name, bias in good.items())
@@ -136,11 +179,19 @@ def validate_and_generate(argv: list[str], folder: str) -> list[float]:
     run.report.clock.restart()
     run.validate()
     run.show_sample()
-    return [int(router.counts.sum()) + float(router.auxiliary) for router in routers(*run.parts).values()]
+    return [
+        int(router.counts.sum()) + float(router.auxiliary)
+        for router in routers(*run.parts).values()
+    ]
 
 
 def test_validation_and_generation_do_not_count(pool, tmp_path):
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    argv = [*MOE, "--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={tmp_path}"]
+    argv = [
+        *MOE,
+        "--validation.enable",
+        "--validation.dataset=text",
+        f"--validation.dataset_path={tmp_path}",
+    ]
     argv += ["--validation.freq=1", "--validation.steps=1", "--generate.tokens=2"]
     assert pool.run(validate_and_generate, argv, str(tmp_path / "run"), world=1) == [[0, 0]]

@@ -1,4 +1,5 @@
-"""Context parallel: who has which tokens, its collectives, what it refuses, and all that uses it beside a step.
+"""Context parallel: who has which tokens, its collectives, what it refuses, and all that uses it
+beside a step.
 
 tests/parity proves that its numbers equal those of one process.
 """
@@ -15,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.layouts import WIDE, load_all
 from tests.checkpoint.saved import SAVING, run_until
-from tests.jobs import FLOAT64, QUIET, TINY, fake_world, forward_backward, job, micro_batches, trainer, validated
+from tests.jobs import (
+    FLOAT64,
+    QUIET,
+    TINY,
+    fake_world,
+    forward_backward,
+    job,
+    micro_batches,
+    trainer,
+    validated,
+)
 from tests.lanes import sample
 from tests.launch.run import finish, start, train
 from tests.models.test_gpt2 import GPT2
@@ -44,7 +55,11 @@ EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 @pytest.mark.parametrize("balanced", [True, False])
 def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
     for degree in range(1, 9):
-        chunks = [chunk for rank in range(degree) for chunk in rank_chunks(48 * degree, degree, rank, balanced)]
+        chunks = [
+            chunk
+            for rank in range(degree)
+            for chunk in rank_chunks(48 * degree, degree, rank, balanced)
+        ]
         assert sorted(token for chunk in chunks for token in chunk) == [*range(48 * degree)]
         ordered = context_parallel._in_order(chunks, balanced)
         assert [token for chunk in ordered for token in chunk] == [*range(48 * degree)]
@@ -53,11 +68,15 @@ def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
 def test_head_and_tail_see_as_many_tokens_on_every_rank():
     def pairs(degree: int, rank: int, balanced: bool) -> int:
         """Count the tokens and those that each sees, whole chunks at a time, as a core attends."""
-        return sum(len(chunk) * chunk.stop for chunk in rank_chunks(16 * degree, degree, rank, balanced))
+        return sum(
+            len(chunk) * chunk.stop for chunk in rank_chunks(16 * degree, degree, rank, balanced)
+        )
 
     for degree in range(1, 9):
         assert {pairs(degree, rank, True) for rank in range(degree)} == {(2 * degree + 1) * 8**2}
-        assert [pairs(degree, rank, False) for rank in range(degree)] == [(r + 1) * 16**2 for r in range(degree)]
+        assert [pairs(degree, rank, False) for rank in range(degree)] == [
+            (r + 1) * 16**2 for r in range(degree)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -76,16 +95,22 @@ def test_each_rank_reads_the_places_that_the_config_says(options, own):
     assert [places.tolist() for places in read if places is not None] == [*own, *own]
     rows, second = torch.arange(2 * 4 * 16).view(2, 4, 16), torch.tensor(own[1])
     batch = MicroBatch(rows).to(device, read[1])
-    assert torch.equal(batch.tokens, rows[:, 0, second]) and torch.equal(batch.labels, rows[:, 1, second])
+    assert torch.equal(batch.tokens, rows[:, 0, second]) and torch.equal(
+        batch.labels, rows[:, 1, second]
+    )
     assert batch.positions is not None and torch.equal(batch.positions, rows[:, 3, second])
-    assert batch.documents is not None and torch.equal(batch.documents, rows[:, 2]), "masks need all of them"
+    assert batch.documents is not None and torch.equal(batch.documents, rows[:, 2]), (
+        "masks need all of them"
+    )
     unmasked = MicroBatch(rows[:, :2], read[1])
     assert unmasked.documents is None and unmasked.positions is not None
     assert unmasked.positions.tolist() == [own[1]] * 2
 
 
 def collectives(argv: list[str], folder: str) -> dict[str, list[int]]:
-    """Return the sizes, in elements of the whole, of each collective of one step that attention issues."""
+    """Return the sizes, in elements of the whole, of each collective of one step that attention
+    issues.
+    """
     run = trainer([*argv, f"--training.local_batch_size={SAMPLES}"], folder)
     seen: dict[str, list[int]] = {}
 
@@ -110,10 +135,14 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 2, 2, 1, 8, 16
 RECOMPUTE = "--activation_checkpoint.mode="
 
 
-@pytest.mark.parametrize(("option", "gathers"), [("", 1), (f"{RECOMPUTE}full", 2), (f"{RECOMPUTE}selective", 2)])
+@pytest.mark.parametrize(
+    ("option", "gathers"), [("", 1), (f"{RECOMPUTE}full", 2), (f"{RECOMPUTE}selective", 2)]
+)
 def test_keys_and_values_are_gathered_once_per_block_and_pass(pool, tmp_path, option, gathers):
     """One collective has both. Recomputing a block gathers them again."""
-    for found in pool.run(collectives, [*TINY, CP2, *filter(None, [option])], str(tmp_path), world=2):
+    for found in pool.run(
+        collectives, [*TINY, CP2, *filter(None, [option])], str(tmp_path), world=2
+    ):
         both = 2 * SAMPLES * TOKENS * KV_HEADS * HEAD_DIM
         assert found == {
             "all_gather_into_tensor": [both] * LAYERS * gathers,
@@ -146,16 +175,23 @@ def test_all_compiled_blocks_share_one_graph(option):
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validated(run)
-    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.7, "prompt": "def "})
+    settings = run.job.config.generate.model_copy(
+        update={"tokens": 9, "temperature": 0.7, "prompt": "def "}
+    )
     return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    sample([(2, CP2), (2, f"{CP2} {ULYSSES}"), (4, f"{CP2} {TP2}"), (4, f"{CP2} {UNBALANCED}")], (2, CP2)),
+    sample(
+        [(2, CP2), (2, f"{CP2} {ULYSSES}"), (4, f"{CP2} {TP2}"), (4, f"{CP2} {UNBALANCED}")],
+        (2, CP2),
+    ),
 )
 def test_validation_and_generation_equal_one_process(pool, tmp_path, world, options):
-    """The text grows past the chunks, so that the last token changes its rank; every rank draws the same numbers."""
+    """The text grows past the chunks, so that the last token changes its rank; every rank draws the
+    same numbers.
+    """
     (loss, text), *_ = pool.run(validation_and_sample, EVEN, str(tmp_path), world=1)
     split = pool.run(validation_and_sample, [*EVEN, *options.split()], str(tmp_path), world=world)
     assert [found[1] for found in split] == [text] * world
@@ -173,7 +209,12 @@ RUNS = {
     "gpt2 with documents": (
         2,
         GPT2,
-        ["--model.overrides.dropout=0", "--training.document_mask", "--training.dataset=text", TEXTS],
+        [
+            "--model.overrides.dropout=0",
+            "--training.document_mask",
+            "--training.dataset=text",
+            TEXTS,
+        ],
         1e-12,
     ),
     "stream": (2, EVEN, ["--training.dataset=c4_test", TEXTS, ULYSSES], 1e-12),
@@ -188,15 +229,30 @@ def test_a_run_logs_the_losses_and_norms_of_one_process(pool, tmp_path, name):
     if name == "stream":
         pytest.importorskip("datasets", reason="streaming needs the extra hf")
     if TEXTS in options:
-        lines = [json.dumps({"text": f"{number} " + "ab" * (number % 5), "url": "x"}) for number in range(99)]
+        lines = [
+            json.dumps({"text": f"{number} " + "ab" * (number % 5), "url": "x"})
+            for number in range(99)
+        ]
         (tmp_path / "texts").mkdir()
         (tmp_path / "texts/a.jsonl").write_text("\n".join(lines))
-    argv = [*model, *FLOAT64, *(option.format(tmp_path) for option in options), "--training.global_batch_size=4"]
+    argv = [
+        *model,
+        *FLOAT64,
+        *(option.format(tmp_path) for option in options),
+        "--training.global_batch_size=4",
+    ]
     argv += ["--metrics.log_freq=1", "--training.steps=4", "--lr_scheduler.warmup_steps=1"]
-    pool.run(run_until, [word for word in argv if word not in (RESHARD, ULYSSES)], str(tmp_path / "one"), world=1)
+    pool.run(
+        run_until,
+        [word for word in argv if word not in (RESHARD, ULYSSES)],
+        str(tmp_path / "one"),
+        world=1,
+    )
     pool.run(run_until, [*argv, CP2], str(tmp_path / "split"), world=world)
     expected = losses(tmp_path / "one")
-    assert len(expected) == 4 and losses(tmp_path / "split") == [pytest.approx(pair, rel=error) for pair in expected]
+    assert len(expected) == 4 and losses(tmp_path / "split") == [
+        pytest.approx(pair, rel=error) for pair in expected
+    ]
 
 
 def test_resharding_to_fewer_ranks_gathers_again_in_the_declared_order():
@@ -214,7 +270,9 @@ def test_the_commands_train_profile_generate_export_and_start_from_it(tmp_path):
     code, out = finish(start([*EVEN, CP2], tmp_path / "run", "titanlite profile", NGPU="2"))
     assert code == 0 and "where a step goes" in out and "communication" in out, out
     folders = [str(tmp_path / name) for name in ("run", "hf")]
-    assert main(["generate", "--checkpoint", folders[0], "--tokens", "4", "--temperature", "0"]) == 0
+    assert (
+        main(["generate", "--checkpoint", folders[0], "--tokens", "4", "--temperature", "0"]) == 0
+    )
     assert main(["checkpoint", "export", *folders]) == 0
     path = f"--checkpoint.initial_load_path={tmp_path}/hf"
     for world, options in ((1, []), (2, [CP2])):
@@ -240,7 +298,9 @@ def seeds(argv: list[str], folder: str) -> int:
     return torch.initial_seed()
 
 
-def test_ranks_that_split_a_sequence_draw_other_masks_and_older_runs_the_same_as_before(pool, tmp_path):
+def test_ranks_that_split_a_sequence_draw_other_masks_and_older_runs_the_same_as_before(
+    pool, tmp_path
+):
     of_ranks = pool.run(seeds, [*TINY, CP2], str(tmp_path), world=2)
     assert len(set(of_ranks)) == 2
     alone = pool.run(seeds, TINY, str(tmp_path), world=1)[0]
@@ -264,24 +324,46 @@ def test_a_checkpoint_of_split_sequences_loads_on_any_mesh(pool, tmp_path):
         (
             ["--training.seq_len=6"],
             2,
-            "2 does not divide 6 tokens in a sequence into 2 equal chunks a rank (head and tail); legal: 1",
+            "2 does not divide 6 tokens in a sequence into 2 equal chunks a rank "
+            "(head and tail); legal: 1",
         ),
         (
             ["--training.seq_len=18", TP2],
             4,
-            "sequence into 2 equal chunks a rank (head and tail) for tensor_parallel_degree 2; legal: 1",
+            "sequence into 2 equal chunks a rank (head and tail) "
+            "for tensor_parallel_degree 2; legal: 1",
         ),
-        (["--training.seq_len=15", UNBALANCED], 2, "2 does not divide 15 tokens in a sequence; legal: 1"),
-        (["--validation.enable", "--validation.seq_len=6"], 2, "validation sequence into 2 equal chunks"),
-        ([ULYSSES, "--model.overrides.n_kv_heads=1"], 2, "2 does not divide 1 key and value heads; legal: 1"),
-        (["--model.package=parrot", "--model.name=parrot"], 2, "parrot cannot split sequences: its ModelSpec names"),
+        (
+            ["--training.seq_len=15", UNBALANCED],
+            2,
+            "2 does not divide 15 tokens in a sequence; legal: 1",
+        ),
+        (
+            ["--validation.enable", "--validation.seq_len=6"],
+            2,
+            "validation sequence into 2 equal chunks",
+        ),
+        (
+            [ULYSSES, "--model.overrides.n_kv_heads=1"],
+            2,
+            "2 does not divide 1 key and value heads; legal: 1",
+        ),
+        (
+            ["--model.package=parrot", "--model.name=parrot"],
+            2,
+            "parrot cannot split sequences: its ModelSpec names",
+        ),
         (["--training.loss_chunks=9"], 2, "a sequence has 8 tokens on a rank; at most 8"),
         (
             ["--quantize.linear.float8.enable", "--training.local_batch_size=1"],
             2,
             "training.local_batch_size x training.seq_len / context_parallel_degree = 8 tokens",
         ),
-        (["--parallelism.context_parallel_load_balancer=ptrr"], 2, "ptrr balances the masks of FlexAttention"),
+        (
+            ["--parallelism.context_parallel_load_balancer=ptrr"],
+            2,
+            "ptrr balances the masks of FlexAttention",
+        ),
         (
             ["--parallelism.context_parallel_rotate_method=alltoall"],
             2,
@@ -300,7 +382,9 @@ def test_what_cannot_be_split_is_refused_with_the_legal_degrees(argv, world, mes
 
 
 def test_legal_degrees_fit_on_the_ranks_that_other_degrees_leave():
-    with pytest.raises(ConfigError, match=r"64 tokens .* for tensor_parallel_degree 2; legal: 1, 2, 4$"):
+    with pytest.raises(
+        ConfigError, match=r"64 tokens .* for tensor_parallel_degree 2; legal: 1, 2, 4$"
+    ):
         job([*EVEN, TP2, "--parallelism.context_parallel_degree=3", "--training.seq_len=64"], 8)
 
 
@@ -312,8 +396,14 @@ def test_an_unbalanced_split_has_nothing_to_balance_with_ulysses():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda model: delattr(model.layers["1"].attention, "core"), "layers.1.attention.core is not in the model"),
-        (lambda model: setattr(model, "attention_mask", None), "Llama has no method attention_mask"),
+        (
+            lambda model: delattr(model.layers["1"].attention, "core"),
+            "layers.1.attention.core is not in the model",
+        ),
+        (
+            lambda model: setattr(model, "attention_mask", None),
+            "Llama has no method attention_mask",
+        ),
     ],
 )
 def test_a_model_without_what_its_table_names_is_refused(spoil, message):

@@ -1,4 +1,6 @@
-"""Exactness beyond the table of `titanlite verify`: odd widths, more techniques, clipping, initial values."""
+"""Exactness beyond the table of `titanlite verify`: odd widths, more techniques, clipping, initial
+values.
+"""
 
 import itertools
 
@@ -26,21 +28,33 @@ from titanlite.train.loss import count_valid
 from titanlite.train.report import loss_over_ranks
 
 SAMPLES = 12
-SGD = [f"--optimizer.{word}" for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()]
+SGD = [
+    f"--optimizer.{word}"
+    for word in "name=SGD lr=0.1 weight_decay=0 implementation=for-loop".split()
+]
 """The cheapest: DTensor searches for seconds how other operations are split on three dimensions."""
-GPT2 = "name=gpt2 overrides.dim=16 overrides.n_layers=2 overrides.n_heads=2 overrides.dropout=0.0".split()
+GPT2 = (
+    "name=gpt2 overrides.dim=16 overrides.n_layers=2 overrides.n_heads=2 overrides.dropout=0.0"
+).split()
 MODELS = {
     "llama3": TINY,
     "llama3 tied": [*TINY, "--model.overrides.tied"],
     # Of nine rows on four ranks the last has none.
-    "llama3 odd widths": [*TINY, "--model.overrides.n_kv_heads=2", "--model.overrides.hidden_dim=9"],
-    # Softmax ignores what a key's bias adds to all its scores: the gradient is zero but for rounding.
+    "llama3 odd widths": [
+        *TINY,
+        "--model.overrides.n_kv_heads=2",
+        "--model.overrides.hidden_dim=9",
+    ],
+    # Softmax ignores what a key's bias adds to all its scores: the gradient is zero but for
+    # rounding.
     "gpt2": [*QUIET, *(f"--model.{f}" for f in GPT2), '--model.freeze=["*.wk.bias"]'],
 }
 
 
 def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels with holes; the first quarter (one rank of four) has no valid token."""
+    """Return tokens and labels with holes; the first quarter (one rank of four) has no valid
+    token.
+    """
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(256, (SAMPLES, 17), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -70,7 +84,10 @@ def one_step(argv: list[str], folder: str) -> dict:
 def alone(pool, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("alone"))
     whole = [f"--training.local_batch_size={SAMPLES}"]
-    return {name: pool.run(one_step, [*argv, *whole], folder, world=1)[0] for name, argv in MODELS.items()}
+    return {
+        name: pool.run(one_step, [*argv, *whole], folder, world=1)[0]
+        for name, argv in MODELS.items()
+    }
 
 
 @pytest.mark.parametrize(("world", "accumulation"), [(3, 2), (4, 1)])
@@ -96,7 +113,10 @@ def same_as_alone(found: dict, expected: dict) -> None:
 
 SMALL = "['tok_embeddings.*','layers.0.*','*norm.weight']"
 TECHNIQUES = {
-    "blocks in one group": (2, "--parallelism.fsdp_blocks_per_group=2 --parallelism.fsdp_forward_prefetch=1"),
+    "blocks in one group": (
+        2,
+        "--parallelism.fsdp_blocks_per_group=2 --parallelism.fsdp_forward_prefetch=1",
+    ),
     "reshard to two": (4, "--parallelism.fsdp_reshard_after_forward=2"),
     "deferred sync": (2, "--parallelism.defer_gradient_sync"),
     "replicas deferred": (
@@ -110,8 +130,8 @@ TECHNIQUES = {
     ),
     "memory budget": (
         2,
-        "--activation_checkpoint.mode=memory_budget --activation_checkpoint.memory_budget=0.1 --compile.enable "
-        "--compile.backend=aot_eager",
+        "--activation_checkpoint.mode=memory_budget --activation_checkpoint.memory_budget=0.1 "
+        "--compile.enable --compile.backend=aot_eager",
     ),
     "cpu offload": (2, "--training.enable_cpu_offload"),
     "cpu offload, replicas, deferred": (
@@ -122,14 +142,15 @@ TECHNIQUES = {
     "replicated": (2, f"--parallelism.fsdp_keep_whole={SMALL}"),
     "replicated, replicas, recomputed, compiled": (
         4,
-        f"--parallelism.fsdp_keep_whole={SMALL} --parallelism.data_parallel_replicate_degree=2 --compile.enable "
-        "--compile.backend=aot_eager --activation_checkpoint.mode=full --parallelism.fsdp_forward_prefetch=1",
+        f"--parallelism.fsdp_keep_whole={SMALL} --parallelism.data_parallel_replicate_degree=2 "
+        "--compile.enable --compile.backend=aot_eager --activation_checkpoint.mode=full "
+        "--parallelism.fsdp_forward_prefetch=1",
     ),
     "everything": (
         4,
-        "--parallelism.data_parallel_replicate_degree=2 --activation_checkpoint.mode=selective --compile.enable "
-        "--compile.backend=aot_eager --parallelism.fsdp_forward_prefetch=1 --parallelism.fsdp_backward_prefetch=2 "
-        "--parallelism.defer_gradient_sync",
+        "--parallelism.data_parallel_replicate_degree=2 --activation_checkpoint.mode=selective "
+        "--compile.enable --compile.backend=aot_eager --parallelism.fsdp_forward_prefetch=1 "
+        "--parallelism.fsdp_backward_prefetch=2 --parallelism.defer_gradient_sync",
     ),
 }
 
@@ -140,8 +161,15 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
 @pytest.mark.parametrize(
     ("technique", "model"),
     sample(
-        [*((name, "llama3") for name in TECHNIQUES), *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"])],
-        *((name, "llama3") for name in TECHNIQUES if "compiled" not in name and "offloaded" not in name),
+        [
+            *((name, "llama3") for name in TECHNIQUES),
+            *itertools.product(EVERY_MODEL, ["llama3 tied", "gpt2"]),
+        ],
+        *(
+            (name, "llama3")
+            for name in TECHNIQUES
+            if "compiled" not in name and "offloaded" not in name
+        ),
         ("replicated", "llama3 tied"),
         ("cpu offload, replicas, deferred", "gpt2"),
     ),
@@ -166,7 +194,8 @@ def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, t
         (4, "--training.enable_cpu_offload"),
         pytest.param(
             2,
-            "--activation_checkpoint.mode=memory_budget --compile.enable --compile.backend=aot_eager",
+            "--activation_checkpoint.mode=memory_budget --compile.enable "
+            "--compile.backend=aot_eager",
             marks=pytest.mark.long,
         ),
     ],
@@ -174,8 +203,13 @@ def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, t
 )
 def test_technique_changes_no_number_with_tensor_parallel(pool, tmp_path, world, words):
     argv = [*TINY, "--model.overrides.n_kv_heads=2"]
-    expected = pool.run(one_step, [*argv, f"--training.local_batch_size={SAMPLES}"], str(tmp_path), world=1)[0]
-    argv += [f"--training.local_batch_size={2 * SAMPLES // world}", "--parallelism.tensor_parallel_degree=2"]
+    expected = pool.run(
+        one_step, [*argv, f"--training.local_batch_size={SAMPLES}"], str(tmp_path), world=1
+    )[0]
+    argv += [
+        f"--training.local_batch_size={2 * SAMPLES // world}",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
     for found in pool.run(one_step, [*argv, *words.split()], str(tmp_path), world=world):
         same_as_alone(found, expected)
 
@@ -201,7 +235,9 @@ def initial_weights(argv: list[str], folder: str) -> tuple[dict, dict]:
 WIDE = [*TINY, "--model.overrides.dim=280", "--model.overrides.hidden_dim=251"]
 
 
-@pytest.mark.parametrize("model", [WIDE, [*WIDE, "--model.overrides.tied"], PARROT], ids=["llama3", "tied", "parrot"])
+@pytest.mark.parametrize(
+    "model", [WIDE, [*WIDE, "--model.overrides.tied"], PARROT], ids=["llama3", "tied", "parrot"]
+)
 def test_initial_weights_are_bit_equal_on_any_world_size(pool, tmp_path, model):
     expected, _ = pool.run(initial_weights, model, str(tmp_path), world=1)[0]
     for world in (2, 3, 4):
@@ -239,7 +275,9 @@ def test_seed_changes_initial_weights(pool, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_initial_values_have_the_declared_spread(pool, tmp_path, tied):
-    """Of every kind of parameter. What writes into the residual stream starts smaller the deeper its block is."""
+    """Of every kind of parameter. What writes into the residual stream starts smaller the deeper
+    its block is.
+    """
     argv = [*WIDE, f"--model.overrides.tied={str(tied).lower()}"]
     found, _ = pool.run(initial_weights, argv, str(tmp_path), world=1)[0]
     spread = dict.fromkeys(["wq", "wk", "wv", "w1", "w3"], 0.02)

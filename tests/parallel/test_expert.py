@@ -1,4 +1,6 @@
-"""Expert parallel: numbers equal one process, what is exchanged and when, checkpoints, and what is refused."""
+"""Expert parallel: numbers equal one process, what is exchanged and when, checkpoints, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ LAYERS, EXPERTS, TOP_K, DIM, TOKENS = 2, 4, 2, 16, 16  # of MOE
 def mesh(**values: int) -> list[str]:
     """Return the keys of degrees such as ep=2."""
     names = {"ep": "expert", "tp": "tensor", "cp": "context", "pp": "pipeline"}
-    keys = {short: f"{name}_parallel" for short, name in names.items()} | {"replicate": "data_parallel_replicate"}
+    keys = {short: f"{name}_parallel" for short, name in names.items()} | {
+        "replicate": "data_parallel_replicate"
+    }
     return [f"--parallelism.{keys[short]}_degree={value}" for short, value in values.items()]
 
 
@@ -63,7 +67,9 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     run.step = 1
     if preferred:
         prefer(run, preferred)
-    mine = [run.runner.forward.take(batch) for batch in micro_batches(*ragged_batch(), run.rank_slice)]
+    mine = [
+        run.runner.forward.take(batch) for batch in micro_batches(*ragged_batch(), run.rank_slice)
+    ]
     named = {name: p for part in run.parts for name, p in part.named_parameters()}
     before = {name: full(p) for name, p in named.items()}
     loss = forward_backward(run, mine)
@@ -83,7 +89,11 @@ def alone(pool, tmp_path_factory):
     """Return the numbers of one process, by the options of its model."""
     folder = str(tmp_path_factory.mktemp("alone"))
     whole = [*MOE, f"--training.local_batch_size={SAMPLES}"]
-    return cache(lambda *options, preferred=(): pool.run(one_step, [*whole, *options], folder, preferred, world=1)[0])
+    return cache(
+        lambda *options, preferred=(): pool.run(
+            one_step, [*whole, *options], folder, preferred, world=1
+        )[0]
+    )
 
 
 MESHES = {
@@ -105,15 +115,21 @@ MESHES = {
 
 @pytest.mark.parametrize("name", sample(MESHES, "ep2"))
 def test_a_step_equals_that_of_one_process(pool, alone, tmp_path, name):
-    """In float64: loss, gradients, norm and weights; initial weights bit for bit. The first ranks have no label."""
+    """In float64: loss, gradients, norm and weights; initial weights bit for bit. The first ranks
+    have no label.
+    """
     world, options = MESHES[name]
     same_as_alone(step_of(pool, [*MOE, *options], tmp_path, world), alone())
 
 
-COMPILED, OFFLOADED = "--compile.enable --compile.backend=aot_eager", "--training.enable_cpu_offload"
+COMPILED, OFFLOADED = (
+    "--compile.enable --compile.backend=aot_eager",
+    "--training.enable_cpu_offload",
+)
 RECOMPUTED = "--activation_checkpoint.mode=full"
 BY_OPERATION, SECOND = (
-    f"--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option={how}" for how in ("op", 2)
+    f"--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option={how}"
+    for how in ("op", 2)
 )
 PREFETCHING = "--parallelism.fsdp_forward_prefetch=1 --parallelism.fsdp_backward_prefetch=2"
 THREE = ["--model.overrides.experts=6"]
@@ -148,7 +164,12 @@ TECHNIQUES = {  # ranks, options of the mesh, of the run, of the model
     "offloaded, tp": (2, mesh(tp=2), OFFLOADED, []),
     "offloaded, replicas, tp": (4, mesh(tp=2, replicate=2, ep=2), OFFLOADED, []),
     "kept whole": (4, mesh(ep=2), "--parallelism.fsdp_keep_whole=['*norm.weight','*router*']", []),
-    "kept whole, experts in block's group": (2, [], "--parallelism.fsdp_keep_whole=['layers.0.moe.*']", []),
+    "kept whole, experts in block's group": (
+        2,
+        [],
+        "--parallelism.fsdp_keep_whole=['layers.0.moe.*']",
+        [],
+    ),
     "frozen experts": (4, mesh(ep=2), "", FREEZE),
     "frozen experts, tp": (2, mesh(ep=2, tp=2), "", FREEZE),
     "loss in chunks": (2, mesh(ep=2), "--training.loss_chunks=2", []),
@@ -189,19 +210,34 @@ def test_techniques_beside_experts_change_no_number(pool, alone, tmp_path, name)
 @pytest.mark.parametrize("deferred", ["false", "true", "replicas"])
 @pytest.mark.long
 def test_accumulated_gradients_are_those_of_one_batch(pool, alone, tmp_path, deferred, words):
-    options = [*mesh(ep=2, replicate=2), f"--parallelism.defer_gradient_sync={deferred}", *words.split()]
-    argv = [*MOE, *options, f"--training.global_batch_size={SAMPLES}", "--training.local_batch_size=1"]
+    options = [
+        *mesh(ep=2, replicate=2),
+        f"--parallelism.defer_gradient_sync={deferred}",
+        *words.split(),
+    ]
+    argv = [
+        *MOE,
+        *options,
+        f"--training.global_batch_size={SAMPLES}",
+        "--training.local_batch_size=1",
+    ]
     same_as_alone(pool.run(one_step, argv, str(tmp_path), world=4)[0], alone())
 
 
-def step_of(pool: Pool, argv: list[str], folder: Path, world: int, preferred: Collection[int] = ()) -> dict[str, Any]:
-    """Return the numbers of a step on a mesh, with the tensors of all stages; all ranks have the same."""
+def step_of(
+    pool: Pool, argv: list[str], folder: Path, world: int, preferred: Collection[int] = ()
+) -> dict[str, Any]:
+    """Return the numbers of a step on a mesh, with the tensors of all stages; all ranks have the
+    same.
+    """
     argv = [*argv, f"--training.local_batch_size={SAMPLES // job(argv, world).layout.batch}"]
     ranks = pool.run(one_step, argv, str(folder), preferred, world=world)
     for number in ("loss", "norm"):
         assert {found[number] for found in ranks} == {ranks[0][number]}
     for part in ("gradients", "before", "after"):
-        for name, tensor in ((name, tensor) for found in ranks for name, tensor in found[part].items()):
+        for name, tensor in (
+            (name, tensor) for found in ranks for name, tensor in found[part].items()
+        ):
             assert torch.equal(ranks[0][part].setdefault(name, tensor), tensor), name
     return ranks[0]
 
@@ -223,8 +259,12 @@ def prefer(run: Trainer, experts: Collection[int]) -> None:
         router.bias[[*experts]] = 10.0
 
 
-@pytest.mark.parametrize("preferred", [(0, 1), (1, 3)], ids=["a rank without a token", "experts without one"])
-@pytest.mark.parametrize("options", sample([mesh(ep=2), mesh(ep=2, tp=2)], mesh(ep=2)), ids=["ep2", "ep2 over tp2"])
+@pytest.mark.parametrize(
+    "preferred", [(0, 1), (1, 3)], ids=["a rank without a token", "experts without one"]
+)
+@pytest.mark.parametrize(
+    "options", sample([mesh(ep=2), mesh(ep=2, tp=2)], mesh(ep=2)), ids=["ep2", "ep2 over tp2"]
+)
 def test_experts_without_a_token_have_zero_gradients(pool, alone, tmp_path, options, preferred):
     model = ["--model.overrides.balance=bias"]
     expected = alone(*model, preferred=preferred)
@@ -238,10 +278,14 @@ def test_experts_without_a_token_have_zero_gradients(pool, alone, tmp_path, opti
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_grouped_products_take_ranks_without_a_token(pool, tmp_path, dtype):
-    """Gradients in the types of training are those of one process but for rounding, with the fast product."""
+    """Gradients in the types of training are those of one process but for rounding, with the fast
+    product.
+    """
     argv = [*MOE, "--model.overrides.balance=bias", f"--training.mixed_precision_param={dtype}"]
     whole, half = (f"--training.local_batch_size={SAMPLES // ranks}" for ranks in (1, 2))
-    ((expected, _),) = pool.run(choices_and_exchanges, [*argv, whole], str(tmp_path), (0, 1), world=1)
+    ((expected, _),) = pool.run(
+        choices_and_exchanges, [*argv, whole], str(tmp_path), (0, 1), world=1
+    )
     split = [*argv, half, *mesh(ep=2)]
     for found, _ in pool.run(choices_and_exchanges, split, str(tmp_path), (0, 1), world=2):
         for name, gradient in expected["gradients"].items():
@@ -258,11 +302,17 @@ def choices_and_exchanges(
         prefer(run, preferred)
     chosen: list[list[int]] = []
     for router in routers(*run.parts).values():
-        router.register_forward_hook(lambda module, args, outputs: chosen.append(outputs[2].sum(0).tolist()))
+        router.register_forward_hook(
+            lambda module, args, outputs: chosen.append(outputs[2].sum(0).tolist())
+        )
     sent, send_all = [], dist.all_to_all_single
 
-    def recorded(arrived: torch.Tensor, rows: torch.Tensor, receive: Any, send: Any, **options: Any) -> Any:
-        sent.append(([tensor.numel() * tensor.element_size() for tensor in (rows, arrived)], send, receive))
+    def recorded(
+        arrived: torch.Tensor, rows: torch.Tensor, receive: Any, send: Any, **options: Any
+    ) -> Any:
+        sent.append(
+            ([tensor.numel() * tensor.element_size() for tensor in (rows, arrived)], send, receive)
+        )
         return send_all(arrived, rows, receive, send, **options)
 
     mine = micro_batches(*ragged_batch(), run.rank_slice)[:1]
@@ -284,21 +334,35 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("name", sample(EXCHANGES, "plain"))
 def test_each_token_is_sent_to_the_rank_of_its_expert_and_back(pool, tmp_path, name):
-    """Three all-to-alls a layer: counts, tokens, outputs; and two in the backward pass, gradients of the latter.
+    """Three all-to-alls a layer: counts, tokens, outputs; and two in the backward pass, gradients
+    of the latter.
 
     Recomputing a block repeats the three; recomputing by operation repeats none.
     """
     world, options, words = EXCHANGES[name]
     preferred = (0, 1) if name == "a rank without a token" else ()
-    ranks = pool.run(choices_and_exchanges, [*MOE, *options, *words.split()], str(tmp_path), preferred, world=world)
+    ranks = pool.run(
+        choices_and_exchanges,
+        [*MOE, *options, *words.split()],
+        str(tmp_path),
+        preferred,
+        world=world,
+    )
     own, itemsize = EXPERTS // world, 4
-    to = [[[sum(c[i : i + own]) for i in range(0, EXPERTS, own)] for c in found["choices"]] for found, _ in ranks]
+    to = [
+        [[sum(c[i : i + own]) for i in range(0, EXPERTS, own)] for c in found["choices"]]
+        for found, _ in ranks
+    ]
     for rank, (_, sent) in enumerate(ranks):
         expected, back = [], []
         for layer in range(LAYERS):
             send, receive = to[rank][layer], [sender[layer][rank] for sender in to]
             there = [DIM * itemsize * sum(rows) for rows in (send, receive)]
-            forward = [([EXPERTS * 8] * 2, None, None), (there, send, receive), (there[::-1], receive, send)]
+            forward = [
+                ([EXPERTS * 8] * 2, None, None),
+                (there, send, receive),
+                (there[::-1], receive, send),
+            ]
             expected += forward
             back = forward * (words == RECOMPUTED) + forward[1:] + back
         assert sent == expected + back
@@ -332,9 +396,13 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("experts", [4, 12, 6], ids=["dim 0", "strided", "dim 1"])
 @pytest.mark.long
 def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, experts):
-    """Expert weights and their state, split on dimension 0 by ep, and by FSDP2 on dimension 0 or 1."""
+    """Expert weights and their state, split on dimension 0 by ep, and by FSDP2 on dimension 0 or
+    1.
+    """
     model = [*MOE, f"--model.overrides.experts={experts}"]
-    fitting = {name: found for name, found in CHECKPOINTS.items() if experts % 4 == 0 or name != "ep4"}
+    fitting = {
+        name: found for name, found in CHECKPOINTS.items() if experts % 4 == 0 or name != "ep4"
+    }
     wrong = save_and_load_everywhere(pool, tmp_path, fitting, model)
     assert len(fitting) > 7 and wrong == []
 
@@ -345,7 +413,8 @@ def placements(argv: list[str], folder: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("experts", "ways"), [(8, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"), (6, "(Shard(dim=1), Shard(dim=0))")]
+    ("experts", "ways"),
+    [(8, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"), (6, "(Shard(dim=1), Shard(dim=0))")],
 )
 def test_experts_are_sharded_whole_where_their_number_divides(pool, tmp_path, experts, ways):
     argv = [*MOE, *mesh(ep=2), f"--model.overrides.experts={experts}"]
@@ -355,8 +424,16 @@ def test_experts_are_sharded_whole_where_their_number_divides(pool, tmp_path, ex
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (4, [*mesh(ep=2), "--model.overrides.experts=2", "--model.overrides.expert_dim=7"], "neither the 1 experts"),
-        (2, [*mesh(ep=2), "--parallelism.fsdp_keep_whole=['*.experts.*']"], "matches layers.0.moe.experts.w1"),
+        (
+            4,
+            [*mesh(ep=2), "--model.overrides.experts=2", "--model.overrides.expert_dim=7"],
+            "neither the 1 experts",
+        ),
+        (
+            2,
+            [*mesh(ep=2), "--parallelism.fsdp_keep_whole=['*.experts.*']"],
+            "matches layers.0.moe.experts.w1",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(world, options, message):
@@ -374,7 +451,11 @@ def test_a_run_that_ends_early_resumes_without_expert_parallel(pool, tmp_path):
     pool.run(run_until, argv, str(tmp_path / "one"), world=1)
     begun = []
     for world, stop, options in ((4, 2, mesh(ep=2)), (2, 4, mesh(ep=2, tp=2)), (1, None, [])):
-        begun.append(pool.run(run_until, [*argv, *options], str(tmp_path / "many"), stop, world=world)[0]["begun"])
+        begun.append(
+            pool.run(run_until, [*argv, *options], str(tmp_path / "many"), stop, world=world)[0][
+                "begun"
+            ]
+        )
     assert begun == [0, 2, 4]
     one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
     assert len(one) == 6 and many == [pytest.approx(pair, rel=1e-4) for pair in one]
@@ -382,7 +463,10 @@ def test_a_run_that_ends_early_resumes_without_expert_parallel(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    sample([(2, mesh(ep=2)), (4, mesh(ep=4, tp=2)), (4, mesh(ep=4, cp=2)), (4, mesh(ep=2, pp=2))], (2, mesh(ep=2))),
+    sample(
+        [(2, mesh(ep=2)), (4, mesh(ep=4, tp=2)), (4, mesh(ep=4, cp=2)), (4, mesh(ep=2, pp=2))],
+        (2, mesh(ep=2)),
+    ),
 )
 def test_validation_and_generation_equal_one_process(pool, tmp_path, world, options):
     """Of three windows for validation, the last rank has none."""
@@ -393,7 +477,9 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
 
 
 def gathers(argv: list[str], folder: str) -> tuple[list[Group], list[Group]]:
-    """Return the groups in the order in which FSDP2 gathers them in a step, and as the job declares it."""
+    """Return the groups in the order in which FSDP2 gathers them in a step, and as the job declares
+    it.
+    """
     torch.compiler.reset()
     run = trainer([*argv, f"--training.local_batch_size={SAMPLES // 4}"], folder)
     mine, gathered = micro_batches(*ragged_batch(), run.rank_slice), list[Group]()
@@ -404,19 +490,38 @@ def gathers(argv: list[str], folder: str) -> tuple[list[Group], list[Group]]:
     return gathered, declared_gathers(run.job, run.parts[0], "FB")
 
 
-GATHERING = ["", PREFETCHING, "--parallelism.fsdp_blocks_per_group=2", COMPILED, BY_OPERATION, RECOMPUTED, SECOND]
+GATHERING = [
+    "",
+    PREFETCHING,
+    "--parallelism.fsdp_blocks_per_group=2",
+    COMPILED,
+    BY_OPERATION,
+    RECOMPUTED,
+    SECOND,
+]
 
 
-@pytest.mark.parametrize("words", sample([*GATHERING, f"{PREFETCHING} {RECOMPUTED}"], f"{PREFETCHING} {RECOMPUTED}"))
-@pytest.mark.parametrize("options", sample([mesh(ep=2), mesh(tp=2)], mesh(ep=2)), ids=["ep2", "tp2"])
+@pytest.mark.parametrize(
+    "words", sample([*GATHERING, f"{PREFETCHING} {RECOMPUTED}"], f"{PREFETCHING} {RECOMPUTED}")
+)
+@pytest.mark.parametrize(
+    "options", sample([mesh(ep=2), mesh(tp=2)], mesh(ep=2)), ids=["ep2", "tp2"]
+)
 def test_experts_are_gathered_after_their_block_in_both_passes(pool, tmp_path, words, options):
-    for found, declared in pool.run(gathers, [*MOE, *options, *words.split()], str(tmp_path), world=4):
+    for found, declared in pool.run(
+        gathers, [*MOE, *options, *words.split()], str(tmp_path), world=4
+    ):
         assert found == declared and frozenset({"layers.0.moe.experts"}) in found
 
 
 def test_layers_around_experts_are_compiled_and_all_blocks_share_their_graphs():
-    """Norms are one kind of layer, attention is another; a graph for each would end the run at the ninth."""
-    found = job([*MOE, *COMPILED.split(), "--compile.components=['model']", "--model.overrides.n_layers=9"], 2)
+    """Norms are one kind of layer, attention is another; a graph for each would end the run at the
+    ninth.
+    """
+    found = job(
+        [*MOE, *COMPILED.split(), "--compile.components=['model']", "--model.overrides.n_layers=9"],
+        2,
+    )
     model, table = build_model(found)
     device, before = torch.device("cpu"), compiled_graphs()
     with fake_world(found.layout) as meshes:
@@ -429,7 +534,9 @@ def test_layers_around_experts_are_compiled_and_all_blocks_share_their_graphs():
 
 @pytest.mark.long
 def test_the_command_trains_on_four_ranks_what_one_process_trains(tmp_path):
-    """From the launcher, with the equal losses and norms that the tables of a run show, and float8 around experts."""
+    """From the launcher, with the equal losses and norms that the tables of a run show, and float8
+    around experts.
+    """
     options = [*MOE, "--training.global_batch_size=8", "--training.steps=5", "--metrics.log_freq=1"]
     for ranks, degrees in ((1, []), (4, mesh(ep=4))):
         code, out = train([*options, *degrees], tmp_path / f"{ranks}", NGPU=str(ranks))

@@ -26,7 +26,8 @@ from titanlite.layout import DIMENSIONS, Layout
     ids=str,
 )
 def test_every_rank_is_in_the_groups_of_its_layout(layout):
-    """Parameters are sharded over dp_shard x cp; the loss is summed over all but tp, also of other stages.
+    """Parameters are sharded over dp_shard x cp; the loss is summed over all but tp, also of other
+    stages.
 
     Ranks that follow each other have different experts, and those with the same ones shard them.
     """
@@ -35,7 +36,9 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
         here = layout.coordinates(rank)
 
         def ranks_that_share(*names: str, here: dict[str, int] = here) -> list[int]:
-            return [r for r in ranks if all(layout.coordinates(r)[name] == here[name] for name in names)]
+            return [
+                r for r in ranks if all(layout.coordinates(r)[name] == here[name] for name in names)
+            ]
 
         with fake_world(layout, rank) as mesh:
             for name in DIMENSIONS:
@@ -44,10 +47,16 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             assert sorted(mesh.fsdp.mesh.flatten().tolist()) == ranks_that_share("pp", "tp")
             assert mesh.fsdp.size() == layout.fsdp * layout.dp_replicate
             shards = mesh.fsdp.mesh.tolist()
-            shards = next(row for row in shards if rank in row) if layout.dp_replicate > 1 else shards
+            shards = (
+                next(row for row in shards if rank in row) if layout.dp_replicate > 1 else shards
+            )
             assert shards == ranks_that_share("pp", "dp_replicate", "tp")
             assert mesh.tp.mesh.tolist() == ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
-            for group, shared in ((mesh.data, ("pp", "tp")), (mesh.loss, ("tp",)), (mesh.stage, ("pp",))):
+            for group, shared in (
+                (mesh.data, ("pp", "tp")),
+                (mesh.loss, ("tp",)),
+                (mesh.stage, ("pp",)),
+            ):
                 assert sorted(dist.get_process_group_ranks(group)) == ranks_that_share(*shared)
             if not layout.experts_on_own_mesh:
                 assert mesh.ep is mesh.experts is None

@@ -1,4 +1,6 @@
-"""A part of a model, as a pipeline stage will hold it: every technique works on the modules that it has."""
+"""A part of a model, as a pipeline stage will hold it: every technique works on the modules that it
+has.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CPU = torch.device("cpu")
 
 
 def middle_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with blocks 2 and 3 of 4 only, without the embedding, the norm and the head."""
+    """Return a copy of a model with blocks 2 and 3 of 4 only, without the embedding, the norm and
+    the head.
+    """
     part = copy.deepcopy(model)
     for name in ("tok_embeddings", "norm", "output"):
         setattr(part, name, None)
@@ -36,7 +40,9 @@ def middle_of(model: nn.Module) -> nn.Module:
 
 
 def run_part(argv: list[str]) -> dict:
-    """Apply the order to blocks 2 and 3, run them on this rank's hidden states, and return the part's numbers."""
+    """Apply the order to blocks 2 and 3, run them on this rank's hidden states, and return the
+    part's numbers.
+    """
     torch.compiler.reset()
     found = job([*FOUR_LAYERS, *argv], dist.get_world_size())
     model, table = build_model(found)
@@ -46,7 +52,9 @@ def run_part(argv: list[str]) -> dict:
     materialize(part, table, SEED, CPU)
     check_replicas([part], "after initialization", context)
     initial = {name: full(parameter) for name, parameter in part.named_parameters()}
-    hidden = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(
+        BATCH, TOKENS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     coordinates = found.layout.coordinates(dist.get_rank())
     mine = hidden.chunk(found.layout.batch)[found.layout.batch_coordinate(dist.get_rank())]
     positions = torch.arange(TOKENS).expand(len(mine), -1)
@@ -73,11 +81,14 @@ WAYS = {
     ),
     "recomputed and compiled": (
         2,
-        "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2 --compile.enable "
-        "--compile.backend=aot_eager",
+        "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2 "
+        "--compile.enable --compile.backend=aot_eager",
     ),
     "fsdp x tp": (4, "--parallelism.tensor_parallel_degree=2"),
-    "tp, recomputed": (2, "--parallelism.tensor_parallel_degree=2 --activation_checkpoint.mode=full"),
+    "tp, recomputed": (
+        2,
+        "--parallelism.tensor_parallel_degree=2 --activation_checkpoint.mode=full",
+    ),
 }
 
 
@@ -87,7 +98,9 @@ def test_part_equals_its_blocks_in_one_process(pool, way):
     argv = words.split()
     frozen = [word for word in argv if word.startswith("--model.freeze")]
     expected = pool.run(run_part, frozen, world=1)[0]
-    assert set(expected["initial"]) > set(expected["gradients"]) if frozen else expected["gradients"]
+    assert (
+        set(expected["initial"]) > set(expected["gradients"]) if frozen else expected["gradients"]
+    )
     for found in pool.run(run_part, argv, world=world):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
         assert found["gradients"].keys() == expected["gradients"].keys()
@@ -102,13 +115,20 @@ def test_part_has_the_initial_values_of_the_whole_model(pool):
     found = pool.run(run_part, [], world=2)[0]["initial"]
     model, table = build_model(job(FOUR_LAYERS, 1))
     materialize(model, table, SEED, CPU)
-    assert all(torch.equal(value, model.get_parameter(name)) for name, value in found.items()) and len(found) == 18
+    assert (
+        all(torch.equal(value, model.get_parameter(name)) for name, value in found.items())
+        and len(found) == 18
+    )
 
 
 def test_notes_name_what_was_applied(pool):
-    """Once each, in the order of application; a technique that has nothing to do is not mentioned."""
+    """Once each, in the order of application; a technique that has nothing to do is not
+    mentioned.
+    """
     assert pool.run(run_part, [], world=1)[0]["notes"] == []
-    words = "--parallelism.tensor_parallel_degree=2 --activation_checkpoint.mode=full --compile.enable"
+    words = (
+        "--parallelism.tensor_parallel_degree=2 --activation_checkpoint.mode=full --compile.enable"
+    )
     notes = pool.run(run_part, [*words.split(), "--compile.backend=aot_eager"], world=4)[0]["notes"]
     assert [note.split(",")[0] for note in notes] == [
         "Applied tensor parallel on 2 ranks",
@@ -125,13 +145,19 @@ def test_schedule_has_the_groups_of_the_part():
     assert plan.labels == ("layers.2", "layers.3") and plan.forward == ((1,), ())
     assert plan.last == 1 and not plan.last_is_root
     last = schedule(job(argv, 2), tied=False, modules={*middle, "norm", "output"})
-    assert last.labels == ("norm+output", "layers.2", "layers.3") and last.last == 0 and last.last_is_root
+    assert (
+        last.labels == ("norm+output", "layers.2", "layers.3")
+        and last.last == 0
+        and last.last_is_root
+    )
 
 
 def test_float8_accepts_a_part_with_nothing_to_convert():
     """Other parts have it; the whole model must have some."""
     argv = [*QUIET, "--model.overrides.n_layers=4", "--quantize.linear.float8.enable"]
-    found = job([*argv, "--quantize.linear.float8.filter_fqns=['layers.2.', 'layers.3.', 'output']"], 1)
+    found = job(
+        [*argv, "--quantize.linear.float8.filter_fqns=['layers.2.', 'layers.3.', 'output']"], 1
+    )
     model, table = build_model(found)
     assert all(layer.skip_reason for layer in float8.plan(middle_of(model), found, table))
     assert not all(layer.skip_reason for layer in float8.plan(model, found, table))

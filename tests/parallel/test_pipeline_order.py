@@ -1,4 +1,6 @@
-"""The orders of all schedules run every micro-batch through every stage, and wait as long as closed forms say."""
+"""The orders of all schedules run every micro-batch through every stage, and wait as long as closed
+forms say.
+"""
 
 import pytest
 
@@ -22,7 +24,9 @@ def test_each_micro_batch_runs_through_all_stages_once_on_the_ranks_of_the_confi
     for ranks, count in SIZES:
         found = order_of(schedule, ranks, count)
         assert list(faults_of(found, ranks, count)) == []
-        assert stages_of(found) == stages_of_ranks(schedule, ranks, ranks * (1 if schedule in SINGLE else 2))
+        assert stages_of(found) == stages_of_ranks(
+            schedule, ranks, ranks * (1 if schedule in SINGLE else 2)
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -31,7 +35,9 @@ def test_ranks_wait_as_long_as_the_closed_form_says(schedule):
         work = count if schedule in SINGLE else 2 * count
         if schedule in ("InterleavedZeroBubble", *V_SHAPED):
             work *= 3  # only thirds of an action are waited for
-        assert bubble(order_of(schedule, ranks, count), COST) == pytest.approx((ranks - 1) / (work + ranks - 1))
+        assert bubble(order_of(schedule, ranks, count), COST) == pytest.approx(
+            (ranks - 1) / (work + ranks - 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,14 +61,18 @@ def test_longer_actions_make_ranks_wait_longer():
     assert row == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
     assert bubble(row, {"F": 1, "B": 2}) == pytest.approx(1 / 3)
     assert bubble(row, {"F": 1, "B": 0}) == pytest.approx(1 / 3)
-    assert bubble([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]], {"F": 1, "I": 1, "W": 4}) == pytest.approx(2 / 8)
+    assert bubble(
+        [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]], {"F": 1, "I": 1, "W": 4}
+    ) == pytest.approx(2 / 8)
 
 
 def test_config_prints_stages_actions_and_bubble(capsys):
     degree = ["config", "--pipeline", "--world=8", "--parallelism.pipeline_parallel_degree=4"]
     assert main([*degree, "--training.local_batch_size=4"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("pipeline: 1F1B, 4 stages on 4 ranks, 4 micro-batches of 1 sequence; ranks wait 42.9% of")
+    assert out.startswith(
+        "pipeline: 1F1B, 4 stages on 4 ranks, 4 micro-batches of 1 sequence; ranks wait 42.9% of"
+    )
     assert "1      1     layers.1, layers.2\n" in out
     assert "\n3     1     3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3\n" in out
     assert main(["config", "--pipeline"]) == 2

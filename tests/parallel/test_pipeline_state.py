@@ -1,4 +1,6 @@
-"""What stages on different ranks save, load, export, validate and generate is what one process does."""
+"""What stages on different ranks save, load, export, validate and generate is what one process
+does.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from titanlite.train.generate import generate
 from titanlite.train.trainer import Trainer
 
 PP2, TP2 = "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
-CP2, SCHEDULE = "--parallelism.context_parallel_degree=2", "--parallelism.pipeline_parallel_schedule="
+CP2, SCHEDULE = (
+    "--parallelism.context_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=",
+)
 NARROW = "--optimizer.state_dtype=bfloat16"
 SAVES = SAVING[len(TINY) :]
 DROPOUT, FOUR = "--model.overrides.dropout=0.2", "--model.overrides.n_layers=4"
@@ -55,9 +60,16 @@ TIE = "tok_embeddings.weight"
         (2, "gpt2", PP2),
     ),
 )
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, world, model, options):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    pool, tmp_path, world, model, options
+):
     """With dropout in GPT-2, which also has the same embedding on its first and last stage."""
-    argv = [*(GPT2 if model == "gpt2" else EVEN), *SAVES, *[DROPOUT] * (model == "gpt2"), *options.split()]
+    argv = [
+        *(GPT2 if model == "gpt2" else EVEN),
+        *SAVES,
+        *[DROPOUT] * (model == "gpt2"),
+        *options.split(),
+    ]
     argv += ["--training.local_batch_size=4", "--training.steps=4"]
     straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=world)
     pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=world)
@@ -106,7 +118,13 @@ def test_state_moves_between_stages_and_other_meshes(pool, tmp_path):
 @pytest.mark.long
 def test_a_run_of_stages_resumed_without_them_equals_one_process(pool, tmp_path):
     """Two steps on PP 2 x DP 2, three on DP 2, one on PP 2 x TP 2, the rest in one process."""
-    argv = [*GPT2, *SAVES, "--training.steps=8", "--training.global_batch_size=8", "--training.local_batch_size=4"]
+    argv = [
+        *GPT2,
+        *SAVES,
+        "--training.steps=8",
+        "--training.global_batch_size=8",
+        "--training.local_batch_size=4",
+    ]
     argv.append("--model.overrides.dropout=0.0")
     pool.run(run_until, argv, str(tmp_path / "one"), world=1)
     for world, stop, options in ((4, 2, [PP2]), (2, 5, []), (4, 6, [PP2, TP2]), (1, None, [])):
@@ -123,13 +141,21 @@ def loaded(argv: list[str], folder: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "options"), [(2, [PP2]), (4, [PP2]), (4, [PP2, TP2])])
-def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(pool, tmp_path, world, options):
+def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(
+    pool, tmp_path, world, options
+):
     argv = [*GPT2, *options]
     pool.run(exported, GPT2, str(tmp_path / "one"), "bfloat16", world=1)
     pool.run(exported, argv, str(tmp_path / "stages"), "bfloat16", world=world)
-    one, stages = ({p.name: p.read_bytes() for p in (tmp_path / n / "out").iterdir()} for n in ("one", "stages"))
+    one, stages = (
+        {p.name: p.read_bytes() for p in (tmp_path / n / "out").iterdir()}
+        for n in ("one", "stages")
+    )
     assert one == stages and len(one) > 6
-    argv += ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/one/out"]
+    argv += [
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={tmp_path}/one/out",
+    ]
     states = pool.run(loaded, argv, str(tmp_path / "from_hf"), world=world)
     whole = pool.run(loaded, [*GPT2, *argv[-2:]], str(tmp_path / "whole"), world=1)[0]
     assert joined(states) == whole
@@ -157,7 +183,10 @@ def test_a_tensor_is_sent_once_from_its_stage_to_the_rank_that_writes_it(pool, t
     """Ranks 0 and 1 have the first stage, 2 and 3 the last; each writes every fourth file."""
     sent = pool.run(sends_of_an_export, [*GPT2, PP2], str(tmp_path), world=4)
     found = job([*GPT2, PP2], 4)
-    first, translation = tuple(f"{name}." for name in found.stages.names[0]), Translation(found.spec, found.model)
+    first, translation = (
+        tuple(f"{name}." for name in found.stages.names[0]),
+        Translation(found.spec, found.model),
+    )
     expected: list[list[int]] = [[] for _ in range(4)]
     for number, tensors in enumerate(split(translation.hf_tensors(torch.float32), 3000).values()):
         for name in (name for tensor in tensors for name in tensor.parameters):
@@ -170,10 +199,14 @@ def test_a_tensor_is_sent_once_from_its_stage_to_the_rank_that_writes_it(pool, t
 @pytest.mark.long
 def test_weights_alone_are_saved_and_loaded_by_stages(pool, tmp_path):
     argv = [*GPT2, *SAVES, PP2, "--training.steps=2", "--checkpoint.last_save_model_only"]
-    state = joined([rank["state"] for rank in pool.run(run_until, argv, str(tmp_path / "run"), world=2)])
+    state = joined(
+        [rank["state"] for rank in pool.run(run_until, argv, str(tmp_path / "run"), world=2)]
+    )
     saved = {name: digest for name, digest in state.items() if name.startswith("model.")}
     folder = tmp_path / "run/checkpoint/step-2"
-    assert read_manifest(folder).tensors.keys() == saved.keys() and read_state(folder)["numbers"] == {}
+    assert (
+        read_manifest(folder).tensors.keys() == saved.keys() and read_state(folder)["numbers"] == {}
+    )
     for world, options in ((2, [PP2]), (1, [])):
         argv = [*GPT2, *options, "--debug.seed=5", f"--checkpoint.initial_load_path={folder}"]
         found = joined(pool.run(loaded, argv, str(tmp_path / "next"), world=world))
@@ -184,7 +217,9 @@ def test_weights_alone_are_saved_and_loaded_by_stages(pool, tmp_path):
 def test_the_room_that_checkpoints_of_stages_need_is_that_of_the_whole_model(pool, tmp_path):
     argv, sizes = [*EVEN, *SAVES, "--checkpoint.keep_latest_k=1000000000"], set[str]()
     for world, options in ((1, []), (2, [PP2])):
-        lines = pool.run(log_of_a_start, [*argv, *options], str(tmp_path / str(world)), world=world)[0]
+        lines = pool.run(
+            log_of_a_start, [*argv, *options], str(tmp_path / str(world)), world=world
+        )[0]
         (warning,) = [line for line in lines if "room for" in line]
         sizes |= {*re.findall(r"more checkpoints of (.*);", warning)}
     assert len(sizes) == 1
@@ -192,22 +227,34 @@ def test_the_room_that_checkpoints_of_stages_need_is_that_of_the_whole_model(poo
 
 @pytest.mark.long
 @pytest.mark.parametrize("exclude", [[], ["optimizer"]])
-def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(pool, tmp_path, exclude):
+def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(
+    pool, tmp_path, exclude
+):
     pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
     source, wider = str(tmp_path / "checkpoint"), "--model.overrides.n_layers=3"
-    for message, untouched in pool.run(refused, [*GPT2, PP2, wider], str(tmp_path), source, exclude, world=2):
+    for message, untouched in pool.run(
+        refused, [*GPT2, PP2, wider], str(tmp_path), source, exclude, world=2
+    ):
         assert "model.layers.2.attention.wq.weight: not in the checkpoint" in message and untouched
         assert ("optimizer.layers.2" in message) == (not exclude) or "more" in message
-    for message, untouched in pool.run(refused, [*GPT2, PP2], str(tmp_path), source, exclude, world=2):
+    for message, untouched in pool.run(
+        refused, [*GPT2, PP2], str(tmp_path), source, exclude, world=2
+    ):
         assert message == "loaded" and not untouched
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_that_is_not_finite_on_the_last_stage_stops_all_ranks_at_the_same_step(pool, tmp_path, rank):
+def test_a_loss_that_is_not_finite_on_the_last_stage_stops_all_ranks_at_the_same_step(
+    pool, tmp_path, rank
+):
     argv = [*EVEN, PP2, "--training.steps=9", "--metrics.log_freq=9"]
     stops = pool.run(train_with_nan, argv, str(tmp_path), rank, 3, world=2)
-    assert stops == [(4, f"at step 3 the loss of rank {rank} was not finite; nothing was saved after it")] * 2
+    assert (
+        stops
+        == [(4, f"at step 3 the loss of rank {rank} was not finite; nothing was saved after it")]
+        * 2
+    )
 
 
 @pytest.mark.long
@@ -217,10 +264,18 @@ def test_a_killed_rank_of_any_stage_is_named(tmp_path, rank):
     while not (tmp_path / "metrics.jsonl").is_file():
         assert process.poll() is None, finish(process)
         time.sleep(0.1)
-    pids = [p for p in descendants(process.pid) if f"\0RANK={rank}\0" in Path(f"/proc/{p}/environ").read_text()]
+    pids = [
+        p
+        for p in descendants(process.pid)
+        if f"\0RANK={rank}\0" in Path(f"/proc/{p}/environ").read_text()
+    ]
     os.kill(pids[0], signal.SIGKILL)
     code, out = finish(process)
-    assert code == 1 and re.findall(r"rank (\d) on .* failed first", out) == [str(rank)] and "SIGKILL" in out
+    assert (
+        code == 1
+        and re.findall(r"rank (\d) on .* failed first", out) == [str(rank)]
+        and "SIGKILL" in out
+    )
 
 
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int]]:
@@ -228,28 +283,36 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, list[int
     argv = [*argv, *FLOAT64, "--validation.enable", "--validation.steps=3", "--training.steps=2"]
     run = trainer(argv, folder)
     run.train()
-    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
+    settings = run.job.config.generate.model_copy(
+        update={"tokens": 9, "temperature": 0.0, "prompt": "def "}
+    )
     tokens: list[int] = []
     forward = run.runner.forward
     generate(forward, run.tokenizer, settings, 16, 0, show=lambda text: tokens.append(text[-1]))
     loss = validated(run)
     assert all(part.training for part in run.parts)
     if dist.get_rank() == 0:
-        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
         (logged,) = [record["validation_loss"] for record in records if "validation_loss" in record]
         assert logged == pytest.approx(loss, rel=1e-12)
     return loss, tokens
 
 
 def untrained(argv: list[str], folder: str) -> tuple[float, list[list[float]]]:
-    """Validate and generate with the initial weights of a model with dropout; return the loss, and what is drawn from
-    on a rank that has the last stage."""
+    """Validate and generate with the initial weights of a model with dropout; return the loss, and
+    what is drawn from on a rank that has the last stage."""
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     before = OWN_PAGE.sequence
     loss = validated(run)
-    assert OWN_PAGE.sequence - before >= 3, "each batch is progress, or a long validation would count as hung"
+    assert OWN_PAGE.sequence - before >= 3, (
+        "each batch is progress, or a long validation would count as hung"
+    )
     assert all(part.training for part in run.parts)
-    settings = run.job.config.generate.model_copy(update={"tokens": 3, "temperature": 0.0, "prompt": "def "})
+    settings = run.job.config.generate.model_copy(
+        update={"tokens": 3, "temperature": 0.0, "prompt": "def "}
+    )
     logits: list[list[float]] = []
 
     def narrow(seen: torch.Tensor) -> torch.Tensor:
@@ -285,11 +348,15 @@ def test_validation_and_generation_draw_no_dropout_on_any_stage(pool, tmp_path):
     ),
 )
 def test_validation_and_generation_equal_one_process(pool, tmp_path, world, options):
-    """Sequences of other lengths and batches of other sizes than in training, also on ranks with two stages."""
+    """Sequences of other lengths and batches of other sizes than in training, also on ranks with
+    two stages.
+    """
     argv = [*EVEN, FOUR, "--training.global_batch_size=8", "--training.local_batch_size=4"]
     argv += ["--validation.local_batch_size=3", "--validation.seq_len=24"]
     if "document_mask" in options:  # documents that end inside the windows
-        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"abc" * (n % 4)} {n}"}}\n' for n in range(99)))
+        (tmp_path / "a.jsonl").write_text(
+            "".join(f'{{"text": "{"abc" * (n % 4)} {n}"}}\n' for n in range(99))
+        )
         argv += ["--validation.dataset=text", f"--validation.dataset_path={tmp_path / 'a.jsonl'}"]
     alone = [word for word in options.split() if "training" in word]
     (loss, tokens), *_ = pool.run(validation_and_sample, [*argv, *alone], str(tmp_path), world=1)
@@ -302,12 +369,16 @@ def test_validation_and_generation_equal_one_process(pool, tmp_path, world, opti
 def test_a_checkpoint_of_stages_is_a_model_in_one_process(pool, tmp_path, capsys):
     """For `titanlite.load` and all commands, which see no stages."""
     argv = [*GPT2, *SAVES, PP2, "--training.steps=1"]
-    state = joined([rank["state"] for rank in pool.run(run_until, argv, str(tmp_path / "run"), world=4)])
+    state = joined(
+        [rank["state"] for rank in pool.run(run_until, argv, str(tmp_path / "run"), world=4)]
+    )
     folder = tmp_path / "run/checkpoint/step-1"
     tensors = load_tensors(folder)
     assert {*tensors, *read_state(folder)["numbers"]} == state.keys()
     model, _ = titanlite.load(folder)
-    assert all(torch.equal(value, tensors[f"model.{name}"]) for name, value in model.named_parameters())
+    assert all(
+        torch.equal(value, tensors[f"model.{name}"]) for name, value in model.named_parameters()
+    )
     placements = {name: entry.placement for name, entry in read_manifest(folder).tensors.items()}
     assert set(placements.values()) == {"dim 0 over dp_shard"}
     assert main(["checkpoint", "verify", str(folder)]) == 0

@@ -1,4 +1,6 @@
-"""Low precision is within a stated bound of float64 on one process; replicated parameters compute like the rest."""
+"""Low precision is within a stated bound of float64 on one process; replicated parameters compute
+like the rest.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,10 @@ def gradients_and_norm(argv: list[str], folder: str) -> dict:
     run.step = 1
     mine = micro_batches(*ragged_batch(), run.rank_slice)
     forward_backward(run, mine)
-    return {"gradients": gradients(run), "norm": clip_grad_norm(run.runner.parameters, float("inf"))}
+    return {
+        "gradients": gradients(run),
+        "norm": clip_grad_norm(run.runner.parameters, float("inf")),
+    }
 
 
 def sizes(world: int, accumulation: int = 1) -> list[str]:
@@ -45,7 +50,9 @@ def exact(pool, tmp_path_factory):
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 3), (2, 3), (4, 1)])
-def test_bfloat16_gradients_are_close_to_float64(pool, exact, tmp_path, master, world, accumulation):
+def test_bfloat16_gradients_are_close_to_float64(
+    pool, exact, tmp_path, master, world, accumulation
+):
     argv = [*TINY, *BFLOAT16, f"--training.dtype={master}", *sizes(world, accumulation)]
     for found in pool.run(gradients_and_norm, argv, str(tmp_path), world=world):
         assert found["norm"].dtype == torch.float64  # on a CPU, whatever the gradients
@@ -68,14 +75,17 @@ TIED = "--model.overrides.tied"
 COMPILED = "--compile.enable --compile.backend=aot_eager --activation_checkpoint.mode=full"
 
 
-@pytest.mark.parametrize("more", sample(["", COMPILED, TIED], "", TIED), ids=["plain", "compiled", "tied"])
+@pytest.mark.parametrize(
+    "more", sample(["", COMPILED, TIED], "", TIED), ids=["plain", "compiled", "tied"]
+)
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
-    """bfloat16 activations, float32 masters and gradients: the same bits as with everything sharded.
+    """bfloat16 activations, float32 masters and gradients: the same bits as with everything
+    sharded.
 
-    There are two exceptions. The two gradients of a tied weight are added in float32 here, and in bfloat16 if it is
-    sharded. And FSDP2 of torch 2.15 (not 2.13) takes a norm weight's gradient in float32, as the kernel computes it,
-    while the replicated weight's gradient is rounded to bfloat16 first: a relative difference of 2^-9 on each rank.
-    """
+    There are two exceptions. The two gradients of a tied weight are added in float32 here, and in
+    bfloat16 if it is sharded. And FSDP2 of torch 2.15 (not 2.13) takes a norm weight's gradient in
+    float32, as the kernel computes it, while the replicated weight's gradient is rounded to
+    bfloat16 first: a relative difference of 2^-9 on each rank."""
     fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
     argv = [*TINY, *BFLOAT16, *sizes(2), *more.split()]
     sharded = pool.run(gradients_and_norm, argv, str(tmp_path), world=2)[0]
@@ -96,7 +106,11 @@ def three_adamw_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
 def test_adamw_on_replicated_and_sharded_parameters_equals_one_process(pool, tmp_path):
     argv = [*TINY, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
     for implementation in ("fused", "foreach"):
-        flags = [*argv, f"--optimizer.implementation={implementation}", "--training.local_batch_size=2"]
+        flags = [
+            *argv,
+            f"--optimizer.implementation={implementation}",
+            "--training.local_batch_size=2",
+        ]
         expected = pool.run(three_adamw_steps, flags, str(tmp_path), world=1)[0]
         for found in pool.run(three_adamw_steps, [*flags, SMALL], str(tmp_path), world=2):
             for name, weight in expected.items():

@@ -20,7 +20,9 @@ def with_another_seed(argv: list[str], folder: str, odd: int) -> None:
     """Build a trainer where one rank has another seed."""
     agree_on_seed = titanlite.train.trainer.agree_on_seed
     rank = torch.distributed.get_rank()
-    titanlite.train.trainer.agree_on_seed = lambda configured: agree_on_seed(configured) + (rank == odd)
+    titanlite.train.trainer.agree_on_seed = lambda configured: (
+        agree_on_seed(configured) + (rank == odd)
+    )
     try:
         trainer(argv, folder)
     finally:
@@ -52,7 +54,9 @@ def test_unreplicated_shards_are_not_compared(pool, tmp_path):
 
 
 def spoiled(argv: list[str], folder: str, name: str) -> str:
-    """Return the message about one element of a tensor that differs on rank 1; before, there must be no error."""
+    """Return the message about one element of a tensor that differs on rank 1; before, there must
+    be no error.
+    """
     run = trainer(argv, folder)
     model = run.parts[0]
     before = [content_hash(tensor) for tensor in model.buffers()]
@@ -71,7 +75,9 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
 
 def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
     for message in pool.run(spoiled, TINY, str(tmp_path), "rope.turns", world=3):
-        assert message.startswith("replicas out of sync after loading: rope.turns on rank 1 differs from rank 0, 2")
+        assert message.startswith(
+            "replicas out of sync after loading: rope.turns on rank 1 differs from rank 0, 2"
+        )
 
 
 def test_replicas_over_tensor_parallel_ranks_are_compared(pool, tmp_path):
@@ -121,8 +127,13 @@ def load_differently(argv: list[str], folder: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reported"),
-    [("model.norm.weight", "norm.weight"), ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight")],
+    [
+        ("model.norm.weight", "norm.weight"),
+        ("optimizer.norm.weight.exp_avg", "exp_avg of norm.weight"),
+    ],
 )
 def test_differing_load_on_one_rank_ends_the_run(pool, tmp_path, name, reported):
-    with pytest.raises(RankFailed, match=f"after loading: {reported} on rank 1 differs from rank 0"):
+    with pytest.raises(
+        RankFailed, match=f"after loading: {reported} on rank 1 differs from rank 0"
+    ):
         pool.run(load_differently, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallel: its collectives, what it refuses, and validation and generation with it.
+"""Tensor and sequence parallel: its collectives, what it refuses, and validation and generation
+with it.
 
 tests/parity proves that its numbers equal those of one process.
 """
@@ -14,7 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.jobs import FLOAT64, QUIET, TINY, fake_world, forward_backward, job, micro_batches, trainer, validated
+from tests.jobs import (
+    FLOAT64,
+    QUIET,
+    TINY,
+    fake_world,
+    forward_backward,
+    job,
+    micro_batches,
+    trainer,
+    validated,
+)
 from tests.parallel.test_exact import ragged_batch
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
@@ -43,20 +54,25 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
     mine = micro_batches(*ragged_batch(), run.rank_slice)
     with Recorded():
         forward_backward(run, mine)
-    return Counter({name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))})
+    return Counter(
+        {name: count for name, count in seen.items() if not name.startswith(("wait", "_wrap"))}
+    )
 
 
 def test_sequence_is_gathered_once_per_module(pool, tmp_path):
     """The backward pass scatters it again, and sums the gradients of replicated parameters."""
     layers, norms = 2, 5
     expected = {
-        "all_gather_into_tensor": (2 * layers + 1) + (2 * layers + 1),  # into layers and head; grads of their outputs
+        "all_gather_into_tensor": (2 * layers + 1)
+        + (2 * layers + 1),  # into layers and head; grads of their outputs
         "reduce_scatter_tensor": (2 * layers + 1) + (2 * layers + 1),
         "all_reduce": norms + 2,  # the loss needs the largest logit, and the sums
     }
     argv = [*EVEN, TP2, *FLOAT64]
     assert pool.run(collectives, argv, str(tmp_path), world=2)[0] == expected
-    gathered = pool.run(collectives, [*argv, "--parallelism.disable_loss_parallel"], str(tmp_path), world=2)[0]
+    gathered = pool.run(
+        collectives, [*argv, "--parallelism.disable_loss_parallel"], str(tmp_path), world=2
+    )[0]
     assert gathered == {
         **expected,
         "all_gather_into_tensor": expected["all_gather_into_tensor"] + 1,
@@ -73,7 +89,10 @@ def test_sequence_is_gathered_once_per_module(pool, tmp_path):
 def test_partial_resharding_is_refused_with_tensor_parallel():
     with pytest.raises(
         ConfigError,
-        match='FSDP2 keeps matrices that tensor parallel splits on all sharding ranks or on one; use "always"',
+        match=(
+            "FSDP2 keeps matrices that tensor parallel splits on all sharding ranks "
+            'or on one; use "always"'
+        ),
     ):
         job([*EVEN, TP2, "--parallelism.fsdp_reshard_after_forward=2"], 8)
 
@@ -81,12 +100,16 @@ def test_partial_resharding_is_refused_with_tensor_parallel():
 def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     run = trainer([*argv, *FLOAT64, "--validation.enable", "--validation.steps=3"], folder)
     loss = validated(run)
-    settings = run.job.config.generate.model_copy(update={"tokens": 9, "temperature": 0.0, "prompt": "def "})
+    settings = run.job.config.generate.model_copy(
+        update={"tokens": 9, "temperature": 0.0, "prompt": "def "}
+    )
     return loss, generate(run.runner.forward, run.tokenizer, settings, 16, 0)
 
 
 def test_validation_and_generation_equal_one_process(pool, tmp_path):
-    """Two ranks do not divide the length of the prompt, nor every length after it, nor the batches of validation."""
+    """Two ranks do not divide the length of the prompt, nor every length after it, nor the batches
+    of validation.
+    """
     (loss, text), *_ = pool.run(validation_and_sample, EVEN, str(tmp_path), world=1)
     split = pool.run(validation_and_sample, [*EVEN, TP2], str(tmp_path), world=4)
     assert [found[1] for found in split] == [text] * 4
@@ -111,15 +134,20 @@ def test_loss_of_bfloat16_logits_is_computed_in_float32(pool):
     expected = token_loss_sum(exact, labels)
     expected.backward()
     for loss, gradient in pool.run(sharded_loss, logits, labels, world=2):
-        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert ((gradient - exact.grad).abs() <= 2**-8 * exact.grad.abs() + 1e-6).all(), "rounded once"
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(
+            expected.item(), rel=1e-6
+        )
+        assert ((gradient - exact.grad).abs() <= 2**-8 * exact.grad.abs() + 1e-6).all(), (
+            "rounded once"
+        )
 
 
 def test_indivisible_width_is_refused_by_name():
     found = job([*EVEN, TP2, "--model.overrides.hidden_dim=33"], 2)
     model, table = build_model(found)
     with pytest.raises(
-        UserError, match=r"2 does not divide the 33 outputs of layers.0.feed_forward.w1; legal.*1, 3, 11"
+        UserError,
+        match=r"2 does not divide the 33 outputs of layers.0.feed_forward.w1; legal.*1, 3, 11",
     ):
         tensor_parallel.check(model, table, 2)
 
@@ -146,7 +174,9 @@ def test_async_tensor_parallel_names_missing_requirements(argv, message):
         job([*EVEN, "--parallelism.enable_async_tensor_parallel", *argv], 2)
 
 
-@pytest.mark.parametrize(("batch", "overlapped"), [(1, "but for all-gathers: inductor needs"), (2, "(async)")])
+@pytest.mark.parametrize(
+    ("batch", "overlapped"), [(1, "but for all-gathers: inductor needs"), (2, "(async)")]
+)
 def test_async_tensor_parallel_says_what_it_does_not_overlap(monkeypatch, batch, overlapped):
     monkeypatch.setattr(tensor_parallel, "enable_async_tensor_parallel", lambda group: None)
     compiled = ["--compile.enable", "--job.device=auto", f"--training.local_batch_size={batch}"]
@@ -162,7 +192,10 @@ def test_async_tensor_parallel_says_what_it_does_not_overlap(monkeypatch, batch,
     [
         (["--model.overrides.n_kv_heads=1"], "2 does not divide 1 key and value heads; legal: 1"),
         (["--training.seq_len=15"], "2 does not divide 15 tokens in a sequence"),
-        (["--validation.enable", "--validation.seq_len=15"], "2 does not divide 15 tokens in a validation sequence"),
+        (
+            ["--validation.enable", "--validation.seq_len=15"],
+            "2 does not divide 15 tokens in a validation sequence",
+        ),
     ],
 )
 def test_indivisible_degree_is_refused_with_the_legal_ones(argv, message):

@@ -59,9 +59,17 @@ OF_EXPERTS = {  # in qwen3 with experts
 }
 
 
-SAMPLED = ["same-shards", "norms-not-reduced", "prefetch-reversed", "accumulation-forgotten", "order-forgotten"]
+SAMPLED = [
+    "same-shards",
+    "norms-not-reduced",
+    "prefetch-reversed",
+    "accumulation-forgotten",
+    "order-forgotten",
+]
 SAMPLED += ["dispatch-shifted"]
-"""One of each kind: initial values, tensor parallel, gathers, accumulation, context and expert parallel."""
+"""One of each kind: initial values, tensor parallel, gathers, accumulation, context and expert
+parallel.
+"""
 LLAMA = read_model([], {})
 QWEN = read_model(["--model.name=qwen3", "--model.flavor=debugmodel_moe"], {})
 
@@ -85,7 +93,11 @@ def test_every_fault_has_its_message():
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        pytest.param(name, row, marks=() if name in SAMPLED and row == FAULTS[name].rows[0] else pytest.mark.long)
+        pytest.param(
+            name,
+            row,
+            marks=() if name in SAMPLED and row == FAULTS[name].rows[0] else pytest.mark.long,
+        )
         for name in MISMATCHES
         for row in fault_rows(LLAMA, name)
     ],
@@ -134,4 +146,6 @@ def test_invalid_options_exit_2_with_one_line(capfd, words, says):
 
 
 def test_faults_are_listed_one_per_line(capfd):
-    assert main(["verify", "--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(FAULTS)
+    assert main(["verify", "--fault", "list"]) == 0 and capfd.readouterr().out.split() == list(
+        FAULTS
+    )

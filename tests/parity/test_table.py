@@ -77,18 +77,28 @@ def test_the_full_table_is_a_product_with_all_pairs():
 
 
 def test_prefetch_and_reshard_need_sharding():
-    assert not is_valid({"layout": "tp2", "prefetch": "1"}) and not is_valid({"layout": "1", "reshard": "never"})
+    assert not is_valid({"layout": "tp2", "prefetch": "1"}) and not is_valid(
+        {"layout": "1", "reshard": "never"}
+    )
     assert is_valid({"layout": "dp2", "prefetch": "2", "reshard": "always"})
     assert is_valid({"layout": "cp2", "prefetch": "2"}), "parameters are sharded over its ranks too"
 
 
 @pytest.mark.parametrize("layout", BEYOND)
 def test_a_further_layout_meets_every_choice_in_few_rows(layout):
-    split = {c: [*OVERRIDES[c]] for c, dimension in SPLIT_BY.items() if getattr(BEYOND[layout], dimension) > 1}
+    split = {
+        c: [*OVERRIDES[c]]
+        for c, dimension in SPLIT_BY.items()
+        if getattr(BEYOND[layout], dimension) > 1
+    }
     of = choices([layout], ["plain", "tied", "frozen"], **split)
     rows = beyond(of)
-    assert len(rows) <= max(4, len(of["schedule"])) and rows == beyond(of), "the same rows every time"
-    assert {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair} <= set().union(*map(pairs_in, rows))
+    assert len(rows) <= max(4, len(of["schedule"])) and rows == beyond(of), (
+        "the same rows every time"
+    )
+    assert {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair} <= set().union(
+        *map(pairs_in, rows)
+    )
     assert (rows[0].precision, rows[0].sequence) == ("float64", "headtail")
 
 
@@ -96,19 +106,30 @@ def test_the_default_runs_one_row_of_each_further_layout_and_of_inductor_and_bey
     rows = table(model_of())
     chosen, further = first_rows(rows), further_rows(rows)
     layouts = without_experts(BEYOND)
-    assert [row.layout for n, row in chosen.items() if n in further] == [INDUCTOR[0].layout, *layouts]
+    assert [row.layout for n, row in chosen.items() if n in further] == [
+        INDUCTOR[0].layout,
+        *layouts,
+    ]
     assert {row.layout for row in further.values() if row not in INDUCTOR} == {*layouts}
     assert rows == {**chosen, **further}
     assert {*INDUCTOR} <= {*further.values()}
     assert not {row.layout for row in rows.values()} & ONLY_FULL.keys()
-    assert {row.layout for row in full_table(model_of()).values()} == {*without_experts(ALL_LAYOUTS)}
+    assert {row.layout for row in full_table(model_of()).values()} == {
+        *without_experts(ALL_LAYOUTS)
+    }
 
 
 def test_rows_with_stages_are_those_that_the_config_allows(tmp_path):
     model, layout = model_of(), "pp2 x dp2"
     assert not is_valid({"layout": "dp2", "schedule": "GPipe"})
-    gathers = [{"reshard": r, "prefetch": p} for r, p in product(OVERRIDES["reshard"], OVERRIDES["prefetch"])]
-    others = [{"recompute": r} for r in OVERRIDES["recompute"]] + [{"compile": "aot_eager"}, {"variant": "tied"}]
+    gathers = [
+        {"reshard": r, "prefetch": p}
+        for r, p in product(OVERRIDES["reshard"], OVERRIDES["prefetch"])
+    ]
+    others = [{"recompute": r} for r in OVERRIDES["recompute"]] + [
+        {"compile": "aot_eager"},
+        {"variant": "tied"},
+    ]
     for schedule, chosen in product(OVERRIDES["schedule"], gathers + others):
         row = Row(layout, schedule=schedule, **chosen)
         try:
@@ -119,20 +140,29 @@ def test_rows_with_stages_are_those_that_the_config_allows(tmp_path):
 
 
 def test_only_context_parallel_splits_sequences():
-    assert not is_valid({"layout": "dp2", "sequence": "none"}) and is_valid({"layout": "cp2", "sequence": "ulysses"})
+    assert not is_valid({"layout": "dp2", "sequence": "none"}) and is_valid(
+        {"layout": "cp2", "sequence": "ulysses"}
+    )
     rows = table(model_of("--model.overrides.n_kv_heads=2"))
     split = {(row.layout, row.sequence) for row in rows.values()}
     assert ("cp2", "ulysses") in split and ("cp2 x tp2", "none") in split
-    assert ("cp2 x tp2", "ulysses") not in split, "four ranks cannot share two heads of keys and values"
+    assert ("cp2 x tp2", "ulysses") not in split, (
+        "four ranks cannot share two heads of keys and values"
+    )
     refused = model_of("--model.overrides.n_kv_heads=2").refused_layouts["cp2 x tp2 with ulysses"]
-    assert "2 does not divide 2 key and value heads for tensor_parallel_degree 2; legal: 1" in refused
+    assert (
+        "2 does not divide 2 key and value heads for tensor_parallel_degree 2; legal: 1" in refused
+    )
 
 
 def test_only_models_with_experts_meet_layouts_and_rows_of_experts():
     model, experts = model_of("--model.name=qwen3"), model_of(*EXPERTS)
     assert [*model.layouts] == without_experts(ALL_LAYOUTS) and [*experts.layouts] == [*ALL_LAYOUTS]
     assert "debugmodel has no experts; legal: 1" in model.refused_layouts["ep2"]
-    assert [*model.variants] == ["plain", "frozen", "tied"] and [*experts.variants] == [*model.variants, "bias"]
+    assert [*model.variants] == ["plain", "frozen", "tied"] and [*experts.variants] == [
+        *model.variants,
+        "bias",
+    ]
     rows = first_rows(table(experts)).values()
     assert [row.extra for row in rows if row.layout == "ep2"] == ["imported", ""]
     assert not any(row.extra == "imported" for row in table(model).values())
@@ -141,7 +171,8 @@ def test_only_models_with_experts_meet_layouts_and_rows_of_experts():
 def test_a_rounded_router_would_choose_other_experts_so_in_bf16_each_token_meets_all(tmp_path):
     model = model_of(*EXPERTS)
     chosen = {
-        p: build_job(model.command_line(Row("1", precision=p), tmp_path), 1).model for p in OVERRIDES["precision"]
+        p: build_job(model.command_line(Row("1", precision=p), tmp_path), 1).model
+        for p in OVERRIDES["precision"]
     }
     assert [flavor.top_k for flavor in chosen.values()] == [2, 2, 8, 8]
 
@@ -149,11 +180,17 @@ def test_a_rounded_router_would_choose_other_experts_so_in_bf16_each_token_meets
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "experts"])
 def test_every_row_is_a_valid_config(tmp_path, name):
     model = model_of(*(EXPERTS if name == "experts" else ["--model.name", name]))
-    assert [*model.layouts] == ([*ALL_LAYOUTS] if name == "experts" else without_experts(ALL_LAYOUTS))
+    assert [*model.layouts] == (
+        [*ALL_LAYOUTS] if name == "experts" else without_experts(ALL_LAYOUTS)
+    )
     for row in {*table(model).values(), *full_table(model).values()}:
         job = build_job(model.command_line(row, tmp_path), row.mesh.world)
         layout = replace(row.mesh, experts=name == "experts")
-        assert (job.layout, job.batch.total, job.batch.accumulation) == (layout, SAMPLES, int(row.accumulation))
+        assert (job.layout, job.batch.total, job.batch.accumulation) == (
+            layout,
+            SAMPLES,
+            int(row.accumulation),
+        )
         assert getattr(job.model, "dropout", 0.0) == 0.0 and not job.no_effect
     assert {"", *(row.extra for row in EXTRA)} == EXTRAS.keys()
 
@@ -187,7 +224,11 @@ def test_only_selects_rows_by_number_and_layout():
     assert [*selected(llama, rows, "tp2, 3")] == [1, 3, 5], "with their numbers in the whole table"
     assert [*selected(llama, rows, "dp2 x tp2")] == [4]
     assert [*selected(llama, rows, "1")] == [2], "the layout of one rank"
-    assert [*selected(llama, rows, "#1")] == [1] and [*selected(llama, rows, "#1, 1, 3")] == [1, 2, 3]
+    assert [*selected(llama, rows, "#1")] == [1] and [*selected(llama, rows, "#1, 1, 3")] == [
+        1,
+        2,
+        3,
+    ]
     for only, says in {
         "tp3,dp2": "no row tp3 (unknown)",
         "cp4": "cp4 (in --full only)",
@@ -199,10 +240,16 @@ def test_only_selects_rows_by_number_and_layout():
         assert says in str(caught.value)
 
 
-def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_not_fit(monkeypatch, capsys):
+def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_not_fit(
+    monkeypatch, capsys
+):
     monkeypatch.syspath_prepend(OUTSIDE)
     spec = get_model("parrot", "parrot")
-    rules = (*spec.rules(None)[1:], Rule("norm.bias", zeros, "norm"), Rule("layers.*.k_norm", ones, "norm"))
+    rules = (
+        *spec.rules(None)[1:],
+        Rule("norm.bias", zeros, "norm"),
+        Rule("layers.*.k_norm", ones, "norm"),
+    )
     register_model(replace(spec, rules=lambda c: rules))
     try:
         code = main(["verify", "--model.package=parrot", "--model.name=parrot"])
@@ -210,7 +257,11 @@ def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_no
         register_model(spec)
     out, err = capsys.readouterr()
     assert code == 2 and not out and err.count("does not cover") == 1
-    for fault in ("tok_embeddings.weight matches no row", "norm.bias matches no p", "layers.*.k_norm matches no p"):
+    for fault in (
+        "tok_embeddings.weight matches no row",
+        "norm.bias matches no p",
+        "layers.*.k_norm matches no p",
+    ):
         assert fault in err
 
 
@@ -224,9 +275,9 @@ def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatc
         "optim/grad_norm.py",
     } <= names
     monkeypatch.syspath_prepend(OUTSIDE)
-    assert {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")} <= source_files(
-        model_of("--model.package=parrot", "--model.name=parrot")
-    )
+    assert {
+        Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")
+    } <= source_files(model_of("--model.package=parrot", "--model.name=parrot"))
     (tmp_path / "alone.py").write_text("")
     (tmp_path / "beside.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -241,5 +292,7 @@ def test_a_full_run_continues_where_it_stopped_with_the_same_model(tmp_path):
     cache = ResultCache(tmp_path / "rows.jsonl", model_of())
     cache.add(Result(row, "gradient of x", 1e-12, rank=0, seconds=1.0))
     cache.add(Result(INDUCTOR[0], "gradient of x", 1.0, rank=0, seconds=1.0))
-    assert [*ResultCache(tmp_path / "rows.jsonl", model_of()).passed] == [row], "failed rows run again"
+    assert [*ResultCache(tmp_path / "rows.jsonl", model_of()).passed] == [row], (
+        "failed rows run again"
+    )
     assert not ResultCache(tmp_path / "rows.jsonl", model_of("--model.overrides.n_layers=2")).passed

@@ -1,4 +1,6 @@
-"""A model with rows that nothing splits has the numbers of one process on every layout, or the layout is refused."""
+"""A model with rows that nothing splits has the numbers of one process on every layout, or the
+layout is refused.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,26 @@ def argv_of(name: str, whole: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "whole", "degree", "why"),
     [
-        ("unsplit", ALL, "tensor", 'unsplit cannot be split: no row of its table has the role "embedding"'),
+        (
+            "unsplit",
+            ALL,
+            "tensor",
+            'unsplit cannot be split: no row of its table has the role "embedding"',
+        ),
         ("unsplit_gpt2", ["output*"], "tensor", ""),  # tied: the embedding is the head
         ("unsplit", ["output*"], "tensor", 'no row of its table has the role "head"'),
-        ("unsplit_gpt2", ATTENTION, "tensor", 'no row inside of layers.0.attention has the role "column"'),
-        ("unsplit_gpt2", ["layers.2.*"], "tensor", ""),  # matches no row: the table names no block by its number
+        (
+            "unsplit_gpt2",
+            ATTENTION,
+            "tensor",
+            'no row inside of layers.0.attention has the role "column"',
+        ),
+        (
+            "unsplit_gpt2",
+            ["layers.2.*"],
+            "tensor",
+            "",
+        ),  # matches no row: the table names no block by its number
         ("unsplit_moe", ["*experts*"], "tensor", ""),
         ("unsplit_moe", ["*experts*"], "expert", "the table of unsplit_moe small has no experts"),
         ("unsplit_moe", ["tok*"], "expert", ""),
@@ -34,7 +51,9 @@ def argv_of(name: str, whole: list[str]) -> list[str]:
 )
 def test_a_degree_that_would_split_nothing_is_refused_by_name(capsys, name, whole, degree, why):
     flavor = ["--model.flavor=small", f"--parallelism.{degree}_parallel_degree=2"]
-    code = main(["config", "--world", "2", "--training.local_batch_size=4", *argv_of(name, whole), *flavor])
+    code = main(
+        ["config", "--world", "2", "--training.local_batch_size=4", *argv_of(name, whole), *flavor]
+    )
     printed = capsys.readouterr().err
     assert (code, why in printed) == (2 if why else 0, True), printed
     if why:
@@ -57,13 +76,17 @@ def test_rows_that_nothing_splits_have_the_gradients_of_one_process(pool, name, 
     with row_runner(model, pool) as run:
         for layout in layouts:
             result = run(Row(layout, precision="float64"))
-            assert result.passed, f"{layout}: {result.what} {result.error:.1e} on rank {result.rank}"
+            assert result.passed, (
+                f"{layout}: {result.what} {result.error:.1e} on rank {result.rank}"
+            )
 
 
 @pytest.mark.long
 def test_verify_names_the_layouts_that_such_a_model_does_not_have(capsys):
     argv = argv_of("unsplit", ALL)
-    assert "kept whole" not in {row.extra for row in table(read_model(argv, {})).values()}  # that is every layout
+    assert "kept whole" not in {
+        row.extra for row in table(read_model(argv, {})).values()
+    }  # that is every layout
     assert main(["verify", *argv, "--only=tp2,dp2 x tp2"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert "tp2 (" in printed and 'no row of its table has the role "embedding"' in printed, printed

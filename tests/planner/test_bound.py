@@ -1,8 +1,8 @@
-"""The bound lies above every published speed; the estimate, calibrated on 8 GPUs, meets those of 128.
+"""The bound lies above every published speed; the estimate, calibrated on 8 GPUs, meets those of
+128.
 
-The recordings are formulas, because pipeline parallel, asynchronous tensor parallel and float8 cannot be rehearsed.
-`python -m tests.planner.test_bound` prints the table of docs/planning.md.
-"""
+The recordings are formulas, because pipeline parallel, asynchronous tensor parallel and float8
+cannot be rehearsed. `python -m tests.planner.test_bound` prints the table of docs/planning.md."""
 
 from __future__ import annotations
 
@@ -62,7 +62,17 @@ ROWS = (
     Row("70B, 256 GPUs, float8", 829, "70B", L70, 16, FLOAT8, "full"),
     Row("70B, 256 GPUs, float8, async TP", 876, "70B", L70, 16, FLOAT8, "full", note=ASYNC),
     Row("405B, 512 GPUs, float8, 1F1B", 100, "405B", L405, 32, FLOAT8, "full", note=PIPELINE),
-    Row("405B, 512 GPUs, float8, interleaved", 128, "405B", L405, 32, FLOAT8, "full", chunks=2, note=PIPELINE),
+    Row(
+        "405B, 512 GPUs, float8, interleaved",
+        128,
+        "405B",
+        L405,
+        32,
+        FLOAT8,
+        "full",
+        chunks=2,
+        note=PIPELINE,
+    ),
     Row("8B, 32 H200, compile, float8", 10938, "8B", Layout(dp_shard=32), 2, FLOAT8, gpu="h200"),
     Row("8B, 64 H200, compile, float8", 10753, "8B", Layout(dp_shard=64), 2, FLOAT8, gpu="h200"),
 )
@@ -84,19 +94,29 @@ def _operations(row: Row) -> Iterator[Operation]:
     weights = (attention + 3 * c.dim * c.hidden_dim) // layout.tp
     embedding = c.vocab_size * c.dim // layout.tp
     products, scores = 2 * weights * tokens, 4 * tokens * SEQUENCE * c.dim // layout.tp
-    every_second = 2 * tokens * c.dim * (c.n_kv_heads * c.head_dim + c.dim + c.hidden_dim) // layout.tp  # wk, wo, w3
+    every_second = (
+        2 * tokens * c.dim * (c.n_kv_heads * c.head_dim + c.dim + c.hidden_dim) // layout.tp
+    )  # wk, wo, w3
     layers, is_whole = c.n_layers // layout.pp, layout.pp == 1
     sequence_parallel = [
-        Operation("", 0, collective=Collective(kind, "tp", layout.tp, "bfloat16", 2 * tokens * c.dim))
+        Operation(
+            "", 0, collective=Collective(kind, "tp", layout.tp, "bfloat16", 2 * tokens * c.dim)
+        )
         for kind in ("all-gather", "reduce-scatter", "all-gather", "reduce-scatter")
         if layout.tp > 1
     ]
 
     def gather(phase: str, size: int) -> Operation:
-        return Operation(phase, 0, collective=Collective("all-gather", "dp_shard", layout.dp_shard, "", size))
+        return Operation(
+            phase, 0, collective=Collective("all-gather", "dp_shard", layout.dp_shard, "", size)
+        )
 
     def reduce(phase: str, size: int) -> Operation:
-        return Operation(phase, 0, collective=Collective("reduce-scatter", "dp_shard", layout.dp_shard, "", 4 * size))
+        return Operation(
+            phase,
+            0,
+            collective=Collective("reduce-scatter", "dp_shard", layout.dp_shard, "", 4 * size),
+        )
 
     def compute(phase: str, flops: float, dtype: str) -> Operation:
         return Operation(phase, 0, int(flops), dtype)
@@ -128,7 +148,9 @@ def _operations(row: Row) -> Iterator[Operation]:
     if is_whole:
         yield reduce("backward embedding", 2 * embedding)
     local = (weights * layers + 2 * embedding * is_whole) // layout.dp_shard
-    yield Operation("optimizer", 0, moved=4 * 7 * local)  # reads four float32 numbers a parameter, writes three
+    yield Operation(
+        "optimizer", 0, moved=4 * 7 * local
+    )  # reads four float32 numbers a parameter, writes three
 
 
 def speed(row: Row, hardware: Hardware | None = None) -> Speed:
@@ -140,7 +162,9 @@ def speed(row: Row, hardware: Hardware | None = None) -> Speed:
 
 
 def calibrated(rows: tuple[Row, ...], hardware: Hardware) -> Hardware:
-    """Return the hardware with the efficiencies at which the estimates of the rows are what was published."""
+    """Return the hardware with the efficiencies at which the estimates of the rows are what was
+    published.
+    """
     for row in rows:
         low, high = 0.01, 1.0
         while high - low > 1e-6:
@@ -148,19 +172,33 @@ def calibrated(rows: tuple[Row, ...], hardware: Hardware) -> Hardware:
             efficiencies = {**hardware.efficiencies, row.precision: Efficiency(share, "")}
             hardware = replace(hardware, efficiencies=efficiencies)
             found = speed(row, hardware)
-            low, high = (share, high) if found.tokens_per_gpu(found.estimate) < row.published else (low, share)
+            low, high = (
+                (share, high)
+                if found.tokens_per_gpu(found.estimate) < row.published
+                else (low, share)
+            )
     return hardware
 
 
 def table() -> list[str]:
     """Return the table of docs/planning.md."""
-    lines = ["| tokens/s and GPU | published | bound | share | estimate | error | |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| tokens/s and GPU | published | bound | share | estimate | error | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in ROWS:
         found = speed(row)
-        bound, estimate = (found.tokens_per_gpu(seconds) for seconds in (found.bound, found.estimate))
-        numbers = f"{row.published:,} | {bound:,.0f} | {row.published / bound:.2f} | {estimate:,.0f}"
+        bound, estimate = (
+            found.tokens_per_gpu(seconds) for seconds in (found.bound, found.estimate)
+        )
+        numbers = (
+            f"{row.published:,} | {bound:,.0f} | {row.published / bound:.2f} | {estimate:,.0f}"
+        )
         note = "calibrated on it" if row in CALIBRATION else row.note
-        lines.append(f"| {row.name} | {numbers} | {round(estimate / row.published - 1, 3) + 0.0:+.1%} | {note} |")
+        lines.append(
+            f"| {row.name} | {numbers} | "
+            f"{round(estimate / row.published - 1, 3) + 0.0:+.1%} | {note} |"
+        )
     return lines
 
 
@@ -188,7 +226,9 @@ def test_the_page_shows_every_row_with_its_error():
     assert "\n".join(table()) in page, "\n".join(table())
 
 
-@pytest.mark.parametrize(("recompute", "tp"), [("full", 2), pytest.param("op", 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("recompute", "tp"), [("full", 2), pytest.param("op", 1, marks=pytest.mark.long)]
+)
 def test_the_formulas_count_what_a_rehearsal_counts(monkeypatch, recompute, tp):
     monkeypatch.setitem(FLAVORS, "debugmodel", replace(FLAVORS["debugmodel"], n_layers=2))
     mode = "full" if recompute == "full" else "selective"
@@ -197,7 +237,8 @@ def test_the_formulas_count_what_a_rehearsal_counts(monkeypatch, recompute, tp):
     rehearsed = record_step(rehearsed_job)
     formula = recording_of(Row("", 1, "debugmodel", rehearsed_job.layout, 2, EAGER, recompute))
     assert flops_by_phase(rehearsed) == flops_by_phase(formula)
-    # titanlite gathers the embedding and the head apart, the embedding once more in backward; TorchTitan keeps both
+    # titanlite gathers the embedding and the head apart, the embedding once more in backward;
+    # TorchTitan keeps both
     beside_blocks = {("all-gather", "dp_shard"): 2, ("reduce-scatter", "dp_shard"): 1}
     beside_blocks |= {("all-gather", "tp"): 2 * (tp - 1), ("reduce-scatter", "tp"): 2 * (tp - 1)}
     for key, more in beside_blocks.items():
@@ -207,7 +248,9 @@ def test_the_formulas_count_what_a_rehearsal_counts(monkeypatch, recompute, tp):
 
 
 def number_of(recording: Recording, kind: str, dimension: str) -> int:
-    return sum(n for c, n in recording.collectives().items() if (c.kind, c.dimension) == (kind, dimension))
+    return sum(
+        n for c, n in recording.collectives().items() if (c.kind, c.dimension) == (kind, dimension)
+    )
 
 
 def flops_by_phase(recording: Recording) -> Counter[str]:
@@ -224,15 +267,45 @@ def collective(kind: str, dimension: str, ranks: int, size: int = 1600) -> Colle
 @pytest.mark.parametrize(
     ("layout", "found", "in_node", "link", "network"),
     [
-        (Layout(dp_shard=16), collective("all-gather", "dp_shard", 16), 8, 1400, 100),  # 1/2 of it over 8 NICs
+        (
+            Layout(dp_shard=16),
+            collective("all-gather", "dp_shard", 16),
+            8,
+            1400,
+            100,
+        ),  # 1/2 of it over 8 NICs
         (Layout(dp_shard=4), collective("reduce-scatter", "dp_shard", 4), 4, 1200, 0),
-        (Layout(dp_shard=2, tp=8), collective("all-gather", "dp_shard", 2), 1, 0, 800),  # 1/2 of it over one NIC
+        (
+            Layout(dp_shard=2, tp=8),
+            collective("all-gather", "dp_shard", 2),
+            1,
+            0,
+            800,
+        ),  # 1/2 of it over one NIC
         (Layout(dp_shard=2, tp=8), collective("all-gather", "tp", 8), 8, 1400, 0),
         (Layout(dp_shard=8, tp=4), collective("all-gather", "dp_shard", 8), 2, 800, 600),
-        (Layout(dp_replicate=2, dp_shard=8), collective("all-reduce", "dp_replicate", 2), 1, 0, 1600),
-        (Layout(dp_replicate=2, dp_shard=8), collective("all-reduce", "dp_replicate x dp_shard", 16), 8, 2800, 200),
+        (
+            Layout(dp_replicate=2, dp_shard=8),
+            collective("all-reduce", "dp_replicate", 2),
+            1,
+            0,
+            1600,
+        ),
+        (
+            Layout(dp_replicate=2, dp_shard=8),
+            collective("all-reduce", "dp_replicate x dp_shard", 16),
+            8,
+            2800,
+            200,
+        ),
         (Layout(dp_shard=2, tp=8), collective("broadcast", "world", 16), 8, 1400, 100),
-        (Layout(dp_shard=16), collective("all-gather", "dp_shard", 4), 4, 1200, 0),  # resharded to 4 ranks
+        (
+            Layout(dp_shard=16),
+            collective("all-gather", "dp_shard", 4),
+            4,
+            1200,
+            0,
+        ),  # resharded to 4 ranks
         (Layout(dp_shard=16), collective("all-to-all", "dp_shard", 16), 8, 700, 800),
     ],
 )
@@ -244,23 +317,35 @@ def test_traffic_follows_from_which_ranks_share_a_node(layout, found, in_node, l
 def test_the_bound_is_the_largest_of_compute_memory_links_and_network():
     layout, hardware = Layout(dp_shard=16), load_hardware("h100-80g")
     gather, update = collective("all-gather", "dp_shard", 16, 1 << 40), 10**9
-    steps = [Operation("forward 0", 0, 10**12, "bfloat16", 10**6), Operation("optimizer", 0, moved=update)]
+    steps = [
+        Operation("forward 0", 0, 10**12, "bfloat16", 10**6),
+        Operation("optimizer", 0, moved=update),
+    ]
     steps += [Operation("forward 0", 0, moved=10**15), Operation("forward 0", 0, collective=gather)]
     found = speed_of(Recording(steps, {}, {}), layout, hardware, 1)
     seconds = {term.resource: term.seconds for term in found.terms}
     near, far = (1 << 40) * 7 / 8 / 450e9, (1 << 40) / 2 / 8 / 50e9
     assert seconds == pytest.approx(
-        {"compute": 1e12 / 989e12, "GPU memory": (10**6 + update) / 3350e9, "node link": near, "network": far}
+        {
+            "compute": 1e12 / 989e12,
+            "GPU memory": (10**6 + update) / 3350e9,
+            "node link": near,
+            "network": far,
+        }
     )  # elementwise operations can be fused, so their traffic is not in a bound
     assert found.binding == "node link" and found.bound == pytest.approx(near)
-    reduced = Operation("backward 0", 0, collective=collective("all-reduce", "dp_shard", 16, 1 << 40))
+    reduced = Operation(
+        "backward 0", 0, collective=collective("all-reduce", "dp_shard", 16, 1 << 40)
+    )
     once = speed_of(Recording([reduced], {}, {}), layout, hardware, 1)
     assert once.bound == pytest.approx(near) and once.estimate == pytest.approx(2 * near / 0.8)
 
 
 def test_compute_waits_for_what_the_schedule_cannot_hide():
     layout, hardware = Layout(dp_shard=8), load_hardware("h100-80g")
-    unit = int(hardware.peak("bfloat16") * hardware.efficiencies["bfloat16"].share)  # FLOPs of a second of compute
+    unit = int(
+        hardware.peak("bfloat16") * hardware.efficiencies["bfloat16"].share
+    )  # FLOPs of a second of compute
     size = int(hardware.link_rate * 0.8 * 8 / 7)  # bytes of a gather or reduction of a second
 
     def step(gathered: float, computed: float, reduced: float) -> Speed:
@@ -268,7 +353,9 @@ def test_compute_waits_for_what_the_schedule_cannot_hide():
         gather = collective("all-gather", "dp_shard", 8, int(gathered * size))
         reduction = collective("reduce-scatter", "dp_shard", 8, int(reduced * size))
         for phase in ("forward 0", "forward 1", "backward 1", "backward 0"):
-            gathers = [Operation(phase, 0, collective=gather)]  # in backward one group ahead, as FSDP2 does
+            gathers = [
+                Operation(phase, 0, collective=gather)
+            ]  # in backward one group ahead, as FSDP2 does
             steps += gathers if phase != "backward 0" else []
             steps.append(Operation(phase, 0, awaits=True))
             steps += gathers if phase == "backward 1" else []
@@ -281,15 +368,20 @@ def test_compute_waits_for_what_the_schedule_cannot_hide():
     assert hidden.estimate == pytest.approx(4 + 0.5 + 0.25)  # the first gather, the last reduction
     assert hidden.exposed == pytest.approx({"dp_shard": 0.75})
     slow = step(2, 1, 0)
-    assert slow.estimate == pytest.approx(4 * 2 + 1) and slow.exposed == pytest.approx({"dp_shard": 5})
+    assert slow.estimate == pytest.approx(4 * 2 + 1) and slow.exposed == pytest.approx(
+        {"dp_shard": 5}
+    )
     assert hidden.tokens_per_gpu(2) == 500 and hidden.days(8000 * 86400, 2) == 2
     starts = [span.start for span in hidden.spans if span.lane == "gathers"]
-    assert starts == pytest.approx([0, 0.5, 1.5, 2.5], abs=1e-6)  # each when its predecessor was taken
+    assert starts == pytest.approx(
+        [0, 0.5, 1.5, 2.5], abs=1e-6
+    )  # each when its predecessor was taken
 
 
 def test_an_unknown_gpu_is_named_with_those_that_exist():
     with pytest.raises(
-        UserError, match=r"--gpu h100-80: unknown gpu; did you mean h100-80g\? --hardware adds others"
+        UserError,
+        match=r"--gpu h100-80: unknown gpu; did you mean h100-80g\? --hardware adds others",
     ):
         load_hardware("h100-80")
 
@@ -297,14 +389,21 @@ def test_an_unknown_gpu_is_named_with_those_that_exist():
 def test_a_file_adds_gpus_and_overrides_numbers(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        '[gpu.mine]\nwords = "X"\nmemory_gib = 24\nmemory = 1000\nnode = "box"\npeaks = { bfloat16 = 100 }\n'
-        '[node.box]\ngpus = 2\nlink = 10\nnics = 1\nnetwork = "1g"\nsource = "assumed"\n[network]\n1g = 0.125\n'
-        "[gpu.h100-80g]\nmemory_gib = 70\n[reserve]\ngib = 2\n"
+        '[gpu.mine]\nwords = "X"\nmemory_gib = 24\nmemory = 1000\nnode = "box"\n'
+        "peaks = { bfloat16 = 100 }\n"
+        '[node.box]\ngpus = 2\nlink = 10\nnics = 1\nnetwork = "1g"\nsource = "assumed"\n'
+        "[network]\n1g = 0.125\n[gpu.h100-80g]\nmemory_gib = 70\n[reserve]\ngib = 2\n"
     )
     mine = load_hardware("mine", [file])
-    assert mine.usable_bytes == 22 << 30 and mine.network_rate == 0.0625e9 and mine.peak("bfloat16") == 1e14
+    assert (
+        mine.usable_bytes == 22 << 30
+        and mine.network_rate == 0.0625e9
+        and mine.peak("bfloat16") == 1e14
+    )
     assert load_hardware("h100-80g", [file]).usable_bytes == 68 << 30
-    with pytest.raises(UserError, match="--gpu mine: its peak in float8 is not known, only in bfloat16"):
+    with pytest.raises(
+        UserError, match="--gpu mine: its peak in float8 is not known, only in bfloat16"
+    ):
         mine.peak("float8_e4m3fn")
     assert any("node box" in line for line in mine.assumptions([]))
 
@@ -316,19 +415,31 @@ def test_a_file_adds_gpus_and_overrides_numbers(tmp_path):
             'gpu.mine = { words = "X", memroy = 1 }',
             r"gpu\.mine: memory_gib.*: Field required; .*memroy = 1: Unexpected",
         ),
-        ('gpu.h200 = { memory_gib = "80" }', r"gpu\.h200: memory_gib = '80': Input should be a valid number"),
-        ("gpu.h200.peaks.bfloat16 = 0", r"gpu\.h200: peaks\.bfloat16 = 0: Input should be greater than 0"),
+        (
+            'gpu.h200 = { memory_gib = "80" }',
+            r"gpu\.h200: memory_gib = '80': Input should be a valid number",
+        ),
+        (
+            "gpu.h200.peaks.bfloat16 = 0",
+            r"gpu\.h200: peaks\.bfloat16 = 0: Input should be greater than 0",
+        ),
         (
             'efficiency.h200.link = { share = 5, source = "x" }',
             r"efficiency\.link: share = 5: Input .* less than or equal",
         ),
-        ('gpu.h200.node = "hgx"', r"gpu\.h200\.node hgx: unknown node; did you mean hgx-a100 or hgx-h100 "),
+        (
+            'gpu.h200.node = "hgx"',
+            r"gpu\.h200\.node hgx: unknown node; did you mean hgx-a100 or hgx-h100 ",
+        ),
         ("gpu.h200 = 80", r"mine\.toml: gpu\.h200 must be a table"),
         ("gpu = 80", r"mine\.toml: gpu must be a table"),
         ("efficiency.h200 = 0.5", r"mine\.toml: efficiency\.h200 must be a table"),
         ("gpus.h200.memory_gib = 80", r"mine\.toml: unknown table gpus; known: reserve, gpu"),
         ("network.400g = 0", r"network\.400g: 0: Input should be greater than 0"),
-        ("efficiency.h200.bfloat16 = 0.5", r"efficiency\.bfloat16: 0.5: Input should be a dictionary"),
+        (
+            "efficiency.h200.bfloat16 = 0.5",
+            r"efficiency\.bfloat16: 0.5: Input should be a dictionary",
+        ),
         ("gpu = ", "mine.toml: cannot be read as TOML"),
     ],
 )

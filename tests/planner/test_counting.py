@@ -1,4 +1,6 @@
-"""The counting, compared with what is known by hand: rehearsals and their comparison with processes rely on it."""
+"""The counting, compared with what is known by hand: rehearsals and their comparison with processes
+rely on it.
+"""
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,9 @@ def test_bytes_are_those_of_storages_while_they_live_and_as_they_are_resized():
         torch.ones(KIB, dtype=torch.uint8)
 
     live = [operation.live for operation in counted(Layout(), step).operations]
-    assert live == [KIB, 2 * KIB, 3 * KIB, KIB], "of ones, of the sum, of ones after the resizing, of the end"
+    assert live == [KIB, 2 * KIB, 3 * KIB, KIB], (
+        "of ones, of the sum, of ones after the resizing, of the end"
+    )
 
 
 def test_an_operation_has_the_flops_and_the_traffic_of_its_matrices():
@@ -39,14 +43,22 @@ def test_an_operation_has_the_flops_and_the_traffic_of_its_matrices():
         (a @ b).t()
 
     *_, matmul, _ = counted(Layout(), step).operations
-    assert (matmul.flops, matmul.dtype, matmul.moved) == (2 * 8 * 16 * 4, "float32", 4 * (8 * 16 + 16 * 4 + 8 * 4))
+    assert (matmul.flops, matmul.dtype, matmul.moved) == (
+        2 * 8 * 16 * 4,
+        "float32",
+        4 * (8 * 16 + 16 * 4 + 8 * 4),
+    )
 
 
 def test_a_collective_has_the_dimensions_that_its_group_spans_and_the_bytes_of_the_whole_tensor():
     def step(mesh):
         shard = torch.ones(KIB, dtype=torch.uint8)
         for name in ("dp_replicate", "dp_shard", "tp"):
-            dist.all_gather([torch.empty_like(shard), torch.empty_like(shard)], shard, mesh.world.get_group(name))
+            dist.all_gather(
+                [torch.empty_like(shard), torch.empty_like(shard)],
+                shard,
+                mesh.world.get_group(name),
+            )
         dist.all_reduce(shard, group=mesh.loss)
         dist.all_reduce(shard)
 

@@ -1,4 +1,6 @@
-"""A step of a deep model, or of a large batch, from rehearsals of two small ones: equal at every operation."""
+"""A step of a deep model, or of a large batch, from rehearsals of two small ones: equal at every
+operation.
+"""
 
 import dataclasses
 
@@ -12,8 +14,22 @@ from titanlite.planner.rehearse import record_step
 AC = "--activation_checkpoint."
 TECHNIQUES = [
     (["--training.mixed_precision_param=bfloat16", AC + "mode=selective"], 2),
-    (["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2", AC + "mode=full"], 4),
-    (["--parallelism.fsdp_blocks_per_group=2", AC + "mode=selective", AC + "selective_ac_option=2"], 2),
+    (
+        [
+            "--parallelism.tensor_parallel_degree=2",
+            "--model.overrides.n_kv_heads=2",
+            AC + "mode=full",
+        ],
+        4,
+    ),
+    (
+        [
+            "--parallelism.fsdp_blocks_per_group=2",
+            AC + "mode=selective",
+            AC + "selective_ac_option=2",
+        ],
+        2,
+    ),
     (["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"], 2),
 ]
 ACCUMULATING = ["--training.global_batch_size=20", "--training.loss_chunks=4"]
@@ -37,7 +53,10 @@ def test_five_micro_batches_are_planned_from_three():
 @pytest.mark.parametrize(("flags", "world"), TECHNIQUES)
 def test_batches_of_two_and_three_give_a_batch_of_five(flags, world):
     two = job([*TINY, "--model.overrides.n_layers=3", *flags], world)
-    of = [dataclasses.replace(two, batch=dataclasses.replace(two.batch, local=size)) for size in (2, 3, 5)]
+    of = [
+        dataclasses.replace(two, batch=dataclasses.replace(two.batch, local=size))
+        for size in (2, 3, 5)
+    ]
     few, more, five = map(record_step, of)
     assert extrapolate(few, more, 3) == five
 

@@ -55,7 +55,9 @@ def test_what_is_not_rehearsed_is_refused_by_name(flags, named):
 
 
 def test_static_bytes_of_the_skeleton_are_those_of_a_step():
-    kept = job([*TINY, "--parallelism.fsdp_keep_whole=['*norm*']", "--model.overrides.vocab_size=257"], 2)
+    kept = job(
+        [*TINY, "--parallelism.fsdp_keep_whole=['*norm*']", "--model.overrides.vocab_size=257"], 2
+    )
     counted, found = record_step(kept).static, static_bytes(kept)
     steps = 4 * 21  # Adam's count of steps, a float32 for each parameter
     assert found == {**counted, "optimizer": counted["optimizer"] - steps}

@@ -1,4 +1,6 @@
-"""The page of a plan: one file with every number of the plan in a table, and also under the mouse."""
+"""The page of a plan: one file with every number of the plan in a table, and also under the
+mouse.
+"""
 
 import json
 import re
@@ -34,14 +36,20 @@ def step(layers: int, micro_batches: int) -> Recording:
     operations, bytes_kept = [], 3 * GIB
 
     def add(phase: str, activations: int, flops: int) -> None:
-        by_kind = dict.fromkeys(KINDS, 0) | {"parameters": GIB, "optimizer": 2 * GIB, "activations": activations}
+        by_kind = dict.fromkeys(KINDS, 0) | {
+            "parameters": GIB,
+            "optimizer": 2 * GIB,
+            "activations": activations,
+        }
         gathers = [("all-gather", "dp_shard", 4, GIB // 8), ("all-gather", "tp", 2, GIB // 100)]
         reductions = [("reduce-scatter", "dp_shard", 4, GIB // 8)] * phase.startswith("backward")
         alive = {"live": bytes_kept + activations, "by_kind": tuple(by_kind.values())}
         for kind, dimension, ranks, size in gathers:
             collective = Collective(kind, dimension, ranks, "bfloat16", size)
             operations.append(Operation(phase, **alive, collective=collective))
-        operations.append(Operation(phase, **alive, flops=flops, dtype="bfloat16", moved=GIB, awaits=True))
+        operations.append(
+            Operation(phase, **alive, flops=flops, dtype="bfloat16", moved=GIB, awaits=True)
+        )
         for kind, dimension, ranks, size in reductions:
             collective = Collective(kind, dimension, ranks, "float32", size)
             operations.append(Operation(phase, **alive, collective=collective))
@@ -56,8 +64,13 @@ def step(layers: int, micro_batches: int) -> Recording:
     return Recording(operations, static, static | {"gradients": 0, "activations": 3 * GIB})
 
 
-def plan(layers: int = 4, micro_batches: int = 1, world: int = 8, usable: float = 75.1, *options: str) -> Plan:
-    planned, recording = job([*TINY, *MESH, DESCRIBED, *options], world), step(layers, micro_batches)
+def plan(
+    layers: int = 4, micro_batches: int = 1, world: int = 8, usable: float = 75.1, *options: str
+) -> Plan:
+    planned, recording = (
+        job([*TINY, *MESH, DESCRIBED, *options], world),
+        step(layers, micro_batches),
+    )
     h100 = load_hardware("h100-80g")
     hardware = replace(h100, gpu=replace(h100.gpu, memory_gib=usable + h100.reserve.gib))
     speed = speed_of(recording, planned.layout, hardware, tokens_per_step=10**6)
@@ -67,7 +80,10 @@ def plan(layers: int = 4, micro_batches: int = 1, world: int = 8, usable: float 
 def tables_of(page: str) -> dict[str | None, list[list[Any]]]:
     """Return the cells of a page's tables: exact values of numbers, texts of others."""
     found = map(ElementTree.fromstring, re.findall(r"<table .*?</table>", page, re.DOTALL))
-    return {table.get("id"): [[*map(cell, row)] for row in table.iterfind("tbody/tr")] for table in found}
+    return {
+        table.get("id"): [[*map(cell, row)] for row in table.iterfind("tbody/tr")]
+        for table in found
+    }
 
 
 def cell(element: ElementTree.Element) -> Any:
@@ -80,7 +96,8 @@ def assert_tables_say(page: str, plan: Plan) -> None:
     found = plan.to_json()
     tables, memory, speed = tables_of(page), found["memory"], found["speed"]
     phases = [
-        [phase["phase"], phase["live"], *(phase["by_kind"][kind] for kind in STACK)] for phase in memory["phases"]
+        [phase["phase"], phase["live"], *(phase["by_kind"][kind] for kind in STACK)]
+        for phase in memory["phases"]
     ]
     assert [[row[0], *row[3:]] for row in tables["phases"]] == phases
     kinds = [(kind, memory["at_peak"][kind], memory["static"].get(kind, 0)) for kind in KINDS]
@@ -93,7 +110,9 @@ def assert_tables_say(page: str, plan: Plan) -> None:
     assert [row[:6] for row in tables["communication"]] == [
         [row[key] for key in keys] for row in found["communication"]
     ]
-    assert {row[0]: row[6] for row in tables["communication"] if row[6] == row[6]} == speed["exposed"]
+    assert {row[0]: row[6] for row in tables["communication"] if row[6] == row[6]} == speed[
+        "exposed"
+    ]
     rates = "seconds", "tokens_per_second_per_gpu", "mfu_percent", "days"
     assert [row[1:] for row in tables["speed"]] == [
         [speed[way][key] for way in ("bound", "estimate")] for key in rates
@@ -116,7 +135,9 @@ def test_the_tables_have_every_number_of_the_plan(tmp_path):
     assert all(text in page for text in (*made.speed.assumptions, *made.assumptions))
     times = [(row[1], row[2]) for row in tables_of(page)["phases"]]
     assert times[0][0] > 0 and sum(times[-1]) == pytest.approx(made.speed.estimate)
-    assert all(start + takes == pytest.approx(after) for (start, takes), (after, _) in pairwise(times))
+    assert all(
+        start + takes == pytest.approx(after) for (start, takes), (after, _) in pairwise(times)
+    )
 
 
 def test_a_page_needs_no_script_and_no_other_file_and_text_of_a_config_is_inert(tmp_path):
@@ -143,7 +164,9 @@ def test_a_page_of_a_deep_model_on_many_gpus_with_accumulation_stays_small(tmp_p
     assert path.stat().st_size < 500_000
     rows = tables_of(page)["phases"]
     assert 200 <= len(rows) <= 400
-    assert max(row[3] for row in rows) == made.recording.peak  # neighbors that share a row show the fuller one
+    assert (
+        max(row[3] for row in rows) == made.recording.peak
+    )  # neighbors that share a row show the fuller one
     assert sum(row[2] for row in rows) == pytest.approx(made.speed.estimate - rows[0][1])
 
 
@@ -156,11 +179,18 @@ def test_a_page_that_cannot_be_written_is_one_clear_line(tmp_path):
 def browser() -> Iterator[Any]:
     """Return a headless Chromium."""
     add = "python3 scripts/environment.py --browser installs it"
-    playwright = pytest.importorskip("playwright.sync_api", reason=f"the package playwright is missing; {add}")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason=f"the package playwright is missing; {add}"
+    )
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         pytest.skip(f"no Chromium is installed; {add}")
-    flags = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
+    flags = (
+        "--no-sandbox --disable-gpu --disable-background-networking "
+        "--disable-component-update --disable-sync"
+    )
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=chromium, args=flags.split())
         yield running
@@ -173,9 +203,13 @@ def rehearsed() -> Plan:
 
 
 @pytest.mark.long
-def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(browser, rehearsed, tmp_path):
+def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(
+    browser, rehearsed, tmp_path
+):
     path, _ = written(rehearsed, tmp_path)
-    context = browser.new_context(java_script_enabled=False, viewport={"width": 1280, "height": 900})
+    context = browser.new_context(
+        java_script_enabled=False, viewport={"width": 1280, "height": 900}
+    )
     page, requests = context.new_page(), []
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
@@ -191,9 +225,16 @@ def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(browser,
     for hit, phase in zip(hits, rehearsed.to_json()["memory"]["phases"], strict=True):
         first, *alive = shown(hit).splitlines()
         assert first == f"{phase['phase']}: {phase['live'] / GIB:,.2f} GiB"
-        assert {*alive[:-1]} == {f"{kind}: {n / GIB:,.2f} GiB" for kind, n in phase["by_kind"].items() if n}
-    longest = max(page.locator("#speed-picture .hit").all(), key=lambda hit: hit.bounding_box()["width"])
-    taken = {f"{row[0]}: from {row[1]:.3f} s for {row[2]:.3f} s" for row in tables_of(page.content())["phases"]}
+        assert {*alive[:-1]} == {
+            f"{kind}: {n / GIB:,.2f} GiB" for kind, n in phase["by_kind"].items() if n
+        }
+    longest = max(
+        page.locator("#speed-picture .hit").all(), key=lambda hit: hit.bounding_box()["width"]
+    )
+    taken = {
+        f"{row[0]}: from {row[1]:.3f} s for {row[2]:.3f} s"
+        for row in tables_of(page.content())["phases"]
+    }
     assert shown(longest) in taken
     squares = page.locator("#mesh-picture rect:not(.node)").all()
     assert shown(squares[5]) == "rank 5: dp_replicate 1 of 2, dp_shard 0 of 2, tp 1 of 2"
@@ -202,11 +243,15 @@ def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(browser,
 
 
 @pytest.mark.long
-def test_a_page_is_no_wider_than_its_window_and_dark_mode_has_a_dark_page(browser, rehearsed, tmp_path):
+def test_a_page_is_no_wider_than_its_window_and_dark_mode_has_a_dark_page(
+    browser, rehearsed, tmp_path
+):
     path, _ = written(rehearsed, tmp_path)
     brightness = {}
     for scheme in "light", "dark":
-        page = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900}).new_page()
+        page = browser.new_context(
+            color_scheme=scheme, viewport={"width": 1280, "height": 900}
+        ).new_page()
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
         color = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")

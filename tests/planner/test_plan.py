@@ -25,13 +25,17 @@ def plan_of(peak: int, *options: str, tokens: float = 0) -> Plan:
     """Return the plan of a hand-made recording on 16 ranks, 4 of which share parameters."""
     planned = job([*TINY, "--parallelism.data_parallel_replicate_degree=4", *options], world=16)
     operations = [
-        Operation("forward 0", peak // 2, collective=GATHER, by_kind=(0, peak // 2, 0, 0, 0, 0, 0, 0)),
+        Operation(
+            "forward 0", peak // 2, collective=GATHER, by_kind=(0, peak // 2, 0, 0, 0, 0, 0, 0)
+        ),
         Operation("forward 0", peak // 3, flops=10**12, dtype="bfloat16", moved=GIB),
         Operation("head", peak, flops=10**12, dtype="bfloat16", moved=GIB),
         Operation("backward 0", peak // 2, collective=GATHER),
         Operation("backward 0", peak // 2, collective=SUM),
     ]
-    recording = Recording(operations, {"parameters": GIB}, {"parameters": GIB, "logits": peak - GIB})
+    recording = Recording(
+        operations, {"parameters": GIB}, {"parameters": GIB, "logits": peak - GIB}
+    )
     hardware = load_hardware("h100-80g")
     speed = speed_of(recording, planned.layout, hardware, planned.batch.total * 16)
     return Plan(planned, hardware, recording, speed, flops_per_token=10**9, tokens=tokens)
@@ -42,7 +46,10 @@ def test_the_verdict_leaves_the_reserve_free():
     assert plan_of(usable).fits and not plan_of(usable + 1).fits
     assert "It fits" in report(plan_of(usable)) and "It does not fit" in report(plan_of(usable + 1))
     text = report(plan_of(usable))
-    assert "  assumed:\n    4 GiB of the GPU stay free for CUDA, NCCL and fragments (not measured)\n" in text
+    assert (
+        "  assumed:\n    4 GiB of the GPU stay free for CUDA, NCCL and fragments (not measured)\n"
+        in text
+    )
     assert text.count("assumed") == text.count("  assumed:\n"), "once above each list"
 
 
@@ -61,7 +68,10 @@ def test_a_compiled_block_is_planned_as_an_upper_bound():
     assert "at most" not in report(plan_of(50 * GIB))
     assert "at most 50.00" in report(plan_of(50 * GIB, "--compile.enable"))
     assert (
-        plan_of(50 * GIB, "--compile.enable", "--compile.components=['loss']").to_json()["memory"]["at_most"] is False
+        plan_of(50 * GIB, "--compile.enable", "--compile.components=['loss']").to_json()["memory"][
+            "at_most"
+        ]
+        is False
     )
     assert "It may not fit" in report(plan_of(90 * GIB, "--compile.enable"))
     assert "It does not fit" in report(plan_of(90 * GIB)) and "missing" in report(plan_of(90 * GIB))
@@ -74,10 +84,17 @@ def test_the_json_has_everything_that_is_shown():
     memory = found["memory"]
     assert (memory["peak"], memory["moment"], memory["fits"]) == (50 * GIB, "head", True)
     assert [phase["phase"] for phase in memory["phases"]] == ["forward 0", "head", "backward 0"]
-    assert memory["phases"][0]["live"] == 25 * GIB and memory["phases"][0]["by_kind"]["gathered"] == 25 * GIB
+    assert (
+        memory["phases"][0]["live"] == 25 * GIB
+        and memory["phases"][0]["by_kind"]["gathered"] == 25 * GIB
+    )
     assert sum(row["bytes"] for row in found["communication"]) == 7 * GIB
     bound, estimate = found["speed"]["bound"], found["speed"]["estimate"]
-    assert bound.keys() == estimate.keys() == {"seconds", "tokens_per_second_per_gpu", "mfu_percent", "days"}
+    assert (
+        bound.keys()
+        == estimate.keys()
+        == {"seconds", "tokens_per_second_per_gpu", "mfu_percent", "days"}
+    )
     assert 0 < bound["seconds"] <= estimate["seconds"] and bound["days"] > 0
     tokens_per_second = found["job"]["tokens_per_step"] / bound["seconds"]
     assert bound["tokens_per_second_per_gpu"] == pytest.approx(tokens_per_second / 16)
@@ -87,7 +104,9 @@ def test_the_json_has_everything_that_is_shown():
 def test_a_gpu_is_recognized_by_its_name_and_memory():
     assert recognize("NVIDIA H100 80GB HBM3", 85 * 10**9) == "h100-80g"
     assert recognize("NVIDIA H100 PCIe", 85 * 10**9) == "h100-pcie"
-    assert recognize("NVIDIA H100 NVL", None) == "h100-nvl"  # although an H100 with less memory is known
+    assert (
+        recognize("NVIDIA H100 NVL", None) == "h100-nvl"
+    )  # although an H100 with less memory is known
     assert recognize("NVIDIA A100-SXM4-40GB", 42 * 10**9) == "a100-40g"
     assert recognize("NVIDIA A100-SXM4-80GB", 85 * 10**9) == "a100-80g"
     assert recognize("NVIDIA GeForce RTX 4090", 24 << 30) == ""
@@ -99,18 +118,31 @@ def test_a_gpu_is_recognized_by_its_name_and_memory():
         ([], "this machine has no NVIDIA GPU; --gpu names one to plan for: h100-nvl"),
         (
             ["--gpu", "h100"],
-            "--gpu h100: unknown gpu; did you mean h100-nvl or h100-pcie or h100-80g or h100-96g? --hardware",
+            "--gpu h100: unknown gpu; "
+            "did you mean h100-nvl or h100-pcie or h100-80g or h100-96g? --hardware",
         ),
         (["--gpu", "rtx"], "--gpu rtx: unknown gpu; known: h100-nvl, h100-pcie, "),
         (["--gpu", "h100-80g", "--tokens", "many"], "--tokens: must be a number > 0"),
         (["--gpu", "h100-80g", "--out", "best.toml"], "--out belongs to --search"),
         (["--gpu", "h100-80g", "--measure", "2"], "--measure belongs to --search"),
         (["--gpu", "h100-80g", "--search", "--json"], "show one plan"),
-        (["--selftest", "--world", "2"], "--selftest plans its own small models: remove the other options"),
-        (["--gpu", "h100-80g", "--hardware", "/nowhere.toml"], "/nowhere.toml: cannot be read: No such file"),
-        (["--gpu", "h100-80g", "--html", "/nowhere/plan.html"], "plan.html: there is no folder /nowhere"),
+        (
+            ["--selftest", "--world", "2"],
+            "--selftest plans its own small models: remove the other options",
+        ),
+        (
+            ["--gpu", "h100-80g", "--hardware", "/nowhere.toml"],
+            "/nowhere.toml: cannot be read: No such file",
+        ),
+        (
+            ["--gpu", "h100-80g", "--html", "/nowhere/plan.html"],
+            "plan.html: there is no folder /nowhere",
+        ),
         (["--gpu", "h100-80g", "--wrld", "8"], "did you mean --world?"),
-        (["--gpu", "h100-80g", "--training.enable_cpu_offload"], "not planned: training.enable_cpu_offload"),
+        (
+            ["--gpu", "h100-80g", "--training.enable_cpu_offload"],
+            "not planned: training.enable_cpu_offload",
+        ),
         (["--gpu", "h100-80g", "--parallelism.tensor_parallel_degree=3"], "3 does not divide"),
     ],
 )
@@ -137,13 +169,29 @@ def test_405b_on_512_gpus_takes_30_cpu_seconds_and_4_gib_at_most():
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, out
     assert usage.ru_maxrss < 4 << 20  # KiB
-    assert "llama3 405B on 512 h100-80g GPUs: dp_shard 64 x tp 8" in out and "It fits" in out and "at most" in out
+    assert (
+        "llama3 405B on 512 h100-80g GPUs: dp_shard 64 x tp 8" in out
+        and "It fits" in out
+        and "at most" in out
+    )
 
 
 @pytest.mark.long
-def test_what_a_search_writes_is_a_config_to_lay_over_and_the_best_can_be_measured(tmp_path, capsys):
+def test_what_a_search_writes_is_a_config_to_lay_over_and_the_best_can_be_measured(
+    tmp_path, capsys
+):
     given, best = [*TINY, "--world", "2"], tmp_path / "best.toml"
-    search = ["--gpu", "h100-80g", "--search", "--max-seconds", "5", "--measure", "1", "--out", str(best)]
+    search = [
+        "--gpu",
+        "h100-80g",
+        "--search",
+        "--max-seconds",
+        "5",
+        "--measure",
+        "1",
+        "--out",
+        str(best),
+    ]
     assert main(["plan", *given, *search, "--training.global_batch_size=8"]) == 0
     (header, first, *_) = capsys.readouterr().out.splitlines()[1:]
     assert "measured s" in header and float(first.split()[2]) > 0

@@ -1,4 +1,6 @@
-"""What `titanlite plan --search` tries, what it rules out, and what is proposed where a config does not fit."""
+"""What `titanlite plan --search` tries, what it rules out, and what is proposed where a config does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,56 @@ from titanlite.planner.hardware import GIB, Hardware, load_hardware
 from titanlite.planner.search import Found, changed, changes, measured, overlay, search
 from titanlite.planner.tables import search_table
 
-SMALL = [*TINY, "--model.overrides.n_kv_heads=2", "--training.global_batch_size=8", "--training.seq_len=64"]
+SMALL = [
+    *TINY,
+    "--model.overrides.n_kv_heads=2",
+    "--training.global_batch_size=8",
+    "--training.seq_len=64",
+]
 
 
 def hardware_of(usable: int) -> Hardware:
     """Return a GPU with so many bytes for a step."""
     h100 = load_hardware("h100-80g")
-    return replace(h100, gpu=replace(h100.gpu, memory_gib=usable / GIB), reserve=replace(h100.reserve, gib=0))
+    return replace(
+        h100, gpu=replace(h100.gpu, memory_gib=usable / GIB), reserve=replace(h100.reserve, gib=0)
+    )
 
 
 def llama(name: str, world: int, *files: str) -> Job:
-    return job_from(parse_command_line(["--config", name, *files], {}), world=world, training=True, device="cuda")
+    return job_from(
+        parse_command_line(["--config", name, *files], {}),
+        world=world,
+        training=True,
+        device="cuda",
+    )
 
 
 def test_a_search_tries_only_what_the_rules_allow_and_keeps_the_global_batch():
     given = job([*SMALL, "--training.global_batch_size=-1"], 4)
-    tried = [other for settings in searching._space(given, hardware_of(GIB)) if (other := changed(given, settings))]
+    tried = [
+        other
+        for settings in searching._space(given, hardware_of(GIB))
+        if (other := changed(given, settings))
+    ]
     assert {other.layout.tp for other in tried} == {1, 2}  # 4 do not divide 2 heads
-    assert {other.batch.total for other in tried} == {8} and {other.layout.world for other in tried} == {4}
-    assert {other.config.activation_checkpoint.mode for other in tried} == {"none", "selective", "full"}
+    assert {other.batch.total for other in tried} == {8} and {
+        other.layout.world for other in tried
+    } == {4}
+    assert {other.config.activation_checkpoint.mode for other in tried} == {
+        "none",
+        "selective",
+        "full",
+    }
     assert {other.layout.dp_replicate for other in tried} == {1, 2, 4}
     assert {other.batch.accumulation for other in tried} == {1, 2, 4}
 
 
 def test_nothing_is_rehearsed_that_the_state_of_training_alone_rules_out():
     found = search(job(SMALL, 4), hardware_of(1000), max_seconds=1000)
-    assert not found.best and [what for what, number in found.counts.items() if number] == ["ruled out"]
+    assert not found.best and [what for what, number in found.counts.items() if number] == [
+        "ruled out"
+    ]
 
 
 def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
@@ -50,7 +76,11 @@ def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():
     assert least
     for more in ({searching.RECOMPUTE: "none"}, {searching.LOCAL: 2}, {searching.RESHARD: "never"}):
         other = changed(least, more)
-        assert other and searching._needs_no_less(other, least) and not searching._needs_no_less(least, other)
+        assert (
+            other
+            and searching._needs_no_less(other, least)
+            and not searching._needs_no_less(least, other)
+        )
     mixed = changed(least, {searching.LOCAL: 2, searching.CHUNKS: 8})
     assert mixed and not searching._needs_no_less(mixed, least)
 
@@ -66,7 +96,9 @@ def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
     )
     best = found.best[0]
     (tmp_path / "best.toml").write_text(overlay(best.settings))
-    line = parse_command_line(["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {})
+    line = parse_command_line(
+        ["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {}
+    )
     laid_over = job_from(line, world=2, training=True)
     expected = changed(job(SMALL, 2), best.settings)
     assert expected and (laid_over.layout, laid_over.batch) == (expected.layout, expected.batch)
@@ -76,21 +108,35 @@ def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
 
 def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_column(found):
     given, hardware = job(SMALL, 4), load_hardware("h100-80g")
-    space = [other for settings in searching._space(given, hardware) if (other := changed(given, settings))]
+    space = [
+        other
+        for settings in searching._space(given, hardware)
+        if (other := changed(given, settings))
+    ]
     best = [replace(found.best[0], job=other) for other in space]
-    table = search_table(Found(best, {"rehearsed": 2, "ruled out": 0, "not reached in time": 0}), hardware, 4)
+    table = search_table(
+        Found(best, {"rehearsed": 2, "ruled out": 0, "not reached in time": 0}), hardware, 4
+    )
     assert len({row[-1] for row in table.rows}) == len(space) > 30
     assert "replicate2 dp2, batch 1, selective, kept, 8 chunks" in {row[-1] for row in table.rows}
     above, _, assumed = str(table).partition("  assumed:\n")
     assert max(map(len, above.splitlines())) <= 100
     assert (
-        "reached" not in above and "ruled out" not in above and "measured" not in above and "assumed" not in assumed
+        "reached" not in above
+        and "ruled out" not in above
+        and "measured" not in above
+        and "assumed" not in assumed
     )
     timed = Found(
-        [replace(best[0], measured=0.25), *best], {"rehearsed": 2, "ruled out": 1, "not reached in time": 7}
+        [replace(best[0], measured=0.25), *best],
+        {"rehearsed": 2, "ruled out": 1, "not reached in time": 7},
     )
     text = str(search_table(timed, hardware, 4))
-    assert "measured s" in text and " 0.250 " in text and "2 rehearsed, 1 ruled out, 7 not reached in time" in text
+    assert (
+        "measured s" in text
+        and " 0.250 " in text
+        and "2 rehearsed, 1 ruled out, 7 not reached in time" in text
+    )
 
 
 def _without_batch(argv: list[str]) -> list[str]:
@@ -112,7 +158,9 @@ def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew(
     everything = search(given, load_hardware("h100-80g"), max_seconds=1000, most=1000)
     assert [what for what, number in everything.counts.items() if number] == ["rehearsed"]
     facts = searching._Facts(given, load_hardware("h100-80g"))
-    assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best), "what rules out"
+    assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best), (
+        "what rules out"
+    )
     estimates = [candidate.speed.estimate for candidate in everything.best]
     assert estimates == sorted(estimates) and len(estimates) == everything.counts["rehearsed"]
     peaks = sorted(candidate.peak for candidate in everything.best)
@@ -142,5 +190,7 @@ def test_changes_are_rehearsed_and_fit():
 @pytest.mark.long
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), load_hardware("h100-80g"))
-    assert [change.option.split()[-2:] for change in found] == [["--world", n] for n in ("2", "4", "8")]
+    assert [change.option.split()[-2:] for change in found] == [
+        ["--world", n] for n in ("2", "4", "8")
+    ]
     assert found[0].peak > found[1].peak > found[2].peak

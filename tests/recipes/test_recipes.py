@@ -1,4 +1,6 @@
-"""The recipes for schedulers are what these schedulers read; ./scripts/recipes_check.sh has their packages."""
+"""The recipes for schedulers are what these schedulers read; ./scripts/recipes_check.sh has their
+packages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_shellcheck_has_no_remark():
         ROOT / "run_train.sh",
         ROOT / ".ci" / "run",
     ]
-    done = subprocess.run(["shellcheck", "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -41,7 +45,11 @@ def paths(value: Any, prefix: str = "") -> set[tuple[str, Any]]:
     if isinstance(value, dict):
         return {path for key, inner in value.items() for path in paths(inner, f"{prefix}.{key}")}
     if isinstance(value, list):
-        return {path for number, inner in enumerate(value) for path in paths(inner, f"{prefix}.{number}")}
+        return {
+            path
+            for number, inner in enumerate(value)
+            for path in paths(inner, f"{prefix}.{number}")
+        }
     return {(prefix, value)}
 
 
@@ -54,7 +62,12 @@ def test_jobset_knows_every_field_of_the_recipe():
 def test_kubernetes_takes_the_job_of_the_jobset():
     validate = pytest.importorskip("kubernetes_validate", reason=REASON)
     (replicated,) = jobset()["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **replicated["template"]}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "node"},
+        **replicated["template"],
+    }
     validate.validate(job, validate.latest_version(), strict=True)
 
 
@@ -70,9 +83,14 @@ def test_the_jobset_agrees_with_itself_and_with_the_exit_codes():
     name = recipe["metadata"]["name"]
     assert environ["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
     rules = {
-        rule["action"]: rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+        rule["action"]: rule["onExitCodes"]
+        for rule in job["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
     }
-    assert rules["Ignore"]["values"] == [STOPPED, CUT_SHORT] and rules["FailJob"]["values"] == [REFUSED, GIVEN_UP]
+    assert rules["Ignore"]["values"] == [STOPPED, CUT_SHORT] and rules["FailJob"]["values"] == [
+        REFUSED,
+        GIVEN_UP,
+    ]
     assert {rule["containerName"] for rule in rules.values()} == {pod["containers"][0]["name"]}
 
 
@@ -94,7 +112,17 @@ def test_torchx_starts_a_launcher_on_each_node(scheduler, tmp_path):
         *config,
         component,
     ]
-    job = ["--image", "titanlite", "--nodes", "2", "--", "--config", "llama_8b.toml", "--model.freeze", '["a b"]']
+    job = [
+        "--image",
+        "titanlite",
+        "--nodes",
+        "2",
+        "--",
+        "--config",
+        "llama_8b.toml",
+        "--model.freeze",
+        '["a b"]',
+    ]
     done = subprocess.run([*command, *job], cwd=tmp_path, capture_output=True, text=True)
     request = done.stdout.partition("=== SCHEDULER REQUEST ===")[2]
     assert done.returncode == 0, done.stderr

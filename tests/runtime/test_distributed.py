@@ -1,4 +1,6 @@
-"""Timeouts of collectives reach every group but the excluded one; what a rank sets up before it joins its job."""
+"""Timeouts of collectives reach every group but the excluded one; what a rank sets up before it
+joins its job.
+"""
 
 import os
 import resource
@@ -27,7 +29,9 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
-    """Set a timeout; return those of all groups, that of the excluded group, and how many groups FSDP2 made."""
+    """Set a timeout; return those of all groups, that of the excluded group, and how many groups
+    FSDP2 made.
+    """
     mesh, checkpoints = build_mesh(layout, "cpu"), dist.new_group(timeout=timedelta(seconds=1800))
     before = len(torch_private.process_groups())
     if mesh.fsdp.size() == 4:  # resharding to two of four ranks takes groups of its own
@@ -35,7 +39,11 @@ def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
     groups = [group for group in torch_private.process_groups() if group is not checkpoints]
     assert isinstance(checkpoints, dist.ProcessGroup)
     set_collective_timeout(77, excluded=checkpoints)
-    return {timeout_of(group) for group in groups}, timeout_of(checkpoints), len(groups) + 1 - before
+    return (
+        {timeout_of(group) for group in groups},
+        timeout_of(checkpoints),
+        len(groups) + 1 - before,
+    )
 
 
 def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
@@ -47,13 +55,18 @@ def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
 
 
 def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[bool, float]]]:
-    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when they changed,
-    and to what."""
+    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when
+    they changed, and to what."""
     argv = "--comm.init_timeout_seconds=123 --fault.stall_seconds=150 --checkpoint.enable"
     argv += " --parallelism.fsdp_reshard_after_forward=2"
     run = trainer([*TINY, *argv.split()], folder)
-    groups = [group for group in torch_private.process_groups() if group is not run.checkpoints.group]
-    initial, of_checkpoints = {timeout_of(group) for group in groups}, timeout_of(run.checkpoints.group)
+    groups = [
+        group for group in torch_private.process_groups() if group is not run.checkpoints.group
+    ]
+    initial, of_checkpoints = (
+        {timeout_of(group) for group in groups},
+        timeout_of(run.checkpoints.group),
+    )
     run.step = 1  # so that, as after most resumes, the first step is not logged
     take_step, taken, changed = run.train_step, Path(folder) / "taken", []
 
@@ -73,16 +86,24 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tupl
     return initial, of_checkpoints, changed
 
 
-def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(pool, tmp_path):
+def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(
+    pool, tmp_path
+):
     for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
-        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, "also of the groups that FSDP2 makes"
+        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, (
+            "also of the groups that FSDP2 makes"
+        )
         assert of_checkpoints == timedelta(seconds=1800 + WATCH_SECONDS)
-        assert changed == [(True, 150)], "only when rank 1 had taken the step too; 100 would be too soon"
+        assert changed == [(True, 150)], (
+            "only when rank 1 had taken the step too; 100 would be too soon"
+        )
 
 
 @pytest.fixture
 def environ(monkeypatch, tmp_path):
-    """Return a function that gives the variables and the limit of open files with which a rank joins its job."""
+    """Return a function that gives the variables and the limit of open files with which a rank
+    joins its job.
+    """
 
     def join(**variables: str) -> tuple[dict[str, str], int]:
         found: list[tuple[dict[str, str], int]] = []
@@ -95,7 +116,9 @@ def environ(monkeypatch, tmp_path):
             patch.setattr(dist, "init_process_group", init)
             patch.setattr(dist, "destroy_process_group", lambda: None)
             patch.setattr(os, "environ", {"PATH": "/bin", **variables})
-            with process_group(RankInfo(0, 1, 0, "h"), torch.device("cuda", 0), Comm(), tmp_path, {}):
+            with process_group(
+                RankInfo(0, 1, 0, "h"), torch.device("cuda", 0), Comm(), tmp_path, {}
+            ):
                 pass
         return found[0]
 
@@ -103,13 +126,24 @@ def environ(monkeypatch, tmp_path):
 
 
 def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(environ, tmp_path):
-    """With the names that torch 2.11 to 2.15 read first, and the error handling that a record needs."""
+    """With the names that torch 2.11 to 2.15 read first, and the error handling that a record
+    needs.
+    """
     variables, _ = environ(TORCH_NCCL_ASYNC_ERROR_HANDLING="1")  # as torch's elastic agent sets it
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert variables["TORCH_FR_BUFFER_SIZE"] == "20000" and variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert (
+        variables["TORCH_FR_BUFFER_SIZE"] == "20000"
+        and variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    )
     assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "comm_traces" / "rank_")
-    assert not {name for name in variables if name.startswith(("TORCH_NCCL_TRACE", "TORCH_NCCL_DEBUG"))}
-    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_FR_BUFFER_SIZE": "5", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert not {
+        name for name in variables if name.startswith(("TORCH_NCCL_TRACE", "TORCH_NCCL_DEBUG"))
+    }
+    own = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_FR_BUFFER_SIZE": "5",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
     own |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine", "PATH": "/bin"}
     assert environ(**own)[0] == own, "a newer name would replace what the older one says"
 

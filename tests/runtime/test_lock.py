@@ -1,4 +1,6 @@
-"""One run a folder: a second process is refused and told who holds it, until the holders have really ended."""
+"""One run a folder: a second process is refused and told who holds it, until the holders have
+really ended.
+"""
 
 import errno
 import fcntl
@@ -31,8 +33,12 @@ time.sleep(60)
 
 @contextmanager
 def holder(action: str, path: Path):
-    """Yield a process that holds a lock and has forked a child; the child survives a kill of the process."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, action, str(path)], stdout=subprocess.PIPE, text=True)
+    """Yield a process that holds a lock and has forked a child; the child survives a kill of the
+    process.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, action, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout
     child = int(process.stdout.readline())
     try:
@@ -49,11 +55,14 @@ def impatient(monkeypatch):
     monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.2)
 
 
-def test_a_folder_is_in_use_until_launcher_and_rank_0_have_ended_however_they_end(tmp_path, monkeypatch):
+def test_a_folder_is_in_use_until_launcher_and_rank_0_have_ended_however_they_end(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "run" / lock.RUN_LOCK
     with holder("take", path) as launcher, holder("join", path) as rank_0:
         says = (
-            f"a folder is in use by another run: pid {launcher.pid} on .* since .*, its rank 0 is pid {rank_0.pid};"
+            f"a folder is in use by another run: pid {launcher.pid} on .* since .*, "
+            f"its rank 0 is pid {rank_0.pid};"
         )
         for dies in (launcher, rank_0):
             with pytest.raises(UserError, match=says):
@@ -75,12 +84,17 @@ def fail(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named_and_the_run_starts(number, tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_named_and_the_run_starts(
+    number, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(fcntl, "lockf", lambda file, mode: fail(number))
     path = tmp_path / lock.RUN_LOCK
     lock.take(path, "a folder")
     out = capsys.readouterr().err
-    assert out.startswith("titanlite: a folder: the file system has no locks (") and out.count("\n") == 1
+    assert (
+        out.startswith("titanlite: a folder: the file system has no locks (")
+        and out.count("\n") == 1
+    )
     lock.join(path)
     assert not lock.works_on(path)
 
@@ -108,7 +122,9 @@ def test_commands_keep_out_of_folders_that_another_process_writes(tmp_path, caps
         ):
             assert main(list(map(str, words))) == 2
             assert " is in use by another run: pid " in capsys.readouterr().err
-        assert main(["checkpoint", "rm", "--dry-run", "--force", str(step)]) == 0, "nothing is written"
+        assert main(["checkpoint", "rm", "--dry-run", "--force", str(step)]) == 0, (
+            "nothing is written"
+        )
     assert step.exists() and not shards.exists()
     assert main(["data", "prepare", str(text), "--out", str(shards)]) == 0
     assert main(["checkpoint", "rm", "--force", str(step)]) == 0

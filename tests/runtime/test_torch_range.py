@@ -1,4 +1,6 @@
-"""pyproject.toml has the one range of torch versions: an older torch is refused, a newer one warns."""
+"""pyproject.toml has the one range of torch versions: an older torch is refused, a newer one
+warns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def check(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
 
 @pytest.mark.parametrize("installed", ["2.10.1", "1.13.1+cu117"])
 def test_an_older_torch_is_refused(monkeypatch, installed):
-    with pytest.raises(UserError, match=f"torch {re.escape(installed)} is too old: titanlite needs torch<2.16"):
+    with pytest.raises(
+        UserError, match=f"torch {re.escape(installed)} is too old: titanlite needs torch<2.16"
+    ):
         check(monkeypatch, installed)
 
 
@@ -30,7 +34,10 @@ def test_an_older_torch_is_refused(monkeypatch, installed):
 def test_a_newer_torch_warns_in_one_line(monkeypatch, capsys, installed):
     check(monkeypatch, installed)
     warning = capsys.readouterr().err
-    assert f"torch {installed} is newer than any that was tested" in warning and warning.count("\n") == 1
+    assert (
+        f"torch {installed} is newer than any that was tested" in warning
+        and warning.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("installed", ["2.11.0", "2.13.0+cpu", "2.15.0"])

@@ -29,8 +29,13 @@ PROFILED = ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--tra
 
 
 def trace(path, *events: tuple[str, str, int, int, int], device: bool) -> None:
-    """Write a trace of events (category, name, thread or stream, start, duration), times in microseconds."""
-    dicts = [dict(zip(("cat", "name", "tid", "ts", "dur"), event, strict=True)) | {"ph": "X"} for event in events]
+    """Write a trace of events (category, name, thread or stream, start, duration), times in
+    microseconds.
+    """
+    dicts = [
+        dict(zip(("cat", "name", "tid", "ts", "dur"), event, strict=True)) | {"ph": "X"}
+        for event in events
+    ]
     path.write_text(json.dumps({"traceEvents": dicts, "deviceProperties": [{}] if device else []}))
 
 
@@ -41,7 +46,13 @@ def test_on_a_gpu_communication_counts_while_nothing_is_computed(tmp_path):
         ("user_annotation", "data", 1, 0, 50),  # the device is idle in the first 50
         ("kernel", "nvjet_tst_128x256", 7, 100, 200),
         ("kernel", "flash_fwd_kernel", 7, 300, 100),
-        ("kernel", "ncclDevKernel_AllGather_RING_LL", 9, 200, 300),  # 100 of 300 exposed: 400 to 500
+        (
+            "kernel",
+            "ncclDevKernel_AllGather_RING_LL",
+            9,
+            200,
+            300,
+        ),  # 100 of 300 exposed: 400 to 500
         ("kernel", "elementwise_kernel<add>", 7, 500, 100),
         ("gpu_user_annotation", "optimizer", 7, 700, 200),
         ("kernel", "multi_tensor_apply_kernel", 7, 700, 150),
@@ -51,8 +62,8 @@ def test_on_a_gpu_communication_counts_while_nothing_is_computed(tmp_path):
     )
     breakdown = read(tmp_path / "gpu.json")
     expected = {
-        MATMUL: 200, ATTENTION: 100, OTHER: 100, SHARDING: 0, NORM: 0, OPTIMIZER: 200, COMMUNICATION: 100,
-        DATA: 50, HOST: 250,
+        MATMUL: 200, ATTENTION: 100, OTHER: 100, SHARDING: 0, NORM: 0, OPTIMIZER: 200,
+        COMMUNICATION: 100, DATA: 50, HOST: 250,
     }  # fmt: skip
     assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
     assert round(1e6 * breakdown.hidden) == 200 and breakdown.step == 1e-3
@@ -79,8 +90,8 @@ def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
     )
     breakdown = read(tmp_path / "cpu.json")
     expected = {
-        MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90, COMMUNICATION: 90, DATA: 0,
-        HOST: 620,
+        MATMUL: 60, ATTENTION: 100, OTHER: 40, SHARDING: 0, NORM: 0, OPTIMIZER: 90,
+        COMMUNICATION: 90, DATA: 0, HOST: 620,
     }  # fmt: skip
     assert {kind: round(1e6 * seconds) for kind, seconds in breakdown.kinds.items()} == expected
 
@@ -96,7 +107,13 @@ def test_on_a_cpu_waiting_for_what_other_ranks_send_is_communication(tmp_path):
         ("user_annotation", "gloo:recv", 1, 505, 195),  # waited for until 700
         ("cpu_op", "aten::mm", 1, 720, 80),
         ("cpu_op", "c10d::alltoall_base_", 1, 800, 10),
-        ("user_annotation", "gloo:all_to_all", 2, 805, 95),  # in a thread of gloo, waited for until 900
+        (
+            "user_annotation",
+            "gloo:all_to_all",
+            2,
+            805,
+            95,
+        ),  # in a thread of gloo, waited for until 900
         ("cpu_op", "aten::mm", 1, 920, 30),
         device=False,
     )
@@ -132,7 +149,10 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
     pool.run(slow_data, str(tmp_path), world=2)
     for rank in range(2):
         breakdown = read(tmp_path / f"profile_traces/step-5/rank-{rank}.json")
-        assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9 and min(breakdown.kinds.values()) >= 0
+        assert (
+            abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9
+            and min(breakdown.kinds.values()) >= 0
+        )
         assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
         assert breakdown.kinds[DATA] >= 0.05
 

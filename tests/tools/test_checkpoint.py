@@ -1,4 +1,6 @@
-"""`titanlite checkpoint …` and `generate` on a checkpoint of another mesh, in one process without process groups."""
+"""`titanlite checkpoint …` and `generate` on a checkpoint of another mesh, in one process without
+process groups.
+"""
 
 import json
 import math
@@ -40,10 +42,16 @@ MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> Path:
-    """A run of FSDP 2 x tensor parallel 2 with step-1, step-2 and step-3, which validates at the end."""
+    """A run of FSDP 2 x tensor parallel 2 with step-1, step-2 and step-3, which validates at the
+    end.
+    """
     folder = tmp_path_factory.mktemp("tools")
     (folder / "held.txt").write_text(TEXT)
-    held_out = ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={folder}/held.txt"]
+    held_out = [
+        "--validation.enable",
+        "--validation.dataset=text",
+        f"--validation.dataset_path={folder}/held.txt",
+    ]
     pool.run(run_until, [*SAVING, *MESH, *held_out], str(folder), world=4)
     return folder
 
@@ -73,8 +81,16 @@ def test_ls_shows_steps_meshes_and_damage(run, tool):
     code, out = tool("checkpoint", "ls", run)
     rows = out.splitlines()
     assert code == 0 and len(rows) == 4
-    assert "dp_shard 2, tp 2" in rows[1] and rows[1].endswith("complete") and rows[3].endswith("complete")
-    assert rows[2].startswith("step-2") and "damaged: " in rows[2] and "__1_0.distcp: 5 bytes" in rows[2]
+    assert (
+        "dp_shard 2, tp 2" in rows[1]
+        and rows[1].endswith("complete")
+        and rows[3].endswith("complete")
+    )
+    assert (
+        rows[2].startswith("step-2")
+        and "damaged: " in rows[2]
+        and "__1_0.distcp: 5 bytes" in rows[2]
+    )
     code, out = tool("checkpoint", "ls", run / "checkpoint", "--full")
     assert "damaged" in out.splitlines()[1] and out.splitlines()[3].endswith("verified")
 
@@ -99,7 +115,9 @@ def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
     for rank in pool.run(run_until, [*SAVING, *MESH, "--training.steps=4"], str(run), world=4):
         assert rank["begun"] == 3 and f"skipping checkpoint: {said}" in rank["log"]
     assert steps_in(run) == ["step-1", "step-2", "step-3", "step-4"]
-    assert (next(run.glob("previous/*")) / "checkpoint/step-9/manifest.json").exists(), "moved, not deleted"
+    assert (next(run.glob("previous/*")) / "checkpoint/step-9/manifest.json").exists(), (
+        "moved, not deleted"
+    )
 
 
 def starts(argv: list[str], folders: list[str]) -> list[tuple[int, list[str]]]:
@@ -112,11 +130,22 @@ def starts(argv: list[str], folders: list[str]) -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize("content", ["missing", "empty", "another step's", "a folder"])
-def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(saved, tool, tmp_path, pool, content):
-    names = ["manifest.json", "config.toml", "state.json", "environment.json", ".metadata", "__0_0.distcp"]
+def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(
+    saved, tool, tmp_path, pool, content
+):
+    names = [
+        "manifest.json",
+        "config.toml",
+        "state.json",
+        "environment.json",
+        ".metadata",
+        "__0_0.distcp",
+    ]
     if content == "another step's":  # some are the same in both
         first, second = (saved / f"checkpoint/step-{step}" for step in (2, 3))
-        names = [name for name in names if (first / name).read_bytes() != (second / name).read_bytes()]
+        names = [
+            name for name in names if (first / name).read_bytes() != (second / name).read_bytes()
+        ]
     folders = []
     for name in names:
         run = Path(shutil.copytree(saved, tmp_path / name))
@@ -126,19 +155,36 @@ def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(saved
         if content == "a folder":
             file.mkdir()
         elif content != "missing":
-            file.write_bytes(b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes())
-        hidden = content == "another step's" and name == "__0_0.distcp"  # it has the same size: every byte is read
-        for words in (("ls", run), ("ls", run, "--full"), ("verify", run), ("show", run / "checkpoint/step-3")):
+            file.write_bytes(
+                b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes()
+            )
+        hidden = (
+            content == "another step's" and name == "__0_0.distcp"
+        )  # it has the same size: every byte is read
+        for words in (
+            ("ls", run),
+            ("ls", run, "--full"),
+            ("verify", run),
+            ("show", run / "checkpoint/step-3"),
+        ):
             code, out = tool("checkpoint", *words)
             if words[1:] == (run,) and words[0] == "ls" and hidden:
                 continue
             if words[0] != "show" or not hidden:
                 assert code == {"ls": 0, "verify": 1, "show": 2}[words[0]], (name, words, out)
-                assert "step-3" in out and (name in out or "a copy of step 2" in out), (name, words, out)
-    for name, (step, log) in zip(names, pool.run(starts, [*SAVING, *MESH[:1]], folders, world=1)[0], strict=True):
+                assert "step-3" in out and (name in out or "a copy of step 2" in out), (
+                    name,
+                    words,
+                    out,
+                )
+    for name, (step, log) in zip(
+        names, pool.run(starts, [*SAVING, *MESH[:1]], folders, world=1)[0], strict=True
+    ):
         (line,) = [line for line in log if line.startswith("skipping checkpoint: ")]
         assert step == 2 and "step-3" in line and (name in line or "a copy of step 2" in line), line
-        assert any("later checkpoints (3) are now in" in line for line in log), "its number is free again"
+        assert any("later checkpoints (3) are now in" in line for line in log), (
+            "its number is free again"
+        )
 
 
 def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, tool, pool, tmp_path):
@@ -149,7 +195,10 @@ def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, to
         shutil.move(path, archive / path.name)
         path.symlink_to(archive / path.name)
     before = {path: path.stat().st_size for path in archive.rglob("*")}
-    assert tool("checkpoint", "rm", run / "checkpoint/step-1") == (0, f"removed {run}/checkpoint/step-1\n")
+    assert tool("checkpoint", "rm", run / "checkpoint/step-1") == (
+        0,
+        f"removed {run}/checkpoint/step-1\n",
+    )
     argv = [*SAVING, *MESH, "--checkpoint.keep_latest_k=1", "--training.steps=4"]
     assert pool.run(run_until, argv, str(run), world=4)[0]["begun"] == 3, "a link is resumed"
     assert steps_in(run) == ["step-4"] and [*(run / "checkpoint").glob(".*")] == []
@@ -158,7 +207,9 @@ def test_of_a_linked_step_the_link_is_removed_and_the_target_stays_whole(run, to
 
 
 def test_no_deletion_follows_a_link_at_any_level(run, pool, tmp_path):
-    """The dump folder, the checkpoints' folder, a step, a file of a step, what killed saves left, earlier files."""
+    """The dump folder, the checkpoints' folder, a step, a file of a step, what killed saves left,
+    earlier files.
+    """
     archive = tmp_path / "archive"
 
     def move(path: Path) -> None:
@@ -168,7 +219,10 @@ def test_no_deletion_follows_a_link_at_any_level(run, pool, tmp_path):
         shutil.move(path, target)
         path.symlink_to(target)
 
-    left = [f"checkpoint/{name}" for name in (".step-7.0123abcd.staging", ".step-8.deleted", "hf-step-4")]
+    left = [
+        f"checkpoint/{name}"
+        for name in (".step-7.0123abcd.staging", ".step-8.deleted", "hf-step-4")
+    ]
     for name in (*left, "checkpoint/.hf-step-4.replaced", "previous"):
         (run / name).mkdir()
         (run / name / "kept").touch()
@@ -180,10 +234,20 @@ def test_no_deletion_follows_a_link_at_any_level(run, pool, tmp_path):
     shutil.move(run / "checkpoint", disk)
     (run / "checkpoint").symlink_to(disk)
     (tmp_path / "entry").symlink_to(run)
-    argv = [*SAVING, *MESH, "--checkpoint.keep_latest_k=1", "--training.steps=4", "--checkpoint.last_save_in_hf"]
+    argv = [
+        *SAVING,
+        *MESH,
+        "--checkpoint.keep_latest_k=1",
+        "--training.steps=4",
+        "--checkpoint.last_save_in_hf",
+    ]
     assert pool.run(run_until, argv, f"{tmp_path}/entry", world=4)[0]["begun"] == 3
     assert sorted(path.name for path in disk.iterdir()) == ["hf-step-4", "latest", "step-4"]
-    assert (run / "checkpoint").is_symlink() and (run / "previous").is_symlink() and (tmp_path / "entry").is_symlink()
+    assert (
+        (run / "checkpoint").is_symlink()
+        and (run / "previous").is_symlink()
+        and (tmp_path / "entry").is_symlink()
+    )
     assert {path: path.read_bytes() for path in archive.rglob("*") if path.is_file()} == before
 
 
@@ -199,7 +263,9 @@ def test_a_checkpoint_of_torch_is_recognized_with_the_way_across(tool, tmp_path)
         export,
     ):
         code, out = tool("checkpoint", *words)
-        assert code in (1, 2) and "torch's DCP format" in out and "checkpoint.last_save_in_hf" in out, (words, out)
+        assert (
+            code in (1, 2) and "torch's DCP format" in out and "checkpoint.last_save_in_hf" in out
+        ), (words, out)
         assert "is not a complete checkpoint" not in out
 
 
@@ -219,11 +285,16 @@ def test_diff_names_the_first_tensors_that_differ(saved, run, tool):
     assert code == 0 and "the same" in out
     code, out = tool("checkpoint", "diff", saved / "checkpoint/step-2", saved)
     assert code == 1 and "model.layers.0.attention.wk.weight" in out and "numbers, by" in out
-    assert len(out.splitlines()) == 12 and "63 of 63 tensors differ, and 21 of the optimizer's scalars" in out
+    assert (
+        len(out.splitlines()) == 12
+        and "63 of 63 tensors differ, and 21 of the optimizer's scalars" in out
+    )
 
 
 def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
-    left, foreign = (tmp_path / f".{name}.0123abcd.staging" for name in ("hf", "hfx"))  # by a kill; by another export
+    left, foreign = (
+        tmp_path / f".{name}.0123abcd.staging" for name in ("hf", "hfx")
+    )  # by a kill; by another export
     left.mkdir()
     foreign.mkdir()
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
@@ -237,10 +308,17 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     assert after.keys() == {name for name in before if name.startswith("model.")}
     assert all(torch.equal(after[name], before[name]) for name in after)
     assert tool("checkpoint", "verify", tmp_path / "back")[0] == 0
-    assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 2, "a folder is never overwritten"
+    assert tool("checkpoint", "export", saved, tmp_path / "hf")[0] == 2, (
+        "a folder is never overwritten"
+    )
     assert tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)[0] == 2
     code, out = tool(
-        "checkpoint", "import", tmp_path / "hf", tmp_path / "other", *flags, "--model.overrides.n_layers=3"
+        "checkpoint",
+        "import",
+        tmp_path / "hf",
+        tmp_path / "other",
+        *flags,
+        "--model.overrides.n_layers=3",
     )
     assert (
         code == 2
@@ -253,20 +331,47 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
 def test_what_is_written_follows_the_umask(tool, tmp_path, umask):
-    """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards, plots, plans."""
+    """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards,
+    plots, plans.
+    """
     before = os.umask(umask)
     try:
-        traces = ["--profiling.enable_profiling", "--profiling.profile_freq=2", "--profiling.profiler_warmup=0"]
-        argv = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf", "--metrics.enable_tensorboard", *traces]
+        traces = [
+            "--profiling.enable_profiling",
+            "--profiling.profile_freq=2",
+            "--profiling.profiler_warmup=0",
+        ]
+        argv = [
+            *TINY,
+            "--checkpoint.enable",
+            "--checkpoint.last_save_in_hf",
+            "--metrics.enable_tensorboard",
+            *traces,
+        ]
         assert train(argv, tmp_path / "run", NGPU="1")[0] == 0
         (tmp_path / "a.txt").write_text(TEXT)
         for words in (
             ("checkpoint", "export", tmp_path / "run", tmp_path / "hf"),
-            ("checkpoint", "export", tmp_path / "run", tmp_path / "plain", "--format", "safetensors"),
+            (
+                "checkpoint",
+                "export",
+                tmp_path / "run",
+                tmp_path / "plain",
+                "--format",
+                "safetensors",
+            ),
             ("data", "prepare", tmp_path / "a.txt", "--out", tmp_path / "shards"),
             ("plot", tmp_path / "run", "--out", tmp_path / "plot.png"),
             ("plot", tmp_path / "run", "--out", tmp_path / "plot.html"),
-            ("plan", "--config", "debug.toml", "--world=1", "--gpu=h100-80g", "--html", tmp_path / "plan.html"),
+            (
+                "plan",
+                "--config",
+                "debug.toml",
+                "--world=1",
+                "--gpu=h100-80g",
+                "--html",
+                tmp_path / "plan.html",
+            ),
         ):
             code, out = tool(*words)
             assert code == 0, out
@@ -274,7 +379,18 @@ def test_what_is_written_follows_the_umask(tool, tmp_path, umask):
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     kinds = {path.suffix for path in files}
-    assert kinds >= {".safetensors", ".distcp", ".log", ".jsonl", ".json", ".toml", ".bin", ".npy", ".png", ".html"}
+    assert kinds >= {
+        ".safetensors",
+        ".distcp",
+        ".log",
+        ".jsonl",
+        ".json",
+        ".toml",
+        ".bin",
+        ".npy",
+        ".png",
+        ".html",
+    }
     assert [path for path in files if path.stat().st_mode & 0o777 != 0o666 & ~umask] == []
 
 
@@ -287,13 +403,20 @@ def test_exported_weights_follow_the_umask(saved, tool, tmp_path):
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
 
 
-def test_an_export_is_of_the_model_that_was_trained_though_its_flavor_was_edited(saved, tool, tmp_path, monkeypatch):
+def test_an_export_is_of_the_model_that_was_trained_though_its_flavor_was_edited(
+    saved, tool, tmp_path, monkeypatch
+):
     edited = replace(llama3.FLAVORS["debugmodel"], rope_theta=5.0)
     monkeypatch.setitem(llama3.FLAVORS, "debugmodel", edited)
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
-    assert code == 0 and json.loads((tmp_path / "hf/config.json").read_text())["rope_theta"] == 10000.0
+    assert (
+        code == 0 and json.loads((tmp_path / "hf/config.json").read_text())["rope_theta"] == 10000.0
+    )
     code, out = tool("generate", "--config", saved / "config.toml", "--tokens", "1")
-    assert code == 2 and "model.overrides.rope_theta: 10000.0 in the checkpoint, 5.0 in this run" in out
+    assert (
+        code == 2
+        and "model.overrides.rope_theta: 10000.0 in the checkpoint, 5.0 in this run" in out
+    )
 
 
 def test_an_import_names_a_folder_that_is_not_there_or_has_no_model(tool, tmp_path):
@@ -306,8 +429,15 @@ def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):
     tool("checkpoint", "export", saved, tmp_path / "hf")
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
-    argv = [*TINY, *MESH, f"--checkpoint.initial_load_path={tmp_path}/back", "--model.overrides.rope_theta=2e4"]
-    argv += ["--checkpoint.exclude_from_loading=['model.overrides.rope_theta']"]  # on purpose, a longer wavelength
+    argv = [
+        *TINY,
+        *MESH,
+        f"--checkpoint.initial_load_path={tmp_path}/back",
+        "--model.overrides.rope_theta=2e4",
+    ]
+    argv += [
+        "--checkpoint.exclude_from_loading=['model.overrides.rope_theta']"
+    ]  # on purpose, a longer wavelength
     found = pool.run(run_until, argv, str(tmp_path / "run"), 0, world=4)
     assert f"loaded weights from {tmp_path}/back/step-0" in found[0]["log"]
 
@@ -316,26 +446,43 @@ def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
     for step in (1, 2, 3):
         flip(run / f"checkpoint/step-{step}/__0_0.distcp", 5000)
     code, out = tool("checkpoint", "export", run, tmp_path / "hf")
-    assert code == 2 and "nothing was exported" in out and "__0_0.distcp" in out and not (tmp_path / "hf").exists()
+    assert (
+        code == 2
+        and "nothing was exported" in out
+        and "__0_0.distcp" in out
+        and not (tmp_path / "hf").exists()
+    )
 
 
 def test_a_model_without_hugging_face_names_is_exported_as_safetensors(pool, tool, tmp_path):
     pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
-    code, out = tool("checkpoint", "export", tmp_path, tmp_path / "out", "--model.package", "parrot")
+    code, out = tool(
+        "checkpoint", "export", tmp_path, tmp_path / "out", "--model.package", "parrot"
+    )
     assert code == 2 and "parrot has no Hugging Face names" in out and "--format safetensors" in out
     with pytest.raises(UserError, match='--model.package parrot, in Python package="parrot"'):
         titanlite.load(tmp_path)
     assert titanlite.load(tmp_path, package="parrot")[0]
     code, out = tool(
-        "checkpoint", "export", tmp_path, tmp_path / "out", "--format", "safetensors", "--dtype=bfloat16"
+        "checkpoint",
+        "export",
+        tmp_path,
+        tmp_path / "out",
+        "--format",
+        "safetensors",
+        "--dtype=bfloat16",
     )
     assert code == 0, out
     from safetensors.torch import load_file
 
     found = load_file(next((tmp_path / "out").glob("*.safetensors")))
     expected = load_tensors(tmp_path / "checkpoint/step-3")
-    assert found.keys() == {name.removeprefix("model.") for name in expected if name.startswith("model.")}
-    assert all(torch.equal(tensor, expected[f"model.{name}"].bfloat16()) for name, tensor in found.items())
+    assert found.keys() == {
+        name.removeprefix("model.") for name in expected if name.startswith("model.")
+    }
+    assert all(
+        torch.equal(tensor, expected[f"model.{name}"].bfloat16()) for name, tensor in found.items()
+    )
 
 
 def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkeypatch):
@@ -344,8 +491,16 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
     folder = run / "checkpoint/step-3"
     config = (folder / "config.toml").read_text().replace('package = ""', 'package = "stranger"')
     plant(folder, "config.toml", config.encode())
-    for words in (("export", folder, tmp_path / "hf"), ("show", folder), ("ls", run), ("diff", folder, folder), ()):
-        code, out = tool("checkpoint", *words) if words else tool("generate", "--checkpoint", folder)
+    for words in (
+        ("export", folder, tmp_path / "hf"),
+        ("show", folder),
+        ("ls", run),
+        ("diff", folder, folder),
+        (),
+    ):
+        code, out = (
+            tool("checkpoint", *words) if words else tool("generate", "--checkpoint", folder)
+        )
         assert not (tmp_path / "ran").exists()
         if words[:1] in (("export",), ()):
             assert code == 2 and "imported only if you name it: --model.package stranger" in out
@@ -353,16 +508,27 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
 
 def test_rm_keeps_the_last_complete_checkpoint_and_the_last_that_can_be_resumed(run, tool):
     root = run / "checkpoint"
-    assert tool("checkpoint", "rm", root / "step-3", "--dry-run")[0] == 0 and len(steps_in(run)) == 3
+    assert (
+        tool("checkpoint", "rm", root / "step-3", "--dry-run")[0] == 0 and len(steps_in(run)) == 3
+    )
     manifest = read_manifest(root / "step-3")
     (root / "step-3/manifest.json").write_bytes(replace(manifest, weights_only=True).render())
     code, out = tool("checkpoint", "rm", root / "step-2", root / "step-1")
     assert code == 2 and "no checkpoint that can be resumed left" in out and len(steps_in(run)) == 3
     code, out = tool("checkpoint", "rm", root / "step-3")
-    assert code == 0 and steps_in(run) == ["step-1", "step-2"] and (root / "latest").read_text() == "step-2\n"
+    assert (
+        code == 0
+        and steps_in(run) == ["step-1", "step-2"]
+        and (root / "latest").read_text() == "step-2\n"
+    )
     os.truncate(root / "step-1/state.json", 3)
     code, out = tool("checkpoint", "rm", root / "step-2")
-    assert code == 2 and "no complete checkpoint left" in out and "--force" in out and len(steps_in(run)) == 2
+    assert (
+        code == 2
+        and "no complete checkpoint left" in out
+        and "--force" in out
+        and len(steps_in(run)) == 2
+    )
     assert tool("checkpoint", "rm", root / "step-1")[0] == 0 and steps_in(run) == ["step-2"]
     for wrong in (run, root / "latest", root / "step-9"):
         code, out = tool("checkpoint", "rm", wrong)
@@ -376,26 +542,40 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
     code, out = tool("generate", "--config", saved / "config.toml", *asked)
     assert code == 0 and out.startswith("def ") and "step-3" in out
     os.truncate(run / "checkpoint/step-3/state.json", 3)
-    again = tool("generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint", *asked)
+    again = tool(
+        "generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint", *asked
+    )
     assert again[0] == 0 and f"{run}/checkpoint/step-2" in again[1]
     flip(run / "checkpoint/step-2/__0_0.distcp", 5000)
     os.truncate(run / "checkpoint/step-1/state.json", 3)
-    for step, says in ((2, "checksum mismatch"), (1, "state.json: 3 bytes"), (9, "no checkpoint in")):
+    for step, says in (
+        (2, "checksum mismatch"),
+        (1, "state.json: 3 bytes"),
+        (9, "no checkpoint in"),
+    ):
         folder = run / f"checkpoint/step-{step}"
-        code, out = tool("generate", "--config", saved / "config.toml", "--checkpoint", folder, *asked)
+        code, out = tool(
+            "generate", "--config", saved / "config.toml", "--checkpoint", folder, *asked
+        )
         assert code == 2 and says in out
 
 
 def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expected = tool("generate", "--config", saved / "config.toml", "--prompt", "def ", "--tokens", "12")
+    expected = tool(
+        "generate", "--config", saved / "config.toml", "--prompt", "def ", "--tokens", "12"
+    )
     asked = ("--prompt", "def ", "--tokens", "12")
     for folder in (saved, saved / "checkpoint", saved / "checkpoint/step-3"):
         assert tool("generate", "--checkpoint", folder, *asked) == expected and expected[0] == 0
     code, out = tool("generate")
     assert code == 2 and "there is no checkpoint in outputs/checkpoint yet" in out
     code, out = tool("generate", "--config", "debug.toml", "--job.dump_folder=other")
-    assert code == 2 and "there is no checkpoint in other/checkpoint yet" in out and len(out.splitlines()) == 1
+    assert (
+        code == 2
+        and "there is no checkpoint in other/checkpoint yet" in out
+        and len(out.splitlines()) == 1
+    )
     (tmp_path / "outputs").symlink_to(saved)
     assert tool("generate", *asked)[1].splitlines()[:-1] == expected[1].splitlines()[:-1]
     for named in ("config.toml", "checkpoint/step-3/config.toml"):
@@ -403,7 +583,9 @@ def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path,
         assert code == 2 and f"{saved / named} is a file; name the checkpoint's folder" in out
 
 
-def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(run, tool, tmp_path, monkeypatch):
+def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(
+    run, tool, tmp_path, monkeypatch
+):
     (run / "checkpoint").rename(run / "states")
     config = run / "config.toml"
     config.write_text(config.read_text().replace('folder = "checkpoint"', 'folder = "states"'))
@@ -419,7 +601,9 @@ def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(
 
 def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved, tool):
     def text(*words: str) -> str:
-        code, out = tool("generate", "--checkpoint", saved, "--prompt", "def ", "--tokens", "12", *words)
+        code, out = tool(
+            "generate", "--checkpoint", saved, "--prompt", "def ", "--tokens", "12", *words
+        )
         assert code == 0, out
         return out.rpartition("titanlite:")[0]
 
@@ -429,7 +613,12 @@ def test_each_seed_draws_another_text_and_top_k_and_top_p_narrow_the_draw(saved,
     assert headings == [("1", "4"), ("2", "5"), ("3", "6")]
     assert text("--seed", "5") + "\n-----" in several and several.endswith(text("--seed", "6"))
     greedy = text("--temperature=0")
-    assert text("--top-k", "1", "--temperature=5") == text("--top-p", "1e-9", "--temperature=5") == greedy != text()
+    assert (
+        text("--top-k", "1", "--temperature=5")
+        == text("--top-p", "1e-9", "--temperature=5")
+        == greedy
+        != text()
+    )
     for option, value, says in (
         ("--top-k", "0", "--top-k 0: must be 1 or more"),
         ("--top-p", "1.5", "--top-p 1.5: must be above 0"),
@@ -450,7 +639,9 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
 
     assert kept(None, 1.0) == [0, 1, 2, 3] == kept(9, 1.0) and kept(2, 1.0) == [1, 3]
     assert kept(None, 0.6) == [1, 3] and kept(None, 0.75) == [1, 2, 3] and kept(None, 0.39) == [1]
-    assert kept(2, 0.56) == [1] and kept(2, 0.58) == [1, 3], "the chances are those among the two likeliest"
+    assert kept(2, 0.56) == [1] and kept(2, 0.58) == [1, 3], (
+        "the chances are those among the two likeliest"
+    )
     assert kept(None, 0.6, temperature=0.1) == [1] == kept(None, 0.6, temperature=1e-300)
     assert _sample(logits, 1e-300, torch.Generator()) == 1
 
@@ -470,18 +661,32 @@ def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     code, out = tool("evaluate", "--checkpoint", saved)
     assert code == 0, out
     found = dict(re.findall(r"^(\S.*?)  +(.*)$", out, re.MULTILINE))
-    tokens = len(TEXT) // 16 * 16  # the end of the document is the last token, and no window's label
+    tokens = (
+        len(TEXT) // 16 * 16
+    )  # the end of the document is the last token, and no window's label
     assert float(found["loss"]) == pytest.approx(expected, abs=2e-5)
     assert float(found["bits per byte"]) == pytest.approx(expected / math.log(2), abs=2e-5)
-    assert found["tokens"] == found["bytes"] == str(tokens) and found["windows"] == f"{tokens // 16} of 16 tokens"
+    assert (
+        found["tokens"] == found["bytes"] == str(tokens)
+        and found["windows"] == f"{tokens // 16} of 16 tokens"
+    )
     named = ("--dataset", "text", "--dataset-path", saved / "held.txt")
     assert tool("evaluate", "--checkpoint", saved, *named) == (0, out)
     code, out = tool("evaluate", "--checkpoint", saved, *named, "--steps", "1")
     assert code == 0 and "8 of 16 tokens" in out
     for words, says in (
-        (("--dataset", "text", "--dataset-path", "none.txt"), 'validation.dataset_path = "none.txt"'),
-        (("--dataset-path", "none.txt"), '--dataset-path none.txt: name its kind too, as in "--dataset text"'),
-        (("--dataset", "texd"), 'validation.dataset = "texd" is not a data set; did you mean text?'),
+        (
+            ("--dataset", "text", "--dataset-path", "none.txt"),
+            'validation.dataset_path = "none.txt"',
+        ),
+        (
+            ("--dataset-path", "none.txt"),
+            '--dataset-path none.txt: name its kind too, as in "--dataset text"',
+        ),
+        (
+            ("--dataset", "texd"),
+            'validation.dataset = "texd" is not a data set; did you mean text?',
+        ),
         (("--validation.no_enable",), "the run has no validation set"),
     ):
         code, out = tool("evaluate", "--checkpoint", saved, *words)
@@ -493,15 +698,24 @@ def test_bytes_are_those_of_the_text_without_its_ends(tmp_path):
     labels = [*tokenizer.encode("naïve café"), tokenizer.end, -100]
     counted = Counted([np.asarray([[[0] * len(labels), labels]])], tokenizer)
     assert len([*counted]) == 1
-    assert (counted.windows, counted.tokens, counted.bytes) == (1, len(labels) - 1, len("naïve café".encode()))
+    assert (counted.windows, counted.tokens, counted.bytes) == (
+        1,
+        len(labels) - 1,
+        len("naïve café".encode()),
+    )
 
 
 def test_load_returns_the_saved_model_and_its_tokenizer(saved):
     model, tokenizer = titanlite.load(saved, "--training.seq_len=32")
     expected = load_tensors(saved / "checkpoint/step-3")
-    assert not model.training and all(torch.equal(p, expected[f"model.{n}"]) for n, p in model.named_parameters())
+    assert not model.training and all(
+        torch.equal(p, expected[f"model.{n}"]) for n, p in model.named_parameters()
+    )
     assert model(torch.tensor([tokenizer.encode("x" * 32)])).shape == (1, 32, 256)
-    code = "import sys, titanlite; titanlite.load; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, titanlite; titanlite.load; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -544,9 +758,15 @@ def test_a_tour_that_fails_says_what_differs_and_by_how_much(tool, monkeypatch, 
 
     monkeypatch.setattr(tour, "_train_and_kill", lambda dump: write(dump, 2.80))
     monkeypatch.setattr(tour, "latest_complete", lambda _: 20)
-    monkeypatch.setattr(tour, "_titanlite", lambda _, folder, NGPU: write(folder, 2.80 if NGPU == "2" else 2.84))
+    monkeypatch.setattr(
+        tour, "_titanlite", lambda _, folder, NGPU: write(folder, 2.80 if NGPU == "2" else 2.84)
+    )
     code, out = tool("tour", "--to", tmp_path)
-    assert code == 2 and "FAILED: training or validation losses differ by 4.0e-02, and may differ by 1e-04" in out
+    assert (
+        code == 2
+        and "FAILED: training or validation losses differ by 4.0e-02, and may differ by 1e-04"
+        in out
+    )
     assert f"compare {tmp_path}/run/metrics.jsonl with {tmp_path}/single/metrics.jsonl" in out
 
 
@@ -558,7 +778,9 @@ def test_the_tour_kills_processes_in_their_own_sessions():
     grandchild = int(process.stdout.readline())
     tour._kill_all(process)
     for _ in range(100):
-        state = subprocess.run(["ps", "-o", "stat=", "-p", str(grandchild)], capture_output=True, text=True).stdout
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(grandchild)], capture_output=True, text=True
+        ).stdout
         if not state.strip() or state.startswith("Z"):
             break
         time.sleep(0.05)

@@ -17,7 +17,9 @@ from titanlite.tools.plot import draw, read_run, smooth  # noqa: E402
 
 
 def record(step, loss, **changed):
-    plain = StepRecord(step, loss, loss, 1.0, 1e-3, step * 100, 5000.0, 1.0, None, 3600.0, 1.0, 1.0, 0.0, 1.0, 0)
+    plain = StepRecord(
+        step, loss, loss, 1.0, 1e-3, step * 100, 5000.0, 1.0, None, 3600.0, 1.0, 1.0, 0.0, 1.0, 0
+    )
     return replace(plain, **changed)
 
 
@@ -36,15 +38,27 @@ def write(folder: Path, records, validation=(), torn="") -> Path:
 
 
 def panels(*dumps, x_axis="steps"):
-    """Return the lines of each panel by the first words of its title: (raw, smoothed, crosses) for each run."""
+    """Return the lines of each panel by the first words of its title: (raw, smoothed, crosses) for
+    each run.
+    """
     figure = draw([read_run(dump) for dump in dumps], x_axis)
-    return {axes.get_title(loc="left"): [line.get_xydata() for line in axes.get_lines()] for axes in figure.axes}
+    return {
+        axes.get_title(loc="left"): [line.get_xydata() for line in axes.get_lines()]
+        for axes in figure.axes
+    }
 
 
 def test_every_curve_shows_what_was_logged(tmp_path):
-    steps = [record(s, 4 - s / 10, grad_norm=2 + s / 9, lr=s * 1e-4, tps=4e3 + 70 * s) for s in range(1, 21)]
+    steps = [
+        record(s, 4 - s / 10, grad_norm=2 + s / 9, lr=s * 1e-4, tps=4e3 + 70 * s)
+        for s in range(1, 21)
+    ]
     drawn = panels(write(tmp_path / "run", steps, [(10, 3.5), (20, 2.5)]))
-    keys = {"Training loss": "loss", "Gradient norm before clipping": "grad_norm", "Learning rate": "lr"}
+    keys = {
+        "Training loss": "loss",
+        "Gradient norm before clipping": "grad_norm",
+        "Learning rate": "lr",
+    }
     for title, key in {**keys, "Tokens per second per device": "tps"}.items():
         np.testing.assert_allclose(drawn[title][0], [(s.step, getattr(s, key)) for s in steps])
     np.testing.assert_allclose(drawn["Validation loss"][1], [(10, 3.5), (20, 2.5)])
@@ -64,30 +78,43 @@ def test_validation_lies_at_the_tokens_and_hours_of_its_step(tmp_path):
     by_tokens, by_hours = (panels(folder, x_axis=axis) for axis in ("tokens", "hours"))
     assert by_tokens["Training loss"][0][:, 0].tolist() == [100, 200, 1400]
     assert by_tokens["Validation loss"][0][:, 0] == pytest.approx([50, 400, 1680])
-    assert by_hours["Training loss"][0][:, 0].tolist() == [1, 3, 9], "from the first logged step, an hour each"
+    assert by_hours["Training loss"][0][:, 0].tolist() == [1, 3, 9], (
+        "from the first logged step, an hour each"
+    )
 
 
 def test_the_smoothed_curve_is_a_centered_mean_that_does_not_lag():
     straight = 2.0 * np.arange(600)
-    assert np.allclose(smooth(straight)[:-10], straight[:-10]) and smooth(straight)[-1] == straight[-11:].mean()
+    assert (
+        np.allclose(smooth(straight)[:-10], straight[:-10])
+        and smooth(straight)[-1] == straight[-11:].mean()
+    )
     noisy = 3 + np.where(np.arange(200) % 2, 0.2, -0.2)
     assert np.abs(smooth(noisy)[3:] - 3).max() < 0.05
 
 
 def test_nan_and_infinity_break_the_curve_and_are_crosses(tmp_path, capsys):
     losses = [4.0, 3.0, math.nan, 2.5, 2.4, math.inf, 2.2]
-    folder = write(tmp_path / "run", [record(s, loss) for s, loss in enumerate(losses, 1)], [(3, math.nan), (7, 2.3)])
+    folder = write(
+        tmp_path / "run",
+        [record(s, loss) for s, loss in enumerate(losses, 1)],
+        [(3, math.nan), (7, 2.3)],
+    )
     raw, smoothed, crosses = panels(folder)["Training loss"]
     assert crosses[:, 0].tolist() == [3, 6] and np.isfinite(smoothed[:, 1]).sum() == 5
     assert main(["plot", str(folder), "--out", str(tmp_path / "out.png")]) == 0
     assert "2.30000 at step 7" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("records", [[record(1, 4.0)], [record(1, math.nan, lr=math.inf), record(2, math.nan)]])
+@pytest.mark.parametrize(
+    "records", [[record(1, 4.0)], [record(1, math.nan, lr=math.inf), record(2, math.nan)]]
+)
 @pytest.mark.parametrize(
     "suffix, start", {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF", "html": b"<!D"}.items()
 )
-def test_every_format_is_written_for_one_step_and_for_nothing_but_nan(tmp_path, records, suffix, start):
+def test_every_format_is_written_for_one_step_and_for_nothing_but_nan(
+    tmp_path, records, suffix, start
+):
     out = tmp_path / f"out.{suffix}"
     assert main(["plot", str(write(tmp_path / "run", records)), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(start)
@@ -117,7 +144,9 @@ def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):
         '{"step": 1, "validation_loss": 2.0}\n': "no logged step yet",
         '{"step": 1, "lo\n{"step": 2}\n': "line 1 of",
         "7\n{}\n": "line 1 of",
-        '{"step": 1, "tokens": 1, "step_seconds": 1, "loss": "x"}\n': "could not convert string to float: 'x'",
+        '{"step": 1, "tokens": 1, "step_seconds": 1, "loss": "x"}\n': (
+            "could not convert string to float: 'x'"
+        ),
         '{"step": 1, "loss": 2.0}\n': "'tokens' is missing",
         '{"step": NaN, "validation_loss": 2.0}\n': "cannot convert float NaN",
     }.items(),
@@ -152,15 +181,34 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
 def test_of_several_files_those_that_are_no_run_are_skipped_with_a_line(tmp_path, capsys):
     write(tmp_path / "run", [record(1, 2.0)])
     (tmp_path / "stray.log").write_text("no record\nat all\n")
-    words = [str(tmp_path / "stray.log"), str(tmp_path / "run"), "--out", str(tmp_path / "curves.svg")]
+    words = [
+        str(tmp_path / "stray.log"),
+        str(tmp_path / "run"),
+        "--out",
+        str(tmp_path / "curves.svg"),
+    ]
     assert main(["plot", *words]) == 0
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "titanlite: skipped: line 1 of" in said and (tmp_path / "curves.svg").exists()
+    assert (
+        said.count("\n") == 1
+        and "titanlite: skipped: line 1 of" in said
+        and (tmp_path / "curves.svg").exists()
+    )
     assert main(["plot", words[0], words[0], *words[2:]]) == 2
 
 
 def test_torch_is_not_imported(tmp_path):
-    code = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    argv = ["plot", str(write(tmp_path / "run", [record(1, 4.0)])), "--out", str(tmp_path / "out.svg")]
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from titanlite.cli import main; main(sys.argv[1:]); "
+        "print('torch' in sys.modules)"
+    )
+    argv = [
+        "plot",
+        str(write(tmp_path / "run", [record(1, 4.0)])),
+        "--out",
+        str(tmp_path / "out.svg"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True
+    )
     assert done.stdout.endswith("False\n")

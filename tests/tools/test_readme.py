@@ -1,4 +1,6 @@
-"""Every command of the README does its work, as it is written there, in a folder with one small run."""
+"""Every command of the README does its work, as it is written there, in a folder with one small
+run.
+"""
 
 import os
 import re
@@ -12,47 +14,72 @@ import pytest
 from tests.launch.run import ROOT, environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-STARTS = r"(\./(run_train\.sh|scripts/)|[A-Z]+=\S+ |titanlite[ .][a-z]|python |hf |sbatch |torchrun |srun |--help )"
+STARTS = (
+    r"(\./(run_train\.sh|scripts/)|[A-Z]+=\S+ |titanlite[ .][a-z]"
+    r"|python |hf |sbatch |torchrun |srun |--help )"
+)
 
 
 def commands(page: str) -> set[str]:
     """Return the commands of a page's code blocks and inline code, `ls|verify` as one for each."""
     blocks = re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE))
-    lines = [line.partition("   ")[0].removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    spans = re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    )
+    lines = [
+        line.partition("   ")[0].removeprefix("$ ")
+        for block in blocks
+        for line in block.splitlines()
+    ]
     found = {" ".join(line.split()) for line in (*lines, *spans) if re.match(STARTS, line)}
     found = {re.sub("^--help", "./run_train.sh --help", line) for line in found}
-    return {line.replace(word, choice) for line in found for word in line.split()[-1:] for choice in word.split("|")}
+    return {
+        line.replace(word, choice)
+        for line in found
+        for word in line.split()[-1:]
+        for choice in word.split("|")
+    }
 
 
 @dataclass(frozen=True)
 class Check:
-    """What proves that a command did its work; `more` is typed behind it, to be shorter or where the README has …"""
+    """What proves that a command did its work; `more` is typed behind it, to be shorter or where
+    the README has …
+    """
 
     proof: str
     more: str = ""
     code: int = 0
 
 
-SHORT = "--training.steps 24 --lr_scheduler.warmup_steps 4 --validation.steps 2 --checkpoint.interval 8"
+SHORT = (
+    "--training.steps 24 --lr_scheduler.warmup_steps 4 --validation.steps 2 --checkpoint.interval 8"
+)
 CHECKS = {
-    "./run_train.sh": Check(r"titanlite: step 24 reached", f"{SHORT} --checkpoint.last_save_in_hf"),  # not 300 steps
+    "./run_train.sh": Check(
+        r"titanlite: step 24 reached", f"{SHORT} --checkpoint.last_save_in_hf"
+    ),  # not 300 steps
     "./run_train.sh --config mine.toml --training.steps 1000 --optimizer.lr 1e-3": Check(
         "step 60 reached", "--training.steps 60"
     ),
-    "./run_train.sh --training.stepz 5 --optimizer.lr x --parallelism.tensor_parallel_degree 3": Check(
-        r"3 configuration errors; nothing was started(.*\n)+.*did you mean training\.steps\?", code=2
+    "./run_train.sh --training.stepz 5 --optimizer.lr x "
+    "--parallelism.tensor_parallel_degree 3": Check(
+        r"3 configuration errors; nothing was started(.*\n)+.*did you mean training\.steps\?",
+        code=2,
     ),
     "NGPU=1 ./run_train.sh --config cluster.toml": Check(
         "no effect on 1 rank: parallelism.fsdp_forward_prefetch(.*\n)+.*step 2 reached"
     ),
     "./run_train.sh --config llama_8b.toml": Check(  # neither its tokenizer nor its text is here
-        r"can't train llama3 8B with this config; nothing was started\n  model\.hf_assets_path", code=2
+        r"can't train llama3 8B with this config; nothing was started\n  model\.hf_assets_path",
+        code=2,
     ),
     "./run_train.sh --help": Check(r"optimizer\.lr "),
     "./run_train.sh --help optimizer": Check(r"optimizer\.lr "),
     "titanlite models": Check("llama3(.*\n)+.*405B"),
-    "titanlite config --placements --config llama_70b.toml": Check(r"layers\.\*\.attention\.wq\.weight .*over tp"),
+    "titanlite config --placements --config llama_70b.toml": Check(
+        r"layers\.\*\.attention\.wq\.weight .*over tp"
+    ),
     "titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g": Check("^It fits:"),
     "titanlite plan": Check("^It fits:", "--config mine.toml --world 2 --gpu h100-80g"),
     "titanlite data prepare": Check(
@@ -61,8 +88,12 @@ CHECKS = {
     ),
     "titanlite checkpoint ls": Check(r"(step-\d+ .*complete\n){2}", "outputs"),
     "titanlite checkpoint verify": Check("step-24: verified", "outputs"),
-    "titanlite checkpoint show": Check(r"step 24\b(.*\n)+.*model\.layers\.0\.attention\.wq\.weight", "outputs"),
-    "titanlite checkpoint diff": Check(r"tensors differ", "outputs/checkpoint/step-16 outputs", code=1),
+    "titanlite checkpoint show": Check(
+        r"step 24\b(.*\n)+.*model\.layers\.0\.attention\.wq\.weight", "outputs"
+    ),
+    "titanlite checkpoint diff": Check(
+        r"tensors differ", "outputs/checkpoint/step-16 outputs", code=1
+    ),
     "titanlite checkpoint export": Check("config.json", "outputs exported && ls exported"),
     "titanlite checkpoint import": Check(
         r"imported \d+ tensors: imported/step-0", "outputs/checkpoint/hf-step-24 imported"
@@ -73,18 +104,24 @@ CHECKS = {
     "titanlite plot outputs": Check(r"outputs +24 .*\nwrote "),
     "titanlite doctor": Check(r"\nnetwork    all-reduce over dp_shard 2: "),
     "titanlite profile": Check(r"the step +[\d.]+ +100\.0%"),
-    "titanlite verify --model llama3": Check("the row equals one process", "--only 2"),  # not all rows
+    "titanlite verify --model llama3": Check(
+        "the row equals one process", "--only 2"
+    ),  # not all rows
     "titanlite tour": Check("   proved: its logits are within "),  # the last step
     'titanlite.load("outputs")': Check("Llama ByteTokenizer"),
 }
 ELSEWHERE = {
     "./scripts/test.sh": "runs this test",
     "python scripts/count.py": "tests/test_house.py counts by it",
-    'hf download REPO --include "tokenizer*" --local-dir DIR': "needs a network, and is a command of huggingface_hub",
+    'hf download REPO --include "tokenizer*" --local-dir DIR': (
+        "needs a network, and is a command of huggingface_hub"
+    ),
     "sbatch scripts/slurm/train.slurm --config mine.toml": "needs SLURM",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
     "titanlite verify": "the same as with --model llama3",
-    "torchrun … -m titanlite.train …": "tests/launch/test_launch.py::test_torchrun_can_start_workers",
+    "torchrun … -m titanlite.train …": (
+        "tests/launch/test_launch.py::test_torchrun_can_start_workers"
+    ),
 }
 
 
@@ -121,7 +158,9 @@ def shell(command: str, folder: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[Path, tuple[int, str]]:
-    """A folder in which the default run, made shorter, has run: the folder, and what the run returned."""
+    """A folder in which the default run, made shorter, has run: the folder, and what the run
+    returned.
+    """
     folder = tmp_path_factory.mktemp("readme")
     (folder / "run_train.sh").write_text(f'#!/bin/sh\nexec "{ROOT}/run_train.sh" "$@"\n')
     (folder / "run_train.sh").chmod(0o755)

@@ -39,7 +39,8 @@ MODELS = {
     "tied": [*TINY, "--model.overrides.tied"],
     "head frozen": [*TINY, '--model.freeze=["output.*"]'],
     "only the head trained": [*TINY, '--model.freeze=["tok_embeddings.*","layers.*","norm.*"]'],
-    # Softmax ignores what a key's bias adds to all its scores: the gradient is zero but for rounding.
+    # Softmax ignores what a key's bias adds to all its scores: the gradient is zero but for
+    # rounding.
     "gpt2": [*QUIET, *GPT2, "--model.overrides.dropout=0.0", '--model.freeze=["*.wk.bias"]'],
     "an outside model": [*PARROT, "--model.overrides.dropout=0.0"],
 }
@@ -51,7 +52,9 @@ def losses_and_gradients(argv: list[str], folder: str) -> dict:
     run = trainer([*argv, *validation], folder)
     run.step = 1
     batches = micro_batches(*ragged_batch(), run.rank_slice)
-    loss = loss_over_ranks(forward_backward(run, batches), count_valid(batches[0].labels), run.mesh.loss)[0]
+    loss = loss_over_ranks(
+        forward_backward(run, batches), count_valid(batches[0].labels), run.mesh.loss
+    )[0]
     step_gradients = gradients(run)
     held_out = validated(run)
     return {"gradients": step_gradients, "loss": loss, "validation": held_out}
@@ -75,13 +78,20 @@ def test_any_number_of_chunks_gives_the_same_numbers(pool, tmp_path, model):
     expected = pool.run(losses_and_gradients, argv, str(tmp_path), world=1)[0]
     for chunks in (2, 3, 16):  # of sixteen tokens
         compare(
-            pool.run(losses_and_gradients, [*argv, f"{CHUNKS}={chunks}"], str(tmp_path), world=1)[0], expected, 1e-12
+            pool.run(losses_and_gradients, [*argv, f"{CHUNKS}={chunks}"], str(tmp_path), world=1)[
+                0
+            ],
+            expected,
+            1e-12,
         )
 
 
 TECHNIQUES = {
     "compiled": (2, "--compile.enable --compile.backend=aot_eager"),
-    "the loss compiled": (1, "--compile.enable --compile.backend=aot_eager --compile.components=['loss']"),
+    "the loss compiled": (
+        1,
+        "--compile.enable --compile.backend=aot_eager --compile.components=['loss']",
+    ),
     "recomputed": (2, "--activation_checkpoint.mode=full"),
     "head kept whole": (2, "--parallelism.fsdp_keep_whole=['output.*','norm.*']"),
     "offloaded": (2, "--training.enable_cpu_offload"),
@@ -92,7 +102,9 @@ TECHNIQUES = {
 
 @pytest.mark.parametrize("technique", sample(TECHNIQUES, *TECHNIQUES.keys() - {"compiled"}))
 def test_chunks_with_other_techniques_give_the_same_numbers(pool, tmp_path, technique):
-    """`titanlite verify` proves it for FSDP, HSDP, tensor parallel, recomputing and compiling as well."""
+    """`titanlite verify` proves it for FSDP, HSDP, tensor parallel, recomputing and compiling as
+    well.
+    """
     world, options = TECHNIQUES[technique]
     split = world if TP2 in options else 1
     argv = [*EVEN, *FLOAT64, *[option for option in options.split() if "freeze" in option]]
@@ -106,17 +118,23 @@ def test_the_head_s_gradient_is_summed_in_float32(pool, tmp_path):
     argv = [*TINY, *sized(1), "--training.mixed_precision_param=bfloat16"]
 
     def error(*chunks: str) -> float:
-        gradient = pool.run(losses_and_gradients, [*argv, *chunks], str(tmp_path), world=1)[0]["gradients"][
-            "output.weight"
-        ]
+        gradient = pool.run(losses_and_gradients, [*argv, *chunks], str(tmp_path), world=1)[0][
+            "gradients"
+        ]["output.weight"]
         return relative_error(gradient.double(), exact["gradients"]["output.weight"])
 
     assert error(f"{CHUNKS}=16") <= 1.1 * error()
 
 
 def test_chunks_add_no_all_gather_or_reduction(pool, tmp_path):
-    """The output layer is in the root's group: gathered once and reduced once for any number of chunks."""
-    for options in ([], ["--parallelism.fsdp_reshard_after_forward=always"], ["--model.overrides.tied"]):
+    """The output layer is in the root's group: gathered once and reduced once for any number of
+    chunks.
+    """
+    for options in (
+        [],
+        ["--parallelism.fsdp_reshard_after_forward=always"],
+        ["--model.overrides.tied"],
+    ):
         plain, chunked = (seen(pool, tmp_path, *options, f"{CHUNKS}={n}")["counts"] for n in (1, 4))
         assert chunked == plain and sum(plain.values()) > 10
 
@@ -125,7 +143,12 @@ def test_tensor_parallel_gathers_the_sequence_once_and_then_cuts_it(pool, tmp_pa
     """Only the loss communicates more often: the largest logits and the sums of each chunk."""
     for options in ([], ["--parallelism.disable_loss_parallel"]):
         plain, chunked = (
-            pool.run(collectives, [*EVEN, TP2, *options, *FLOAT64, f"{CHUNKS}={n}"], str(tmp_path), world=2)[0]
+            pool.run(
+                collectives,
+                [*EVEN, TP2, *options, *FLOAT64, f"{CHUNKS}={n}"],
+                str(tmp_path),
+                world=2,
+            )[0]
             for n in (1, 4)
         )
         more = Counter(all_gather_into_tensor=3) if options else Counter(all_reduce=2 * 3)
@@ -137,10 +160,12 @@ VOCABULARY, DIM, BATCH, TOKENS = 128256, 4, 2, 24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_falls_as_computed(dtype):
-    """Twelve bytes per logit of one chunk (log-softmax, and the gradient before and after it, in float32), and the
-    head's gradient in float32 if there are several chunks."""
+    """Twelve bytes per logit of one chunk (log-softmax, and the gradient before and after it, in
+    float32), and the head's gradient in float32 if there are several chunks."""
     model = Llama(LlamaConfig(DIM, 1, 1, 1, 8, vocab_size=VOCABULARY), TOKENS).to(dtype)
-    batch = MicroBatch(torch.randint(VOCABULARY, (BATCH, 2, TOKENS), generator=torch.Generator().manual_seed(0)))
+    batch = MicroBatch(
+        torch.randint(VOCABULARY, (BATCH, 2, TOKENS), generator=torch.Generator().manual_seed(0))
+    )
     for chunks in (1, 2, 5, 8):
         model.zero_grad()
         with Counting(Layout()) as counted:
@@ -148,12 +173,16 @@ def test_peak_memory_falls_as_computed(dtype):
             before = counted.alive
             counted.restart()
             model_loss(model, batch, batch.tokens, chunks).backward()
-        computed = 12 * BATCH * -(-TOKENS // chunks) * VOCABULARY + (4 * VOCABULARY * DIM if chunks > 1 else 0)
+        computed = 12 * BATCH * -(-TOKENS // chunks) * VOCABULARY + (
+            4 * VOCABULARY * DIM if chunks > 1 else 0
+        )
         assert counted.recording().peak - before == pytest.approx(computed, rel=0.02), chunks
 
 
 def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
-    """It is as large as the head in float32: not there below the head, nor in the next micro-batch's forward pass."""
+    """It is as large as the head in float32: not there below the head, nor in the next
+    micro-batch's forward pass.
+    """
     vocabulary = 5003
     model = Llama(LlamaConfig(DIM, 1, 1, 1, 8, vocab_size=vocabulary), TOKENS).bfloat16()
     batch = MicroBatch(torch.randint(vocabulary, (BATCH, 2, TOKENS)))
@@ -161,13 +190,17 @@ def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
 
     def look(*_: object) -> None:
         tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
-        alive.append(sum(t.dtype == torch.float32 and t.shape == (vocabulary, DIM) for t in tensors))
+        alive.append(
+            sum(t.dtype == torch.float32 and t.shape == (vocabulary, DIM) for t in tensors)
+        )
 
     block = model.get_submodule("layers.0")
     block.register_forward_hook(look)
     block.register_full_backward_hook(look)
     for _ in range(2):
-        loss = model_loss(model, batch, batch.tokens, chunks=2)  # kept until the next one exists, as in a step
+        loss = model_loss(
+            model, batch, batch.tokens, chunks=2
+        )  # kept until the next one exists, as in a step
         look()
         loss.backward()
     assert alive == [0, 1, 0] * 2, "before the head, after its chunks, below it"
@@ -186,7 +219,9 @@ def test_a_model_that_does_not_call_its_head_is_named():
             return torch.nn.functional.one_hot(tokens, 8).float()
 
     batch = MicroBatch(torch.ones(2, 2, 4, dtype=torch.int64))
-    with pytest.raises(UserError, match="loss_chunks = 2: WithoutHead.forward does not call its `head`"):
+    with pytest.raises(
+        UserError, match="loss_chunks = 2: WithoutHead.forward does not call its `head`"
+    ):
         model_loss(WithoutHead(), batch, batch.tokens, 2)
     assert model_loss(WithoutHead(), batch, batch.tokens, 1, token_loss_sum).dim() == 0
 
@@ -194,5 +229,7 @@ def test_a_model_that_does_not_call_its_head_is_named():
 def test_the_root_s_group_is_first_in_the_schedule():
     from titanlite.parallel.fsdp_schedule import schedule
 
-    plan = schedule(job([*TINY, f"{CHUNKS}=2", "--parallelism.fsdp_forward_prefetch=1"], 2), tied=False)
+    plan = schedule(
+        job([*TINY, f"{CHUNKS}=2", "--parallelism.fsdp_forward_prefetch=1"], 2), tied=False
+    )
     assert plan.labels == ("norm+output", "tok_embeddings", "layers.0", "layers.1")

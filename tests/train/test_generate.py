@@ -1,4 +1,6 @@
-"""What is drawn from a model: after its last tokens, at a temperature, by the prompt, until a document ends."""
+"""What is drawn from a model: after its last tokens, at a temperature, by the prompt, until a
+document ends.
+"""
 
 import torch
 from torch import nn
@@ -12,15 +14,23 @@ POSITIONS = 8
 
 
 def drawn(logits: torch.Tensor, **settings: object) -> tuple[str, list[str]]:
-    """Return the text of a model that has these logits for each last token, and what it saw before each draw."""
+    """Return the text of a model that has these logits for each last token, and what it saw before
+    each draw.
+    """
     model, seen = nn.Embedding.from_pretrained(logits), list[str]()
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(bytes(inputs[0][0].tolist()).decode("latin1")))
+    model.register_forward_pre_hook(
+        lambda _, inputs: seen.append(bytes(inputs[0][0].tolist()).decode("latin1"))
+    )
     asked = Generate.model_validate({"tokens": 9, "prompt": "a", **settings})
-    return generate(Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, 0), seen
+    return generate(
+        Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, 0
+    ), seen
 
 
 def chain(text: str) -> torch.Tensor:
-    """Return logits that prefer, after each character of a text, the next one, and then the end of the document."""
+    """Return logits that prefer, after each character of a text, the next one, and then the end of
+    the document.
+    """
     logits, tokens = torch.zeros(256, 256), [0, *text.encode()]
     for before, after in zip(tokens, [*tokens[1:], 0], strict=True):
         logits[before, after] = 1.0
@@ -43,5 +53,7 @@ def test_a_low_temperature_draws_the_likeliest_token_and_a_high_one_any():
 
 
 def test_prompts_draw_different_random_numbers_and_the_same_prompt_the_same():
-    texts = [drawn(torch.zeros(256, 256), temperature=1.0, prompt=prompt)[0][1:] for prompt in "aab"]
+    texts = [
+        drawn(torch.zeros(256, 256), temperature=1.0, prompt=prompt)[0][1:] for prompt in "aab"
+    ]
     assert texts[0] == texts[1] != texts[2]

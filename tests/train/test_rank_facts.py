@@ -15,7 +15,14 @@ from titanlite.errors import UserError
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.network import Timed, _always_slow, check_network, slow_parts
-from titanlite.train.rank_facts import Facts, facts_of, gather_facts, gpu_complaints, notable, require_equal
+from titanlite.train.rank_facts import (
+    Facts,
+    facts_of,
+    gather_facts,
+    gpu_complaints,
+    notable,
+    require_equal,
+)
 from titanlite.verify.pool import Pool
 
 CPU = torch.device("cpu")
@@ -34,7 +41,9 @@ def refusals(folder: str, others: dict[str, dict[str, Any]]) -> dict[str, str]:
     found, world, own = {}, dist.get_world_size(), facts(TINY, folder)
     for case, changes in others.items():
         try:
-            require_equal(gather_facts(replace(own, **changes) if dist.get_rank() > 1 else own, world), world)
+            require_equal(
+                gather_facts(replace(own, **changes) if dist.get_rank() > 1 else own, world), world
+            )
         except UserError as error:
             found[case] = str(error)
     return found
@@ -52,10 +61,20 @@ def test_each_differing_fact_is_named_with_its_ranks_and_hosts_on_all_ranks(pool
         "two": {"device": "cuda", "software": "other"},
     }
     found = pool.run(refusals, str(tmp_path), others, world=4)
-    assert all(own == found[0] for own in found) and found[0].keys() == others.keys() - {"same", "changes", "unknown"}
+    assert all(own == found[0] for own in found) and found[0].keys() == others.keys() - {
+        "same",
+        "changes",
+        "unknown",
+    }
     there = "ranks 2-3 on host1 have"
-    assert found[0]["device"] == f"the kind of device differs between ranks: rank 0 has cpu, {there} cuda"
-    assert found[0]["order"].startswith("the order of the pipeline differs") and f"{there} 1F1B" in found[0]["order"]
+    assert (
+        found[0]["device"]
+        == f"the kind of device differs between ranks: rank 0 has cpu, {there} cuda"
+    )
+    assert (
+        found[0]["order"].startswith("the order of the pipeline differs")
+        and f"{there} 1F1B" in found[0]["order"]
+    )
     assert found[0]["software"].endswith(f", {there} titanlite 0, torch 2")
     assert found[0]["revision"].startswith(
         f"the code's revision differs between ranks: rank 0 has {REVISION}, {there} f"
@@ -64,10 +83,15 @@ def test_each_differing_fact_is_named_with_its_ranks_and_hosts_on_all_ranks(pool
 
 
 def refusal_of_configs(folder: str) -> str:
-    """Return why ranks are refused that have other learning rates, and other folders, which may differ."""
+    """Return why ranks are refused that have other learning rates, and other folders, which may
+    differ.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     with pytest.raises(UserError) as error:
-        require_equal(gather_facts(facts([*TINY, f"--optimizer.lr=0.{rank + 1}"], f"{folder}/{rank}"), world), world)
+        require_equal(
+            gather_facts(facts([*TINY, f"--optimizer.lr=0.{rank + 1}"], f"{folder}/{rank}"), world),
+            world,
+        )
     return str(error.value)
 
 
@@ -78,7 +102,9 @@ def test_of_configs_that_differ_the_key_and_both_values_are_named(pool, tmp_path
 
 
 def some(rank: int, **changes: Any) -> Facts:
-    own = Facts(rank, f"host{rank // 2}", "", "", "cpu", "", "", "3.11", "", [], "", 1 << 40, "a", 100.0)
+    own = Facts(
+        rank, f"host{rank // 2}", "", "", "cpu", "", "", "3.11", "", [], "", 1 << 40, "a", 100.0
+    )
     return replace(own, **changes)
 
 
@@ -86,14 +112,23 @@ def test_what_may_differ_is_told():
     assert not notable([some(rank) for rank in range(4)])
     assert not notable([some(0), some(1, clock=104.0)]), "one host has one clock"
     late = [some(0), some(2, clock=103.5)]
-    assert notable(late) == ["the clock of host1 is 3.5 s ahead of that of host0, as times in their logs will be"]
+    assert notable(late) == [
+        "the clock of host1 is 3.5 s ahead of that of host0, as times in their logs will be"
+    ]
     (line,) = notable([some(0), some(1), some(2, folder="b")])
-    assert line == "job.dump_folder is not shared: each of these has its own: ranks 0-1 on host0; rank 2 on host1"
-    assert notable([some(0), some(2, free_bytes=5 << 20)]) == ["job.dump_folder has only 5.0 MiB free on host1"]
+    assert line == (
+        "job.dump_folder is not shared: each of these has its own: "
+        "ranks 0-1 on host0; rank 2 on host1"
+    )
+    assert notable([some(0), some(2, free_bytes=5 << 20)]) == [
+        "job.dump_folder has only 5.0 MiB free on host1"
+    ]
     assert notable([some(0), some(1, gpu="H100")]) == [
         "ranks have different GPUs: rank 0 on host0: none; rank 1 on host0: H100"
     ]
-    assert notable([some(0, complaints=["GPU 1 has hw_slowdown"])]) == ["GPU 1 has hw_slowdown on host0"]
+    assert notable([some(0, complaints=["GPU 1 has hw_slowdown"])]) == [
+        "GPU 1 has hw_slowdown on host0"
+    ]
 
 
 NEW_DRIVER = """<?xml version="1.0" ?><!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
@@ -119,16 +154,27 @@ def test_memory_errors_and_slowdowns_are_read_from_old_and_new_drivers():
     (line,) = gpu_complaints(NEW_DRIVER)
     assert line.startswith("GPU 00000000:3B:00.0 has dram_uncorrectable=3 since its driver started")
     assert line.endswith(", hw_thermal_slowdown, remapped_row_pending=Yes")
-    assert gpu_complaints(OLD_DRIVER) == ["GPU 1 has total=2 since its driver started, hw_power_brake_slowdown"]
-    assert not gpu_complaints("") and not gpu_complaints("NVIDIA-SMI has failed") and not gpu_complaints("<a></a>")
+    assert gpu_complaints(OLD_DRIVER) == [
+        "GPU 1 has total=2 since its driver started, hw_power_brake_slowdown"
+    ]
+    assert (
+        not gpu_complaints("")
+        and not gpu_complaints("NVIDIA-SMI has failed")
+        and not gpu_complaints("<a></a>")
+    )
 
 
 def rounds(world: int, seconds: Callable[[int, int], float]) -> list[list[Timed]]:
     """Return what ranks would see of exchanges that take so long between two of them."""
-    pairs = [[(rank, rank ^ (1 << bit)) for rank in range(world)] for bit in range((world - 1).bit_length())]
+    pairs = [
+        [(rank, rank ^ (1 << bit)) for rank in range(world)]
+        for bit in range((world - 1).bit_length())
+    ]
     return [
         [
-            Timed(tuple(sorted(pair)), 8_000_000, seconds(*pair)) if pair[1] < world else Timed((), 0, 0.0)
+            Timed(tuple(sorted(pair)), 8_000_000, seconds(*pair))
+            if pair[1] < world
+            else Timed((), 0, 0.0)
             for pair in pairs
         ]
         for pairs in pairs
@@ -144,9 +190,13 @@ def test_a_rank_a_host_or_a_link_that_is_slow_is_told_from_the_others(world):
         return [line.partition(" on ")[0] for line in lines]
 
     assert not slow(lambda a, b: False) and not slow(lambda a, b: True)
-    assert not slow_parts({}, rounds(world, lambda a, b: 0.19 if (a + b) % 3 else 0.1), ranks), "not twice as slow"
+    assert not slow_parts({}, rounds(world, lambda a, b: 0.19 if (a + b) % 3 else 0.1), ranks), (
+        "not twice as slow"
+    )
     for one in range(4):  # of 6 ranks, 4 and 5 meet too few to tell a rank from its links
-        assert slow(lambda a, b, one=one: one in (a, b)) == [f"slow with each rank tried: rank {one}"]
+        assert slow(lambda a, b, one=one: one in (a, b)) == [
+            f"slow with each rank tried: rank {one}"
+        ]
         link = {one, one ^ 1}
         assert slow(lambda a, b, link=link: {a, b} == link) == [
             f"slow with each other: ranks {min(link)}-{max(link)}"
@@ -180,7 +230,11 @@ def lines_with_a_slow_rank(argv: list[str], folder: str, slow: int) -> list[str]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "batch_isend_irecv") if dist.get_rank() == slow else ():
             original = getattr(dist, name)
-            patch.setattr(dist, name, lambda *a, original=original, **k: [time.sleep(0.4), original(*a, **k)][1])
+            patch.setattr(
+                dist,
+                name,
+                lambda *a, original=original, **k: [time.sleep(0.4), original(*a, **k)][1],
+            )
         return check_network(build_mesh(found.layout, "cpu").world, CPU, everyone)
 
 
@@ -198,7 +252,9 @@ def test_a_rank_that_is_late_is_named(pool, tmp_path, world, argv):
             ranks.close()
     assert not any(found[1:]), "rank 0 has the log"
     warnings = [line for line in found[0] if line.startswith("warning: slow with each")]
-    assert [line.partition(",")[0] for line in warnings] == ["warning: slow with each rank tried: rank 3 on host1"]
+    assert [line.partition(",")[0] for line in warnings] == [
+        "warning: slow with each rank tried: rank 3 on host1"
+    ]
 
 
 def log_of_start(argv: list[str], folder: str) -> list[str]:
@@ -217,7 +273,8 @@ def test_the_network_is_timed_unless_switched_off(pool, tmp_path):
     )
     assert on[1].startswith("network    all-reduce over dp_shard 2: ") and on[1].endswith(" GB/s")
     assert not any(
-        line.startswith(("preflight", "network")) for line in pool.run(log_of_start, TINY, str(tmp_path), world=2)[0]
+        line.startswith(("preflight", "network"))
+        for line in pool.run(log_of_start, TINY, str(tmp_path), world=2)[0]
     )
     alone = pool.run(log_of_start, [*TINY, "--fault.preflight"], str(tmp_path), world=1)[0]
     assert not any(line.startswith(("preflight", "network")) for line in alone)

@@ -1,4 +1,6 @@
-"""The training loop: the same numbers on every mesh and in every run, and all ranks stop at the same step."""
+"""The training loop: the same numbers on every mesh and in every run, and all ranks stop at the
+same step.
+"""
 
 import copy
 import gc
@@ -29,7 +31,9 @@ def logged(pool, folder, world: int, *argv: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("optimizer", sample(["AdamW", "SGD"], "SGD"))
 def test_losses_and_norms_equal_those_of_one_process(pool, tmp_path, optimizer):
-    """Losses would not show a wrong scale of the gradients, which AdamW and clipping hide; norms do."""
+    """Losses would not show a wrong scale of the gradients, which AdamW and clipping hide; norms
+    do.
+    """
     choice = f"--optimizer.name={optimizer}"
     expected = logged(pool, tmp_path / "1", 1, choice, "--training.local_batch_size=8")
     for world, sizes in {2: (4, 8), 4: (1, 8), 3: (1, 6)}.items():
@@ -38,13 +42,19 @@ def test_losses_and_norms_equal_those_of_one_process(pool, tmp_path, optimizer):
             expected = logged(pool, tmp_path / "1of6", 1, choice, "--training.local_batch_size=6")
         batch = f"--training.local_batch_size={local}", f"--training.global_batch_size={total}"
         assert logged(pool, tmp_path / str(world), world, choice, *batch) == [
-            (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5)) for loss, norm in expected
+            (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+            for loss, norm in expected
         ]
 
 
 def run_beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
     """Return losses and norms of the same steps written by hand, and of the trainer."""
-    argv = [*TINY, "--training.steps=5", f"--optimizer.name={optimizer}", "--lr_scheduler.warmup_steps=0"]
+    argv = [
+        *TINY,
+        "--training.steps=5",
+        f"--optimizer.name={optimizer}",
+        "--lr_scheduler.warmup_steps=0",
+    ]
     run = trainer(argv, folder)
     twin = copy.deepcopy(run.parts[0])
     data = run.data
@@ -81,11 +91,16 @@ def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path, optimizer):
 
 
 def test_two_runs_of_one_config_are_bit_equal_even_with_dropout(pool, tmp_path):
-    runs = [pool.run(run_to_end, PARROT, str(tmp_path / str(i)), world=2)[0]["weights"] for i in range(2)]
+    runs = [
+        pool.run(run_to_end, PARROT, str(tmp_path / str(i)), world=2)[0]["weights"]
+        for i in range(2)
+    ]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     without = [*PARROT, "--model.overrides.dropout=0.0"]
     no_dropout = pool.run(run_to_end, without, str(tmp_path / "other"), world=2)[0]["weights"]
-    assert not torch.equal(runs[0]["output.weight"], no_dropout["output.weight"]), "dropout must have been on"
+    assert not torch.equal(runs[0]["output.weight"], no_dropout["output.weight"]), (
+        "dropout must have been on"
+    )
 
 
 def dropout_masks(folder: str, argv: list[str], module: str) -> dict[tuple[int, int], torch.Tensor]:
@@ -112,15 +127,26 @@ def test_dropout_differs_between_steps_and_ranks_without_saved_state(pool, tmp_p
 
 
 def test_ranks_of_a_tensor_parallel_group_drop_different_tokens(pool, tmp_path):
-    """Each has a slice of the sequence; the same mask on all would drop the same places of every slice."""
-    argv = [*GPT2, "--model.overrides.n_layers=1", "--training.steps=1", "--parallelism.tensor_parallel_degree=2"]
-    first, second = pool.run(dropout_masks, str(tmp_path), argv, "layers.0.feed_forward.dropout", world=2)
+    """Each has a slice of the sequence; the same mask on all would drop the same places of every
+    slice.
+    """
+    argv = [
+        *GPT2,
+        "--model.overrides.n_layers=1",
+        "--training.steps=1",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
+    first, second = pool.run(
+        dropout_masks, str(tmp_path), argv, "layers.0.feed_forward.dropout", world=2
+    )
     assert first.keys() == second.keys() and first
     assert not any(torch.equal(mask, second[key]) for key, mask in first.items())
 
 
 def train_with_nan(argv: list[str], folder: str, rank: int, step: int) -> tuple[int, str]:
-    """Train with a loss that is NaN on one rank at one step; return the step it stopped at and the message."""
+    """Train with a loss that is NaN on one rank at one step; return the step it stopped at and the
+    message.
+    """
     run = trainer(argv, folder)
     original = run.runner.forward_backward
 
@@ -139,7 +165,10 @@ def train_with_nan(argv: list[str], folder: str, rank: int, step: int) -> tuple[
 def test_all_ranks_stop_at_the_same_step_and_name_the_bad_one(pool, tmp_path):
     argv = [*TINY, "--training.steps=9", "--metrics.log_freq=9"]
     stops = pool.run(train_with_nan, argv, str(tmp_path), 1, 3, world=3)
-    assert stops == [(4, "at step 3 the loss of rank 1 was not finite; nothing was saved after it")] * 3
+    assert (
+        stops
+        == [(4, "at step 3 the loss of rank 1 was not finite; nothing was saved after it")] * 3
+    )
 
 
 def test_a_nan_in_the_last_steps_stops_the_run(pool, tmp_path):
@@ -172,23 +201,31 @@ def test_an_infinite_gradient_norm_stops_the_run_although_every_loss_was_finite(
 
 
 def logged_numbers(folder: str) -> tuple[list[float], tuple[float, float]]:
-    """Return the learning rates of the steps, and the losses of three ranks with 3, 1 and no valid tokens."""
+    """Return the learning rates of the steps, and the losses of three ranks with 3, 1 and no valid
+    tokens.
+    """
     run = trainer([*TINY, "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=3"], folder)
     rates: list[float] = []
-    run.runner.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    run.runner.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
     run.train()
     sum_of_tokens, valid = ((6.0, 3), (5.0, 1), (0.0, 0))[run.rank_info.rank]
     loss = torch.tensor(sum_of_tokens / 4, dtype=torch.float64)
     return rates, loss_over_ranks(loss, torch.tensor(valid), run.mesh.loss)
 
 
-def test_the_log_has_the_step_s_own_rate_tokens_per_device_and_the_largest_mean_of_a_rank(pool, tmp_path):
+def test_the_log_has_the_step_s_own_rate_tokens_per_device_and_the_largest_mean_of_a_rank(
+    pool, tmp_path
+):
     found = pool.run(logged_numbers, str(tmp_path), world=3)
     rates, losses = found[0]
     logged_steps = records(tmp_path)
     assert [record["lr"] for record in logged_steps] == rates and len(set(rates)) == 3
     for record in logged_steps:
-        assert record["tps"] * record["step_seconds"] == pytest.approx(2 * 16), "one rank's tokens in a step"
+        assert record["tps"] * record["step_seconds"] == pytest.approx(2 * 16), (
+            "one rank's tokens in a step"
+        )
     assert losses == (11 / 4, 5.0) and all(others == losses for _, others in found)
 
 
@@ -225,7 +262,9 @@ def test_ranks_with_different_data_stop(pool, tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "a.txt").write_text("abc" * (100 + rank))
-    with pytest.raises(RankFailed, match=r"the data of \[training\] differs between ranks: rank 0 has"):
+    with pytest.raises(
+        RankFailed, match=r"the data of \[training\] differs between ranks: rank 0 has"
+    ):
         pool.run(other_data_on_rank_1, str(tmp_path / "out"), str(tmp_path), world=2)
 
 
@@ -239,7 +278,8 @@ def other_torch_on_rank_1(folder: str) -> None:
 
 def test_ranks_with_different_software_stop(pool, tmp_path):
     with pytest.raises(
-        RankFailed, match=r"the software differs between ranks: .* torch 2.0, rank 1 on host1 has .* torch 2.1"
+        RankFailed,
+        match=r"the software differs between ranks: .* torch 2.0, rank 1 on host1 has .* torch 2.1",
     ):
         pool.run(other_torch_on_rank_1, str(tmp_path), world=2)
 
@@ -286,7 +326,8 @@ def timeouts_before_and_after_the_first_step(folder: str) -> list[float]:
 
 def test_every_group_has_the_training_timeout_after_the_first_step(pool, tmp_path):
     assert (
-        pool.run(timeouts_before_and_after_the_first_step, str(tmp_path), world=2) == [[7.0 + WATCH_SECONDS] * 3] * 2
+        pool.run(timeouts_before_and_after_the_first_step, str(tmp_path), world=2)
+        == [[7.0 + WATCH_SECONDS] * 3] * 2
     )
 
 

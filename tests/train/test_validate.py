@@ -14,17 +14,31 @@ def losses(argv: list[str], folder: str) -> None:
 
 @pytest.mark.parametrize("steps", sample([-1, 1, 2, 9], 2))
 def test_steps_of_a_ragged_set_give_one_value_on_any_ranks(pool, tmp_path, steps):
-    """Seven windows divide by no number of ranks; some ranks have none in the last batch, or none at all."""
+    """Seven windows divide by no number of ranks; some ranks have none in the last batch, or none
+    at all.
+    """
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    argv = [*TINY, *FLOAT64, "--training.steps=2", "--training.global_batch_size=12", "--training.local_batch_size=3"]
-    argv += ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={tmp_path / 'text'}"]
+    argv = [
+        *TINY,
+        *FLOAT64,
+        "--training.steps=2",
+        "--training.global_batch_size=12",
+        "--training.local_batch_size=3",
+    ]
+    argv += [
+        "--validation.enable",
+        "--validation.dataset=text",
+        f"--validation.dataset_path={tmp_path / 'text'}",
+    ]
     argv += ["--validation.freq=1", "--validation.seq_len=32", f"--validation.steps={steps}"]
     losses_by_world = {}
     for world in (1, 2, 4):
         folder = tmp_path / str(world)
         pool.run(losses, [*argv, "--validation.local_batch_size=3"], str(folder), world=world)
-        losses_by_world[world] = [r["validation_loss"] for r in records(folder) if "validation_loss" in r]
+        losses_by_world[world] = [
+            r["validation_loss"] for r in records(folder) if "validation_loss" in r
+        ]
     assert len(losses_by_world[1]) == 2
     for world in (2, 4):
         assert losses_by_world[world] == pytest.approx(losses_by_world[1], rel=1e-9)
@@ -32,7 +46,12 @@ def test_steps_of_a_ragged_set_give_one_value_on_any_ranks(pool, tmp_path, steps
 
 def test_dropout_is_off_in_validation_and_generation(pool, tmp_path):
     found = [
-        pool.run(validation_and_sample, [*PARROT, f"--model.overrides.dropout={p}"], str(tmp_path), world=1)[0]
+        pool.run(
+            validation_and_sample,
+            [*PARROT, f"--model.overrides.dropout={p}"],
+            str(tmp_path),
+            world=1,
+        )[0]
         for p in (0.0, 0.5)
     ]
     assert found[0] == found[1]

@@ -25,10 +25,16 @@ TECHNIQUES = {
     "Muon, bfloat16 state": "--optimizer.name=Muon --optimizer.state_dtype=bfloat16",
     "SGD": "--optimizer.name=SGD",
     "chunks, recomputed": "--training.loss_chunks=4 --activation_checkpoint.mode=selective",
-    "bfloat16": "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 --training.global_batch_size=8",
+    "bfloat16": (
+        "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16 "
+        "--training.global_batch_size=8"
+    ),
     "experts": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.expert_dim=8",
-    "experts, bias": "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.balance=bias",
-    "mixed precision": "--training.mixed_precision_param=bfloat16",  # FSDP2 does the casts, even on one GPU
+    "experts, bias": (
+        "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.balance=bias"
+    ),
+    # FSDP2 does the casts, even on one GPU
+    "mixed precision": "--training.mixed_precision_param=bfloat16",
 }
 SKIPPING = "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip"
 JUDGED = {
@@ -37,7 +43,15 @@ JUDGED = {
     "skips, Muon": f"{SKIPPING} --optimizer.name=Muon",
     "skips, bfloat16 state": f"{SKIPPING} --optimizer.state_dtype=bfloat16",
 }
-READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2"}
+READS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "_unique2",
+}
 """Operations that make the host wait for their result or its size."""
 
 
@@ -71,14 +85,18 @@ def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_the_host_reads_only_the_flags_that_came_with_the_valid_tokens(pool, tmp_path, technique):
     """On a GPU these were copied to host memory without waiting."""
-    for counts in pool.run(reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2):
+    for counts in pool.run(
+        reads_of_steps, [*TINY, *TECHNIQUES[technique].split()], str(tmp_path), world=2
+    ):
         assert counts[2] == counts[3] == {"_local_scalar_dense": 2}, counts
 
 
 @pytest.mark.parametrize("technique", sample(JUDGED, "skips"))
 def test_the_host_reads_only_what_the_previous_step_was_judged_by(pool, tmp_path, technique):
     """The flags; the gradient norm, the loss and their limits."""
-    for counts in pool.run(reads_of_steps, [*TINY, *JUDGED[technique].split()], str(tmp_path), world=2):
+    for counts in pool.run(
+        reads_of_steps, [*TINY, *JUDGED[technique].split()], str(tmp_path), world=2
+    ):
         assert counts[2] == counts[3] == {"_local_scalar_dense": 2 + 4}, counts
 
 
@@ -90,7 +108,15 @@ class Copies(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (name := func.__name__) in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+        if (name := func.__name__) in (
+            "tolist",
+            "item",
+            "numpy",
+            "cpu",
+            "__bool__",
+            "__int__",
+            "__float__",
+        ):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -116,10 +142,15 @@ def copies_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
     [
         ("", {}),
         ("--parallelism.expert_parallel_degree=2", {"tolist": 2}),
-        ("--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective", {"tolist": 2}),
+        (
+            "--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=selective",
+            {"tolist": 2},
+        ),
     ],
 )
-def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(pool, tmp_path, options, copies):
+def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(
+    pool, tmp_path, options, copies
+):
     """The sizes of all-to-alls are numbers of the host. Without expert parallel nothing is read."""
     argv = [*TINY, *TECHNIQUES["experts"].split(), *options.split()]
     for counts in pool.run(copies_of_steps, argv, str(tmp_path), world=2):
@@ -131,7 +162,9 @@ def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(p
 @pytest.mark.parametrize("technique", [*TECHNIQUES, *JUDGED])
 def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled):
     options = (TECHNIQUES | JUDGED)[technique].split()
-    if technique.startswith("experts"):  # in float32 grouped_mm is a loop, whose sizes the host reads
+    if technique.startswith(
+        "experts"
+    ):  # in float32 grouped_mm is a loop, whose sizes the host reads
         options.append("--training.mixed_precision_param=bfloat16")
     argv = [*TINY, *STEPS, *options, "--job.device=cuda", f"--job.dump_folder={tmp_path}"]
     tested = job([*argv, *["--compile.enable"] * compiled], 1)

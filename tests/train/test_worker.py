@@ -1,4 +1,6 @@
-"""A worker's exit code, what it prints and what it writes for its launcher, by the kind of error."""
+"""A worker's exit code, what it prints and what it writes for its launcher, by the kind of
+error.
+"""
 
 import errno
 import json
@@ -46,10 +48,14 @@ def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, 
 
 def test_an_error_file_is_whole_or_not_there(tmp_path):
     path, limits = tmp_path / "error.json", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as if this rank were killed after 100 bytes
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100, limits[1])
+    )  # as if this rank were killed after 100 bytes
     try:
         with pytest.raises(OSError, match="File too large"):
-            worker.write_error_file(ValueError("a long story " * 100), {"TORCHELASTIC_ERROR_FILE": str(path)})
+            worker.write_error_file(
+                ValueError("a long story " * 100), {"TORCHELASTIC_ERROR_FILE": str(path)}
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not path.exists()
@@ -62,7 +68,9 @@ def test_a_config_error_names_every_fault_and_exits_with_2(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_key_that_needs_a_gpu_is_refused_where_none_is_found_without_a_launcher_too(capsys, tmp_path):
+def test_a_key_that_needs_a_gpu_is_refused_where_none_is_found_without_a_launcher_too(
+    capsys, tmp_path
+):
     """The rules see the device that job.device "auto" was found to be."""
     argv = [*TINY, "--job.device=auto", f"--job.dump_folder={tmp_path}"]
     for key in ("profiling.enable_memory_snapshot", "training.dataloader.pin_memory"):

@@ -74,10 +74,15 @@ def test_the_pool_of_the_default_lane_runs_again_once_and_says_so(pool, tmp_path
     marker.write_text("")
     monkeypatch.setattr(pool, "repeats", True)
     monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
-    with pytest.warns(UserWarning, match=f"(?s)run again: rank 1 died, exit code -6.*recorded in {record}"):
+    with pytest.warns(
+        UserWarning, match=f"(?s)run again: rank 1 died, exit code -6.*recorded in {record}"
+    ):
         assert pool.run(abort_until, str(marker), 1, world=2) == ["fine"] * 2
     assert "test_the_pool_of_the_default_lane_runs_again_once_and_says_so" in record.read_text()
-    assert "Fatal Python error: Aborted" in record.read_text() and "in abort_until" in record.read_text()
+    assert (
+        "Fatal Python error: Aborted" in record.read_text()
+        and "in abort_until" in record.read_text()
+    )
     marker.write_text("")
     with (
         pytest.warns(UserWarning, match="run again: rank 1 died, exit code -6"),
@@ -97,7 +102,9 @@ def die_after_a_peer_raised() -> None:
 def test_a_dead_rank_is_named_where_another_was_heard_first():
     small = Pool(2)
     try:
-        with pytest.raises(RankFailed, match="(?s)^rank 1 died, exit code -9\nrank 0 of 2 raised.*closed by peer"):
+        with pytest.raises(
+            RankFailed, match="(?s)^rank 1 died, exit code -9\nrank 0 of 2 raised.*closed by peer"
+        ):
             small.run(die_after_a_peer_raised, world=2)
     finally:
         small.close()
@@ -111,16 +118,22 @@ def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
         with pytest.raises(RankFailed, match="rank 1 died, exit code -9"):
             small.run(misbehave, 1, "die", world=2)
         assert small.run(total) == [3.0] * 2, "in new processes"
-        with pytest.raises(RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"):
+        with pytest.raises(
+            RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"
+        ):
             small.run(misbehave, 1, "sleep", world=2, timeout=2)
         assert small.run(total) == [3.0] * 2
-        assert log.read_text() == "about to die\nabout to sleep\n", "what a rank prints to its stderr"
+        assert log.read_text() == "about to die\nabout to sleep\n", (
+            "what a rank prints to its stderr"
+        )
     finally:
         small.close()
 
 
 @pytest.mark.long
-def test_the_pool_of_the_long_lane_fails_at_the_first_abort_and_records_it(pool, tmp_path, monkeypatch):
+def test_the_pool_of_the_long_lane_fails_at_the_first_abort_and_records_it(
+    pool, tmp_path, monkeypatch
+):
     marker, record = tmp_path / "aborts", tmp_path / "record"
     marker.write_text("")
     monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)

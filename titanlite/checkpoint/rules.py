@@ -1,4 +1,6 @@
-"""Rules between a run and the checkpoint that it loads: steps, batches, and the fields of the model."""
+"""Rules between a run and the checkpoint that it loads: steps, batches, and the fields of the
+model.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,17 +19,20 @@ _FIELD = "model.overrides."
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches a name or a prefix of it: "optimizer" means all of the optimizer's state."""
+    """Whether a pattern matches a name or a prefix of it: "optimizer" means all of the optimizer's
+    state.
+    """
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def check_model(
     source: object, saved: Mapping[str, Any], spec: ModelSpec, model: Any, exclude: Sequence[str]
 ) -> list[str]:
-    """Refuse weights of a model with other fields than these: the tensors' shapes show only some of them.
+    """Refuse weights of a model with other fields than these: the tensors' shapes show only some of
+    them.
 
-    Return the patterns that stand for tensors: `exclude` without those that match a field, model.overrides.NAME.
-    """
+    Return the patterns that stand for tensors: `exclude` without those that match a field,
+    model.overrides.NAME."""
     ours = {f"{_FIELD}{name}": json.dumps(value) for name, value in asdict(model).items()}
     theirs = {f"{_FIELD}{name}": json.dumps(value) for name, value in saved.items()}
     differences = [
@@ -39,8 +44,8 @@ def check_model(
     ]
     if differences:
         raise UserError(
-            f"{source} has weights of another {spec.name}; nothing was loaded. A new run: give another "
-            "job.dump_folder. These weights: list what you mean to change in "
+            f"{source} has weights of another {spec.name}; nothing was loaded. A new run: "
+            "give another job.dump_folder. These weights: list what you mean to change in "
             f"checkpoint.exclude_from_loading:{some_of(differences)}"
         )
     return [
@@ -53,7 +58,9 @@ def check_model(
 def batch_changes(
     saved: Mapping[str, Any], mesh: Mapping[str, int], training: Training, batch: Batch
 ) -> Iterator[str]:
-    """Yield how a global batch that follows from the number of ranks changed, and how to keep it."""
+    """Yield how a global batch that follows from the number of ranks changed, and how to keep
+    it.
+    """
     before, ranks = saved["global_batch_size"], batch.data_parallel
     if before == -1:
         before = saved["local_batch_size"] * mesh["dp_replicate"] * mesh["dp_shard"]
@@ -68,7 +75,10 @@ def batch_changes(
         if before % ranks == 0
         else f"{ranks} data-parallel ranks cannot share {before}"
     )
-    yield f"the global batch (training.global_batch_size = -1) is {batch.total} sequences, and was {before}; {keep}"
+    yield (
+        f"the global batch (training.global_batch_size = -1) is {batch.total} sequences, "
+        f"and was {before}; {keep}"
+    )
 
 
 def require_step(root: Path, step: int, steps: Sequence[int]) -> None:

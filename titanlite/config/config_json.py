@@ -2,9 +2,8 @@
 
 No tensor's shape shows heads, epsilons or wavelengths.
 
-A key that the file lacks counts as transformers' default, which the model declares. A key that the model
-lacks is refused unless it is switched off or is listed as one that changes no value.
-"""
+A key that the file lacks counts as transformers' default, which the model declares. A key that the
+model lacks is refused unless it is switched off or is listed as one that changes no value."""
 
 import dataclasses
 import json
@@ -23,23 +22,27 @@ from titanlite.registry import HuggingFace, ModelSpec, get_model, model_names
 _NEUTRAL = {"is_causal": True, "partial_rotary_factor": 1.0}
 """Keys of any model, with the only value that our models compute."""
 _HARMLESS = """
-    _* *_implementation *_token_id architectures auto_map torch_dtype dtype *transformers* unsloth* is_llama_config
-    *_name_or_path *dropout* *_pdrop initializer_range init_std pretraining_tp gradient_checkpointing use_cache n_ctx
-    chunk_size_feed_forward *return_dict* output_* id2label label2id num_labels problem_type finetuning_task summary_*
-    task_specific_params predict_special_tokens tokenizer_class model_max_length max_sequence_length seq_length
-    reorder_and_upcast_attn max_length min_length do_sample early_stopping num_beams num_beam_groups temperature top_k
-    top_p typical_p repetition_penalty length_penalty num_return_sequences
+    _* *_implementation *_token_id architectures auto_map torch_dtype dtype *transformers* unsloth*
+    is_llama_config *_name_or_path *dropout* *_pdrop initializer_range init_std pretraining_tp
+    gradient_checkpointing use_cache n_ctx chunk_size_feed_forward *return_dict* output_* id2label
+    label2id num_labels problem_type finetuning_task summary_* task_specific_params
+    predict_special_tokens tokenizer_class model_max_length max_sequence_length seq_length
+    reorder_and_upcast_attn max_length min_length do_sample early_stopping num_beams
+    num_beam_groups temperature top_k top_p typical_p repetition_penalty length_penalty
+    num_return_sequences
 """.split()
-"""Patterns of keys that change no value which the weights compute: metadata, training, and how text is generated."""
+"""Patterns of keys that change no value which the weights compute: metadata, training, and how text
+is generated.
+"""
 
 
 def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, Any]]:
-    """Return the config.json that `model.flavor hf` reads, and the tables of keys that its folder gives.
+    """Return the config.json that `model.flavor hf` reads, and the tables of keys that its folder
+    gives.
 
-    The fields of a flavor; the model's name, unless one is given, which must then be the same; the tokenizer, if the
-    folder has one. If it is checkpoint.initial_load_path, its weights are loaded. Nothing if the config has all
-    fields already, as that of an earlier run.
-    """
+    The fields of a flavor; the model's name, unless one is given, which must then be the same; the
+    tokenizer, if the folder has one. If it is checkpoint.initial_load_path, its weights are loaded.
+    Nothing if the config has all fields already, as that of an earlier run."""
     try:
         spec = get_model(config.model.name, config.model.package)
     except UserError:
@@ -48,7 +51,9 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
         return "", {}
     paths = {"checkpoint.initial_load_path": config.checkpoint.initial_load_path}
     paths["model.hf_assets_path"] = config.model.hf_assets_path
-    with_config = [key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()]
+    with_config = [
+        key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()
+    ]
     folder = Path(paths[with_config[0]]) if with_config else None
     if folder and not name_is_given:
         spec = get_model(model_of(folder))
@@ -56,10 +61,14 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
         return "", {}
     if folder is None:
         fields = dataclasses.fields(type(next(iter(spec.flavors.values()))))
-        if {f.name for f in fields if f.default is dataclasses.MISSING} <= config.model.overrides.keys():
+        if {
+            f.name for f in fields if f.default is dataclasses.MISSING
+        } <= config.model.overrides.keys():
             return "", {}
         given = "; ".join(f'{key} = "{path}" has none' for key, path in paths.items() if path)
-        raise UserError(f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}")
+        raise UserError(
+            f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}"
+        )
     found: dict[str, Any] = {"model": {"name": spec.name, "overrides": _fields(folder, spec)}}
     if (folder / "tokenizer.json").is_file():
         found["model"]["hf_assets_path"] = str(folder)
@@ -69,19 +78,25 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
 
 
 def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a flavor that a folder's config.json describes; refuse features that the model lacks."""
+    """Return the fields of a flavor that a folder's config.json describes; refuse features that the
+    model lacks.
+    """
     assert spec.hf
     given, path = read_config(folder), folder / "config.json"
     if given.get("model_type") not in _model_types(spec):
         name = model_of(folder)
-        raise UserError(f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}')
+        raise UserError(
+            f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}'
+        )
     theirs = complete(given, spec.hf)
     found = {field: _value(theirs, key) for field, key in spec.hf.fields.items()}
     fields = nested({field: value for field, value in found.items() if value is not None})
     try:
         faults = config_faults(given, spec.hf, spec.hf.config(spec.configure("hf", fields)))
     except UserError as error:
-        words = ", ".join(f"{field} is {key}" for field, key in spec.hf.fields.items() if field in str(error))
+        words = ", ".join(
+            f"{field} is {key}" for field, key in spec.hf.fields.items() if field in str(error)
+        )
         faults = [f"{error} ({words} there)" if words else str(error)]
     if faults:
         raise UserError(f"{path} is of a model that {spec.name} does not compute:{some_of(faults)}")
@@ -109,15 +124,24 @@ def _model_types(spec: ModelSpec) -> list[str]:
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, None without one."""
-    return reduce(lambda table, name: table.get(name) if isinstance(table, Mapping) else None, key.split("."), config)
+    return reduce(
+        lambda table, name: table.get(name) if isinstance(table, Mapping) else None,
+        key.split("."),
+        config,
+    )
 
 
-def _overrides(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace) -> str:
-    """Return the overrides that give the model the value of a key of config.json, if there are any."""
+def _overrides(
+    key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace
+) -> str:
+    """Return the overrides that give the model the value of a key of config.json, if there are
+    any.
+    """
     options = [
         shlex.join([f"--model.overrides.{field}", json.dumps(_value(theirs, dotted))])
         for field, dotted in hf.fields.items()
-        if f"{dotted}.".startswith(f"{key}.") and _value(theirs, dotted) not in (None, _value(ours, dotted))
+        if f"{dotted}.".startswith(f"{key}.")
+        and _value(theirs, dotted) not in (None, _value(ours, dotted))
     ]
     return f"; {' '.join(options)}" if options else ""
 
@@ -129,7 +153,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: there is no such folder")
     if not path.exists():
         raise UserError(
-            f"{folder} has no config.json: nothing says which heads, epsilon or wavelengths its weights need"
+            f"{folder} has no config.json: nothing says which heads, "
+            "epsilon or wavelengths its weights need"
         )
     try:
         config = json.loads(path.read_bytes())
@@ -141,16 +166,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def complete(config: Mapping[str, Any], hf: HuggingFace) -> dict[str, Any]:
-    """Return a config.json with transformers' defaults for the keys that it lacks or that are null."""
+    """Return a config.json with transformers' defaults for the keys that it lacks or that are
+    null.
+    """
     given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
     try:
         defaults = hf.defaults(given)
-    except (TypeError, ValueError, ZeroDivisionError):  # a value of another type, which the comparison names
+    except (
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    ):  # a value of another type, which the comparison names
         defaults = hf.defaults({})
     return {**_NEUTRAL, **defaults, **given}
 
 
-def config_faults(config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]) -> list[str]:
+def config_faults(
+    config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]
+) -> list[str]:
     """Return where a config.json contradicts the one that the model would have."""
     theirs, ours, faults = complete(config, hf), complete(model, hf), []
     given = _one_form_of_rope(config)
@@ -159,14 +192,20 @@ def config_faults(config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str
         value = json.dumps(theirs.get(key))
         if key in ours or key in model:
             if theirs.get(key) != ours.get(key):
-                lacks = " (absent, so transformers' default)" if given.get(key) is None and key in theirs else ""
+                lacks = (
+                    " (absent, so transformers' default)"
+                    if given.get(key) is None and key in theirs
+                    else ""
+                )
                 remedy = _overrides(key, theirs, ours, hf)
                 faults.append(
-                    f"config.json: {key} {value}{lacks}, but the model has {json.dumps(ours.get(key))}{remedy}"
+                    f"config.json: {key} {value}{lacks}, "
+                    f"but the model has {json.dumps(ours.get(key))}{remedy}"
                 )
         elif theirs[key] and not any(fnmatchcase(key, pattern) for pattern in _HARMLESS):
             faults.append(
-                f"config.json: {key} {value}, which the model does not know; remove it if no value needs it"
+                f"config.json: {key} {value}, which the model does not know; "
+                "remove it if no value needs it"
             )
     return faults
 

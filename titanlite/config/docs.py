@@ -17,15 +17,18 @@ _INTRODUCTION = """# Config keys
 
 Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.
 
-A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence: command
+A config is TOML; any key can be given on the command line as `--section.key VALUE`. \
+Precedence: command
 line > later file > earlier file > default. A list is one word in quotes, `--model.freeze
-'["norm.weight"]'`; a switch is `--section.key` (true), `--section.no_key` or `--section.key=false`. All errors are
+'["norm.weight"]'`; a switch is `--section.key` (true), `--section.no_key` or \
+`--section.key=false`. All errors are
 named before anything starts (exit code 2).
 **+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.
 """
 _FOREIGN_KEYS = """## Keys of TorchTitan that titanlite does not have
 
-They are accepted at a value that switches the feature off, so that a config loads as it is, and refused
+They are accepted at a value that switches the feature off, so that a config loads as it is, \
+and refused
 by name otherwise.
 
 | key | accepted | otherwise |
@@ -33,7 +36,9 @@ by name otherwise.
 
 
 def help_text(search: str = "") -> str:
-    """Return every key with `search` in its name or meaning, with its default and meaning, for a terminal."""
+    """Return every key with `search` in its name or meaning, with its default and meaning, for a
+    terminal.
+    """
     lines = []
     for name, cls in SECTIONS.items():
         rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
@@ -43,14 +48,17 @@ def help_text(search: str = "") -> str:
         lines += textwrap.wrap(head, columns(PAGE), subsequent_indent=indent)
         for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
-            lines += textwrap.wrap(meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent)
+            lines += textwrap.wrap(
+                meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent
+            )
         lines.append("")
     return "\n".join(lines)
 
 
 def json_schema() -> str:
     """Return the JSON schema for the completion of TOML files in editors."""
-    return json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False)
+    return text.replace(r"\n", " ") + "\n"  # the line ends of docstrings
 
 
 def markdown() -> str:
@@ -69,8 +77,15 @@ def markdown() -> str:
             out.append("")
     out.append(_FOREIGN_KEYS)
     for key, known in FOREIGN.items():
-        accepted = "any value" if known.off is None else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
-        out.append(f"| `{key}` | {accepted} | {known.instead or 'tunes a feature that titanlite does not have'} |")
+        accepted = (
+            "any value"
+            if known.off is None
+            else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
+        )
+        out.append(
+            f"| `{key}` | {accepted} | "
+            f"{known.instead or 'tunes a feature that titanlite does not have'} |"
+        )
     return "\n".join(out) + "\n"
 
 
@@ -78,7 +93,12 @@ def _rows(section: str) -> list[tuple[str, str, str, str]]:
     """Return key, default, legal values and meaning of a section's own keys."""
     fields = [(key.rpartition("."), info) for key, info in KEYS.items()]
     return [
-        (key, toml_value(info.default), _legal(info), _one_line(info.description) + _conditions(f"{section}.{key}"))
+        (
+            key,
+            toml_value(info.default),
+            _legal(info),
+            _one_line(info.description) + _conditions(f"{section}.{key}"),
+        )
         for (name, _, key), info in fields
         if name == section
     ]

@@ -1,4 +1,6 @@
-"""Reads hardware.toml, which MFU and the planner share, and files of the same form over it. No torch."""
+"""Reads hardware.toml, which MFU and the planner share, and files of the same form over it. No
+torch.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +13,9 @@ _SHIPPED = Path(__file__).with_name("hardware.toml")
 
 
 def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
-    """Return the shipped table with those of the files laid over it, key by key, from left to right."""
+    """Return the shipped table with those of the files laid over it, key by key, from left to
+    right.
+    """
     table: dict[str, Any] = {}
     for file in (_SHIPPED, *files):
         try:
@@ -19,10 +23,14 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
         if unknown := [key for key in above if table and key not in table]:
-            raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}")
+            raise UserError(
+                f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}"
+            )
         _lay_over(table, above, f"{file}: ")
         for section in ("gpu", "node", "efficiency"):
-            if wrong := [name for name, entry in table[section].items() if not isinstance(entry, dict)]:
+            if wrong := [
+                name for name, entry in table[section].items() if not isinstance(entry, dict)
+            ]:
                 raise UserError(f"{file}: {section}.{wrong[0]} must be a table")
     return table
 

@@ -2,13 +2,23 @@
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): '"none"'}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): '"none"',
+}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "matching"}
 
 
 def choices(annotation: Any) -> list[str]:
     """Return the words that a type allows, if it is a choice of words."""
-    return [each for each in get_args(annotation) if get_origin(annotation) is Literal and isinstance(each, str)]
+    return [
+        each
+        for each in get_args(annotation)
+        if get_origin(annotation) is Literal and isinstance(each, str)
+    ]
 
 
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
@@ -17,7 +27,9 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     if origin is Annotated:
         return legal(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:
-        choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
+        choices = [
+            f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments
+        ]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if origin is list:
         return f"a list of {legal(*arguments).removeprefix('one of ').replace('a list', 'lists')}"
@@ -25,7 +37,13 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
         return "a table"
     if arguments:  # a union
         return " or ".join(map(legal, arguments))
-    parts = [part for constraint in metadata for part in (constraint, *getattr(constraint, "metadata", []))]
-    bounds = [f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)]
+    parts = [
+        part
+        for constraint in metadata
+        for part in (constraint, *getattr(constraint, "metadata", []))
+    ]
+    bounds = [
+        f"{sign} {getattr(p, k)}" for p in parts for k, sign in _SIGNS.items() if hasattr(p, k)
+    ]
     name = _TYPE_NAMES.get(annotation) or f"tables with {', '.join(annotation.model_fields)}"
     return f"{name} {' and '.join(bounds)}".strip()

@@ -1,4 +1,5 @@
-"""From files and command-line overrides to a JobConfig: one tree, checked once, with every fault named.
+"""From files and command-line overrides to a JobConfig: one tree, checked once, with every fault
+named.
 
 Precedence: command line > later file > earlier file > default. Rules between keys are in rules/.
 """
@@ -27,7 +28,9 @@ _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a tab
 
 @dataclass(frozen=True)
 class ConfigFault:
-    """One error: the key (or file, or flag), the reason, the value and where the value comes from."""
+    """One error: the key (or file, or flag), the reason, the value and where the value comes
+    from.
+    """
 
     key: str
     why: str
@@ -80,11 +83,15 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
     """Split `--config FILE…` from `--section.key value` overrides."""
     line = CommandLine()
     rest = [argument.encode(errors="replace").decode() for argument in argv]
-    line.faults = [ConfigFault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv]
+    line.faults = [
+        ConfigFault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv
+    ]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
-            usage = 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+            usage = (
+                'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+            )
             hint = usage
             if argument.endswith(".toml"):
                 hint = f"did you mean --config {argument}?"
@@ -97,19 +104,34 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
         name = name.replace("-", "_")
         values = [text] if equals else []
         dash = "-" if name == "config" else "--"  # a value may be a negative number
-        while not equals and rest and not rest[0].startswith(dash) and (name == "config" or not values):
+        while (
+            not equals
+            and rest
+            and not rest[0].startswith(dash)
+            and (name == "config" or not values)
+        ):
             values.append(rest.pop(0))
         if name in ("config", "job.config_file"):
             if "" in (values or [""]):
                 line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
             line.files += filter(None, values)
         elif "." not in name:
-            matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}") or key == OTHER_NAMES.get(name)]
-            hint = f"did you mean {' or '.join(matches)}?" if matches else "use --config or --section.key VALUE"
+            matches = [
+                f"--{key}"
+                for key in KEYS
+                if key.endswith(f".{name}") or key == OTHER_NAMES.get(name)
+            ]
+            hint = (
+                f"did you mean {' or '.join(matches)}?"
+                if matches
+                else "use --config or --section.key VALUE"
+            )
             line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
         elif values:
             line.overrides[name] = _read_value(name, values[0])
-        elif name in KEYS and "true or false" not in (values_of := legal(KEYS[name].annotation, KEYS[name].metadata)):
+        elif name in KEYS and "true or false" not in (
+            values_of := legal(KEYS[name].annotation, KEYS[name].metadata)
+        ):
             line.faults.append(ConfigFault(argument, f"needs a value: {values_of}"))
         else:  # --section.key switches on, --section.no_key switches off
             on = name in KEYS or ".no_" not in name
@@ -120,7 +142,9 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
 
 
 def _read_value(key: str, text: str) -> Any:
-    """Read a TOML value; anything else is a string, and so is a number that is given to a key for text."""
+    """Read a TOML value; anything else is a string, and so is a number that is given to a key for
+    text.
+    """
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -160,7 +184,9 @@ def load(line: CommandLine) -> Loaded:
             if path is None:
                 why = f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"
                 faults.append(
-                    ConfigFault(name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why)
+                    ConfigFault(
+                        name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why
+                    )
                 )
                 continue
             _flatten(read_toml(path), "", name, tree)
@@ -173,7 +199,9 @@ def load(line: CommandLine) -> Loaded:
     if config.model.flavor == "hf":
         try:
             # A name from elsewhere, as that of the default config, is not meant for the folder.
-            is_given = "model.name" in tree and tree["model.name"].origin == tree["model.flavor"].origin
+            is_given = (
+                "model.name" in tree and tree["model.name"].origin == tree["model.flavor"].origin
+            )
             file, found = read_flavor(config, is_given)
             _flatten(found, "", file, below := dict[str, Entry]())
             if file and not is_given:
@@ -191,11 +219,17 @@ def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str,
     """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():
         key = RENAMED.get(prefix + name, prefix + name)
-        if isinstance(value, dict) and (key in _TABLES or not _is_known(key) or (value and key not in KEYS)):
+        if isinstance(value, dict) and (
+            key in _TABLES or not _is_known(key) or (value and key not in KEYS)
+        ):
             _flatten(value, key + ".", origin, tree)
             continue
-        for other in [k for k in tree if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")]:
-            if _is_known(other) and other not in KEYS:  # a table's field and one that it contains: the later counts
+        for other in [
+            k for k in tree if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")
+        ]:
+            if (
+                _is_known(other) and other not in KEYS
+            ):  # a table's field and one that it contains: the later counts
                 del tree[other]
         tree[key] = Entry(value, origin)
 
@@ -205,7 +239,8 @@ def _is_known(key: str) -> bool:
 
 
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
-    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and switches nothing on.
+    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and switches
+    nothing on.
 
     Unknown sections are one fault, however many keys they have.
     """
@@ -222,24 +257,34 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
         elif close := _nearest_key(key):
             yield entry.fault(key, f"unknown key; did you mean {close}?")
         elif (section := key.rpartition(".")[0]) in SECTIONS:
-            yield entry.fault(key, f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}")
+            yield entry.fault(
+                key, f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}"
+            )
         else:
             unknown[f"[{section or key}]"] = entry.origin
     if unknown:
         why = f"unknown section{'s' * (len(unknown) > 1)}; known are: {', '.join(SECTIONS)}"
-        yield ConfigFault(", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values())))
+        yield ConfigFault(
+            ", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values()))
+        )
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:
-    """Switch [quantize.linear.float8] on where model.converters names it, as TorchTitan's configs do."""
+    """Switch [quantize.linear.float8] on where model.converters names it, as TorchTitan's configs
+    do.
+    """
     converters = tree.get("model.converters", Entry([], ""))
-    if isinstance(converters.value, list) and any(name in FLOAT8_CONVERTERS for name in converters.value):
+    if isinstance(converters.value, list) and any(
+        name in FLOAT8_CONVERTERS for name in converters.value
+    ):
         enable = Entry(True, f"{converters.origin}, by model.converters")
         tree.setdefault("quantize.linear.float8.enable", enable)
 
 
 def _nearest_key(key: str) -> str:
-    """Return the key that is meant: the same name in another section, else the nearest spelling of all keys."""
+    """Return the key that is meant: the same name in another section, else the nearest spelling of
+    all keys.
+    """
     name = key.lower()
     last = name.rpartition(".")[2]
     if last in OTHER_NAMES:
@@ -258,8 +303,12 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
         problems, bad = error.errors(), dict[str, str]()
     for problem in problems:  # a location goes deeper than the key where a type has parts
         names = [*map(str, problem["loc"])]
-        depth, key = next((n, k) for n, k in enumerate(accumulate(names, "{}.{}".format), 1) if k in KEYS)
-        why = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(problem["type"], problem["msg"])
+        depth, key = next(
+            (n, k) for n, k in enumerate(accumulate(names, "{}.{}".format), 1) if k in KEYS
+        )
+        why = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(
+            problem["type"], problem["msg"]
+        )
         if names[depth:] and names[depth].isdigit():
             entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
             bad.setdefault(key, f"; {entry} {why.replace('Input should be', 'must be')}")
@@ -268,7 +317,11 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
-        if isinstance(tree[key].value, str) and (close := nearest(tree[key].value, choices(KEYS[key].annotation))):
+        if isinstance(tree[key].value, str) and (
+            close := nearest(tree[key].value, choices(KEYS[key].annotation))
+        ):
             invalid[key] += f'; did you mean "{close}"?'
-        invalid[key] += "".join(f"; {value} {why}" for value, why in NOT_DONE.items() if tree[key].value == value)
+        invalid[key] += "".join(
+            f"; {value} {why}" for value, why in NOT_DONE.items() if tree[key].value == value
+        )
     return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid

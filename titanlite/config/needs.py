@@ -1,6 +1,8 @@
-"""Keys without effect in a job, by the conditions that they declare: `Annotated[Positive, Only("sharding")]`.
+"""Keys without effect in a job, by the conditions that they declare: `Annotated[Positive,
+Only("sharding")]`.
 
-Such a key is not an error: the run says so in one line at its start, and goes on as if the key had its default.
+Such a key is not an error: the run says so in one line at its start, and goes on as if the key had
+its default.
 --help and docs/config.md name the conditions.
 """
 
@@ -33,8 +35,12 @@ def without(need: str) -> str:
     return words.get(need) or (f"with {need[3:]}" if need.startswith("no ") else f"without {need}")
 
 
-def keys_without_effect(config: JobConfig, layout: Layout, batch: Batch) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the keys that do nothing on this mesh, and those that do nothing on any, each with the reason."""
+def keys_without_effect(
+    config: JobConfig, layout: Layout, batch: Batch
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the keys that do nothing on this mesh, and those that do nothing on any, each with the
+    reason.
+    """
     of_mesh = _mesh_conditions(config, layout, batch)
     conditions = of_mesh | _conditions(config) | {"experts": layout.experts}
     on_this, on_any = dict[str, str](), dict[str, str]()
@@ -61,7 +67,11 @@ def asks_for_sharding(config: JobConfig) -> bool:
 
 def _conditions(config: JobConfig) -> dict[str, bool]:
     training, parallelism = config.training, config.parallelism
-    schedule, mode, saving = config.lr_scheduler, config.activation_checkpoint.mode, config.checkpoint
+    schedule, mode, saving = (
+        config.lr_scheduler,
+        config.activation_checkpoint.mode,
+        config.checkpoint,
+    )
     decays = bool(schedule.decay_ratio)
     if schedule.decay_ratio is None:
         decays = schedule.warmup_steps < (schedule.total_steps or training.steps)
@@ -77,7 +87,8 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         "no module_fqns_per_model_part": not parallelism.module_fqns_per_model_part,
         "context parallel": parallelism.context_parallel_degree > 1,
         "checkpoint.enable or initial_load_path": bool(saving.enable or saving.initial_load_path),
-        "a checkpoint to verify": saving.enable or bool(saving.initial_load_path and not saving.initial_load_in_hf),
+        "a checkpoint to verify": saving.enable
+        or bool(saving.initial_load_path and not saving.initial_load_in_hf),
         "traces or snapshots": profiling.enable_profiling or profiling.enable_memory_snapshot,
         "steps to skip": "skip" in (fault.on_nonfinite, on_spike),
         'fault.on_spike "rollback"': on_spike == "rollback",

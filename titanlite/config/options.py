@@ -5,16 +5,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Options = Mapping[str, str | tuple[Any, ...]]
-"""The meaning of each option by its usage: "--full" is a flag, "--out FILE" takes a value, "--x steps|hours" one of
-these, "--hardware FILE …" may be repeated; "FOLDER" is an argument, "[FOLDER]" an optional one, "FOLDER …" takes
-several. The type, the default, and whether the option is required may follow the meaning."""
+"""The meaning of each option by its usage: "--full" is a flag, "--out FILE" takes a value, "--x
+steps|hours" one of these, "--hardware FILE …" may be repeated; "FOLDER" is an argument, "[FOLDER]"
+an optional one, "FOLDER …" takes several. The type, the default, and whether the option is required
+may follow the meaning."""
 
 
 def declare(parser: Any, options: Options) -> None:
-    """Add options to a parser, or to a group of one; the value of `--model.package` is the attribute `package`."""
+    """Add options to a parser, or to a group of one; the value of `--model.package` is the
+    attribute `package`.
+    """
     for usage, meaning in options.items():
         about, *typed = [meaning] if isinstance(meaning, str) else meaning
-        how: dict[str, Any] = dict(zip(("type", "default", "required"), typed, strict=False), help=about)
+        how: dict[str, Any] = dict(
+            zip(("type", "default", "required"), typed, strict=False), help=about
+        )
         name, _, value = usage.removesuffix(" …").partition(" ")
         is_list = usage.endswith(" …")
         if name.startswith("--"):
@@ -36,12 +41,18 @@ def declare(parser: Any, options: Options) -> None:
 
 
 def declare_commands(
-    parser: ArgumentParser, commands: Mapping[str, tuple[Callable[..., int], str, str, Options]], **how: Any
+    parser: ArgumentParser,
+    commands: Mapping[str, tuple[Callable[..., int], str, str, Options]],
+    **how: Any,
 ) -> Mapping[str, ArgumentParser]:
-    """Add sub-commands to a parser and return theirs: what runs each, its meaning, an example, and its options."""
+    """Add sub-commands to a parser and return theirs: what runs each, its meaning, an example, and
+    its options.
+    """
     group = parser.add_subparsers(metavar="|".join(commands), required=True, **how)
     for name, (run, about, example, options) in commands.items():
-        command = group.add_parser(name, help=about, description=about, epilog=f"example: {parser.prog} {example}")
+        command = group.add_parser(
+            name, help=about, description=about, epilog=f"example: {parser.prog} {example}"
+        )
         command.set_defaults(run=run)
         declare(command, options)
     return group.choices

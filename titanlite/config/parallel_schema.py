@@ -4,12 +4,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.section import MOST, AnyCase, Fraction, Natural, Only, OrEmpty, OrNone, Positive, Section
+from titanlite.config.section import (
+    MOST,
+    AnyCase,
+    Fraction,
+    Natural,
+    Only,
+    OrEmpty,
+    OrNone,
+    Positive,
+    Section,
+)
 from titanlite.config.stages import Schedule
 
 
 class Parallelism(Section):
-    """Degrees of the mesh (outermost first: pp, dp_replicate, dp_shard, cp, tp) and how each technique runs."""
+    """Degrees of the mesh (outermost first: pp, dp_replicate, dp_shard, cp, tp) and how each
+    technique runs.
+    """
 
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the sharded model (HSDP)."""
@@ -24,17 +36,18 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
     fsdp_reshard_after_forward: Annotated[
-        Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=MOST)], Only("sharding")
+        Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=MOST)],
+        Only("sharding"),
     ] = "default"
-    """Free gathered parameters after the forward pass: default frees all but the last group's; a number keeps them
-    sharded over that many ranks."""
+    """Free gathered parameters after the forward pass: default frees all but the last group's; a
+    number keeps them sharded over that many ranks."""
     fsdp_forward_prefetch: Annotated[Natural, Only("sharding")] = 0
     """Groups to all-gather ahead in the forward pass; 0 is FSDP2's own order."""
     fsdp_backward_prefetch: Annotated[Natural, Only("sharding")] = 0
     """Groups to all-gather ahead in the backward pass; 0 is FSDP2's own order (one ahead)."""
     fsdp_keep_whole: Annotated[list[str], Only("sharding")] = []
-    """Patterns of parameters that are replicated instead of sharded, such as small tables: they are not gathered, and
-    their gradients are summed once per step."""
+    """Patterns of parameters that are replicated instead of sharded, such as small tables: they are
+    not gathered, and their gradients are summed once per step."""
     fsdp_blocks_per_group: Annotated[Positive, Only("data parallel")] = 1
     """Blocks that share one all-gather."""
     disable_loss_parallel: Annotated[bool, Only("tensor parallel")] = False
@@ -42,21 +55,26 @@ class Parallelism(Section):
     enable_async_tensor_parallel: Annotated[bool, Only("tensor parallel")] = False
     """Overlap tensor parallel's communication with its matrix products; needs compile and a GPU."""
     defer_gradient_sync: Annotated[
-        bool | Literal["replicas"], Only("data parallel", "no pipeline parallel", "gradient accumulation", "replicas")
+        bool | Literal["replicas"],
+        Only("data parallel", "no pipeline parallel", "gradient accumulation", "replicas"),
     ] = False
-    """Under gradient accumulation, sum gradients over ranks once per step instead of once per micro-batch; "replicas"
-    defers only the sum over replicas (HSDP), so that no unsharded gradients are kept."""
+    """Under gradient accumulation, sum gradients over ranks once per step instead of once per
+    micro-batch; "replicas" defers only the sum over replicas (HSDP), so that no unsharded gradients
+    are kept."""
     pipeline_parallel_schedule: Annotated[Schedule, AnyCase, Only("pipeline parallel")] = "1F1B"
-    """Order of the stages' micro-batches, by torch's names, in any case. GPipe and 1F1B have one stage per
-    rank, ZBVZeroBubble and DualPipeV two, the others two, or as many as layers_per_stage gives."""
+    """Order of the stages' micro-batches, by torch's names, in any case. GPipe and 1F1B have one
+    stage per rank, ZBVZeroBubble and DualPipeV two, the others two, or as many as layers_per_stage
+    gives."""
     pipeline_parallel_schedule_csv: Annotated[str, Only("pipeline parallel")] = ""
-    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's forward pass of
-    micro-batch 0), 2B0, or 2I0 and 2W0."""
+    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's
+    forward pass of micro-batch 0), 2B0, or 2I0 and 2W0."""
     pipeline_parallel_microbatch_size: Annotated[Positive, Only("pipeline parallel")] = 1
-    """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the schedule."""
+    """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the
+    schedule.
+    """
     module_fqns_per_model_part: Annotated[list[list[str]], OrEmpty, Only("pipeline parallel")] = []
-    """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]; []
-    splits the layers evenly."""
+    """Names of each stage's modules, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "output"]]; [] splits the layers evenly."""
     pipeline_parallel_layers_per_stage: Annotated[
         Positive | None, OrNone, Only("pipeline parallel", "no module_fqns_per_model_part")
     ] = None
@@ -69,21 +87,26 @@ class Parallelism(Section):
         Natural, Only("pipeline parallel", "no module_fqns_per_model_part")
     ] = 1
     """Weight of the norm and the output layer in the layer split, in layers."""
-    context_parallel_load_balancer: Annotated[Literal["headtail", "none"], Only("context parallel", "no ulysses")] = (
-        "headtail"
-    )
-    """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail, so that causal
-    attention costs every rank the same; none gives each one chunk."""
-    context_parallel_rotate_method: Annotated[Literal["allgather", "ulysses"], Only("context parallel")] = "allgather"
-    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges tokens for heads
-    by all-to-all (the degree must divide the heads), and splits the sequence without balancing."""
+    context_parallel_load_balancer: Annotated[
+        Literal["headtail", "none"], Only("context parallel", "no ulysses")
+    ] = "headtail"
+    """How the sequence is split: headtail gives each rank a chunk of its head and one of its tail,
+    so that causal attention costs every rank the same; none gives each one chunk."""
+    context_parallel_rotate_method: Annotated[
+        Literal["allgather", "ulysses"], Only("context parallel")
+    ] = "allgather"
+    """How attention sees the whole sequence: allgather gathers keys and values; ulysses exchanges
+    tokens for heads by all-to-all (the degree must divide the heads), and splits the sequence
+    without balancing."""
 
 
 class ActivationCheckpoint(Section):
     """Which activations are recomputed in the backward pass instead of kept."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Recompute nothing, whole blocks, the choice of selective_ac_option, or the compiler's choice."""
+    """Recompute nothing, whole blocks, the choice of selective_ac_option, or the compiler's
+    choice.
+    """
     selective_ac_option: Annotated[
         str, Field(pattern=r"^(op|[1-9][0-9]*)$"), Only('activation_checkpoint.mode "selective"')
     ] = "op"
@@ -115,15 +138,23 @@ class Float8(Section):
     enable: bool = False
     """Compute the linear layers in float8."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Granularity of the scales: per tensor, per row, or per row with weight gradients in high precision."""
-    enable_fsdp_float8_all_gather: Annotated[bool, Only("quantize.linear.float8.enable", "sharding")] = False
+    """Granularity of the scales: per tensor, per row, or per row with weight gradients in high
+    precision.
+    """
+    enable_fsdp_float8_all_gather: Annotated[
+        bool, Only("quantize.linear.float8.enable", "sharding")
+    ] = False
     """All-gather weights in float8; needs recipe tensorwise."""
-    precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, Only("quantize.linear.float8.enable", "sharding")] = (
-        False
-    )
-    """Compute the scales of all weights that are gathered in float8 at once, after the optimizer step."""
+    precompute_float8_dynamic_scale_for_fsdp: Annotated[
+        bool, Only("quantize.linear.float8.enable", "sharding")
+    ] = False
+    """Compute the scales of all weights that are gathered in float8 at once, after the optimizer
+    step.
+    """
     filter_fqns: list[str] = ["output"]
-    """Linear layers to leave in high precision: those with one of these in their names; [] converts all."""
+    """Linear layers to leave in high precision: those with one of these in their names; [] converts
+    all.
+    """
     emulate: bool = False
     """Compute in high precision with float8's rounding, for devices that cannot multiply float8."""
 

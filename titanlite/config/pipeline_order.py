@@ -1,8 +1,9 @@
-"""The order of the stages on pipeline ranks: read, checked, described, and the waits that follow from it.
+"""The order of the stages on pipeline ranks: read, checked, described, and the waits that follow
+from it.
 
-An order has a row for each pipeline rank, of actions as torch writes them: "2F0" is stage 2's forward pass of
-micro-batch 0, B its backward pass, I and W the halves of B (gradients of inputs and of weights), and
-"(0F4;3B1)OVERLAP_F_B" two actions that may overlap. Sends follow from the order.
+An order has a row for each pipeline rank, of actions as torch writes them: "2F0" is stage 2's
+forward pass of micro-batch 0, B its backward pass, I and W the halves of B (gradients of inputs and
+of weights), and "(0F4;3B1)OVERLAP_F_B" two actions that may overlap. Sends follow from the order.
 """
 
 import csv
@@ -32,13 +33,17 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> list[Action]:
-    """Return the actions in a cell, in their order; raise ValueError if the text is not one that torch writes."""
+    """Return the actions in a cell, in their order; raise ValueError if the text is not one that
+    torch writes.
+    """
     overlap = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text.strip())
     cells = (overlap[1] if overlap else text).split(";")
     parts = [re.fullmatch(r"(\d+)([FBIW])(\d+)", cell.strip()) for cell in cells]
     found = [Action(int(part[1]), part[2], int(part[3])) for part in parts if part]
     if len(found) < len(parts) or (len(found) > 1 and not overlap):
-        raise ValueError(f'"{text}" is not an action such as 2F0, 2B0, 2I0, 2W0 or (0F4;3B1)OVERLAP_F_B')
+        raise ValueError(
+            f'"{text}" is not an action such as 2F0, 2B0, 2I0, 2W0 or (0F4;3B1)OVERLAP_F_B'
+        )
     return found
 
 
@@ -50,7 +55,9 @@ def read_csv(path: str) -> Rows:
 
 def stages_of(order: Order) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank."""
-    return tuple(tuple(sorted({action.stage for cell in row for action in parse(cell)})) for row in order)
+    return tuple(
+        tuple(sorted({action.stage for cell in row for action in parse(cell)})) for row in order
+    )
 
 
 def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
@@ -68,7 +75,9 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
             return
     stages, numbers = range(len(rows)), range(micro_batches)
     yield from (f"row {row} has no action" for row, cells in enumerate(order, 1) if not cells)
-    shared = {stage: " and ".join(map(str, sorted(of))) for stage, of in rows.items() if len(of) > 1}
+    shared = {
+        stage: " and ".join(map(str, sorted(of))) for stage, of in rows.items() if len(of) > 1
+    }
     yield from (f"stage {stage} is in rows {of}" for stage, of in shared.items())
     if rows.keys() - set(stages) or {number for _, number in kinds} != set(numbers):
         found = f"{len(rows)} stages and {len({number for _, number in kinds})} micro-batches"
@@ -77,7 +86,10 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
     for stage, number in product(stages, numbers):
         if "".join(sorted(kinds[stage, number])) not in ("BF", "FIW"):
             found = ", ".join(kinds[stage, number]) or "no action"
-            yield f"has {found} for micro-batch {number} of stage {stage}; needed are F and B, or F, I and W"
+            yield (
+                f"has {found} for micro-batch {number} of stage {stage}; "
+                "needed are F and B, or F, I and W"
+            )
             return
     try:
         bubble(order, COST)
@@ -86,7 +98,9 @@ def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
 
 
 def numbered_by_last_stage(order: Order) -> tuple[Order, list[int]]:
-    """Renumber micro-batches by their forward passes on the last stage; return the order and the old numbers."""
+    """Renumber micro-batches by their forward passes on the last stage; return the order and the
+    old numbers.
+    """
     actions = [action for row in order for cell in row for action in parse(cell)]
     last = max(action.stage for action in actions)
     old = [action.micro_batch for action in actions if (action.stage, action.kind) == (last, "F")]
@@ -113,10 +127,14 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
             for cell in row[next_of[rank] :]:
                 if missing := _missing(cell, last, ends):
                     text = order[rank][next_of[rank]]
-                    reasons.append(f"row {rank + 1}: {text} waits for {' and '.join(map(str, missing))}")
+                    reasons.append(
+                        f"row {rank + 1}: {text} waits for {' and '.join(map(str, missing))}"
+                    )
                     break
                 for action in cell:
-                    start = max([clocks[rank], *(ends[key] for key in _waits_for(action, last, ends))])
+                    start = max(
+                        [clocks[rank], *(ends[key] for key in _waits_for(action, last, ends))]
+                    )
                     clocks[rank] = ends[action] = start + cost[action.kind]
                 next_of[rank] += 1
         if len(ends) == before:
@@ -125,11 +143,15 @@ def bubble(order: Order, cost: Mapping[str, float]) -> float:
 
 
 def _missing(cell: Sequence[Action], last: int, ends: Mapping[Action, float]) -> list[Action]:
-    """Return the actions that a cell still waits for: torch starts it when all its actions have their inputs."""
+    """Return the actions that a cell still waits for: torch starts it when all its actions have
+    their inputs.
+    """
     missing = list[Action]()
     for number, action in enumerate(cell):
         own = [key for key in cell[:number] if key.stage == action.stage]
-        missing += [key for key in _waits_for(action, last, ends) if key not in ends and key not in own]
+        missing += [
+            key for key in _waits_for(action, last, ends) if key not in ends and key not in own
+        ]
     return missing
 
 
@@ -154,27 +176,38 @@ def headline(stages: Stages, order: Order) -> str:
     """Return one line: schedule, stages, micro-batches and bubble."""
     name, many = stages.schedule or "the order of the CSV", "s" * (stages.size > 1)
     counts = (
-        f"{name}, {len(stages.names)} stages on {len(stages.ranks)} ranks, {stages.micro_batches:,} micro-batches"
+        f"{name}, {len(stages.names)} stages on {len(stages.ranks)} ranks, "
+        f"{stages.micro_batches:,} micro-batches"
     )
-    return f"{counts} of {stages.size} sequence{many}; ranks wait {bubble(order, COST):.1%} of a step, by estimate"
+    return (
+        f"{counts} of {stages.size} sequence{many}; "
+        f"ranks wait {bubble(order, COST):.1%} of a step, by estimate"
+    )
 
 
 def describe(stages: Stages, order: Order) -> str:
     """Return the modules of every stage, and every rank's actions in a step."""
     rows = [(f"{rank}", f"{most_kept(row)}", " ".join(row)) for rank, row in enumerate(order)]
     actions = format_table(rows, ("rank", "kept", "actions"))
-    return "\n\n".join((f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND))
+    return "\n\n".join(
+        (f"pipeline: {headline(stages, order)}", stage_table(stages), actions, _LEGEND)
+    )
 
 
 def stage_table(stages: Stages) -> str:
     """Return the pipeline rank and the modules of every stage."""
     rank_of = stages.rank_of
-    rows = [(f"{stage}", f"{rank_of[stage]}", _shortened(names)) for stage, names in enumerate(stages.names)]
+    rows = [
+        (f"{stage}", f"{rank_of[stage]}", _shortened(names))
+        for stage, names in enumerate(stages.names)
+    ]
     return format_table(rows, ("stage", "rank", "modules"))
 
 
-_LEGEND = """2F0: forward pass of stage 2 and micro-batch 0; B: backward pass; I and W: its two halves.
-kept: of how many such forward passes a rank keeps the activations at once, at most. The estimate is for stages that
+_LEGEND = """\
+2F0: forward pass of stage 2 and micro-batch 0; B: backward pass; I and W: its two halves.
+kept: of how many such forward passes a rank keeps the activations at once, at most. \
+The estimate is for stages that
 cost the same, a backward pass that costs two forward passes, and sends that cost nothing."""
 
 

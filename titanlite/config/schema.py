@@ -1,7 +1,8 @@
-"""The config's sections, one class each: types, ranges, choices, defaults, and what every key means.
+"""The config's sections, one class each: types, ranges, choices, defaults, and what every key
+means.
 
-`--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between keys are in rules/.
-"""
+`--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between
+keys are in rules/."""
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -11,7 +12,17 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
-from titanlite.config.section import BatchSize, Decay, Fraction, Natural, NonNegative, Only, OrNone, Positive, Section
+from titanlite.config.section import (
+    BatchSize,
+    Decay,
+    Fraction,
+    Natural,
+    NonNegative,
+    Only,
+    OrNone,
+    Positive,
+    Section,
+)
 from titanlite.config.watch_schema import Comm, Debug, FaultSection, Metrics, Profiling
 
 
@@ -19,7 +30,9 @@ class JobSection(Section):
     """Where the run writes, and the device it runs on."""
 
     dump_folder: str = "./outputs"
-    """Folder for everything the run writes: metrics, logs, TensorBoard, the resolved config, checkpoints."""
+    """Folder for everything the run writes: metrics, logs, TensorBoard, the resolved config,
+    checkpoints.
+    """
     description: str = ""
     """One line about the run, printed at the start."""
     print_config: bool = False
@@ -27,27 +40,35 @@ class JobSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses the GPUs if the node has any, else the CPU."""
     plan: bool = True
-    """Plan a step while the run starts, and print its peak memory, communication and speed bound."""
+    """Plan a step while the run starts, and print its peak memory, communication and speed
+    bound.
+    """
 
 
 class Model(Section):
     """Which registered model to train."""
 
     name: str = "llama3"
-    """Name of a registered model: a folder in models/, an entry point, or one that `package` registers."""
+    """Name of a registered model: a folder in models/, an entry point, or one that `package`
+    registers.
+    """
     flavor: str = "debugmodel"
-    """Size of the model, one of the names that it defines, or hf: that of config.json in a Hugging Face folder."""
+    """Size of the model, one of the names that it defines, or hf: that of config.json in a Hugging
+    Face folder.
+    """
     hf_assets_path: str = ""
     """Folder with tokenizer.json; empty: the token shards' tokenizer, else raw bytes (256 ids)."""
     converters: list[str] = []
-    """Names of converters that `package` registers; they change the model's layers first, in this order. "float8" or
-    "quantize.linear.float8" switches [quantize.linear.float8] on."""
+    """Names of converters that `package` registers; they change the model's layers first, in this
+    order. "float8" or "quantize.linear.float8" switches [quantize.linear.float8] on."""
     package: str = ""
     """Dotted name of a package that registers models when imported."""
     freeze: list[str] = []
     """Patterns of parameters that are not trained, such as "tok_embeddings.*"."""
     overrides: dict[str, Any] = {}
-    """Any field of the flavor, such as `--model.overrides.dim 64` or `--model.overrides.rope_scaling.factor 4`."""
+    """Any field of the flavor, such as `--model.overrides.dim 64` or
+    `--model.overrides.rope_scaling.factor 4`.
+    """
 
 
 class Dataloader(Section):
@@ -55,14 +76,22 @@ class Dataloader(Section):
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes per rank that read data; 0 reads in a thread of the trainer."""
-    persistent_workers: Annotated[bool, Only("training.dataloader.num_workers", "validation.enable")] = False
+    persistent_workers: Annotated[
+        bool, Only("training.dataloader.num_workers", "validation.enable")
+    ] = False
     """Keep the worker processes between validations."""
     pin_memory: bool = False
     """Page-lock batches for the copy to a GPU: always done with a GPU, refused on a CPU."""
-    prefetch_factor: Annotated[int, Field(ge=1, le=1024), Only("training.dataloader.num_workers")] = 2
+    prefetch_factor: Annotated[
+        int, Field(ge=1, le=1024), Only("training.dataloader.num_workers")
+    ] = 2
     """Batches that each worker process reads ahead."""
-    stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000), Only("a streamed data set")] = 10.0
-    """Reopen a streamed data set that delivers nothing for this long, up to five times, and name it."""
+    stall_timeout_seconds: Annotated[
+        float, Field(gt=0, le=31_536_000), Only("a streamed data set")
+    ] = 10.0
+    """Reopen a streamed data set that delivers nothing for this long, up to five times, and name
+    it.
+    """
 
 
 class Mixture(Section):
@@ -80,15 +109,15 @@ class Training(Section):
     """Data, batch size, sequence length and precision of the training."""
 
     dataset: str = "python-stdlib"
-    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards); streamed: c4, c4_test,
-    c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
+    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards); streamed:
+    c4, c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
     """Folder or file of the data set, for text and tokens."""
     local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
     global_batch_size: Literal[-1] | BatchSize = -1
-    """Sequences in one optimizer step over all ranks; -1 means local_batch_size x data-parallel degree, and more
-    means gradient accumulation."""
+    """Sequences in one optimizer step over all ranks; -1 means local_batch_size x data-parallel
+    degree, and more means gradient accumulation."""
     seq_len: Positive = 2048
     """Tokens in a sequence."""
     max_norm: Annotated[float, Field(ge=1e-6, allow_inf_nan=True)] = 1.0
@@ -96,20 +125,26 @@ class Training(Section):
     steps: Positive = 10000
     """Last optimizer step of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of the parameters, their gradients and the optimizer state. bfloat16 halves their memory but drops every
-    update below about 1/256 of a weight; float64 is for proofs."""
+    """Type of the parameters, their gradients and the optimizer state. bfloat16 halves their memory
+    but drops every update below about 1/256 of a weight; float64 is for proofs."""
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the forward and backward pass (FSDP2's cast of parameters)."""
-    mixed_precision_reduce: Annotated[Literal["float32", "bfloat16", "float64"], Only("data parallel or offload")] = (
-        "float32"
-    )
+    mixed_precision_reduce: Annotated[
+        Literal["float32", "bfloat16", "float64"], Only("data parallel or offload")
+    ] = "float32"
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, and run the optimizer there."""
+    """Keep parameters, gradients and optimizer state in host memory, and run the optimizer
+    there.
+    """
     gc_freq: Positive = 50
-    """Steps between runs of Python's garbage collector, on all ranks at once and at no other time."""
+    """Steps between runs of Python's garbage collector, on all ranks at once and at no other
+    time.
+    """
     packing: Literal["concatenate", "first-fit"] = "concatenate"
-    """How documents fill windows: concatenate cuts them where a window ends; first-fit keeps them whole and pads."""
+    """How documents fill windows: concatenate cuts them where a window ends; first-fit keeps them
+    whole and pads.
+    """
     document_mask: bool = False
     """Restrict attention to the token's own document, and count positions from its start."""
     repeat: bool = True
@@ -123,16 +158,19 @@ class Training(Section):
     @property
     def sources(self) -> list[Mixture]:
         """The data sets that are read: those of the mixture, or `dataset` alone."""
-        return self.mixture or [Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)]
+        return self.mixture or [
+            Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
+        ]
 
 
 class Optimizer(Section):
     """The optimizer and its hyperparameters."""
 
     name: str = "AdamW"
-    """AdamW, Adam, SGD (without momentum), Muon, or one that model.package registers. Muon orthogonalizes the
-    momentum of matrices inside blocks (Nesterov 0.95, five Newton-Schulz steps) and scales the step to the length of
-    AdamW's (0.2 sqrt(longer side)); AdamW takes all other parameters."""
+    """AdamW, Adam, SGD (without momentum), Muon, or one that model.package registers. Muon
+    orthogonalizes the momentum of matrices inside blocks (Nesterov 0.95, five Newton-Schulz steps)
+    and scales the step to the length of AdamW's (0.2 sqrt(longer side)); AdamW takes all other
+    parameters."""
     lr: Annotated[float, Field(gt=0)] = 8e-4
     """Learning rate after warm-up."""
     beta1: Decay = 0.9
@@ -144,12 +182,15 @@ class Optimizer(Section):
     weight_decay: NonNegative = 0.1
     """Weight decay of the parameters that `no_decay` does not exempt."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How the step is computed, fastest first. SGD uses foreach for fused, which it lacks for sharded parameters."""
+    """How the step is computed, fastest first. SGD uses foreach for fused, which it lacks for
+    sharded parameters.
+    """
     no_decay: Annotated[list[str], Only("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the optimizer's running means. float32 stores them like the parameters (training.dtype); bfloat16
-    halves their memory, computes in float32 and rounds stochastically, so that small changes add up."""
+    """Type of the optimizer's running means. float32 stores them like the parameters
+    (training.dtype); bfloat16 halves their memory, computes in float32 and rounds stochastically,
+    so that small changes add up."""
 
 
 class LRScheduler(Section):
@@ -180,8 +221,9 @@ class Checkpoint(Section):
     interval_minutes: NonNegative = 0
     """Minutes between checkpoints, checked at logged steps; 0 saves by steps only."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: block until written; async: copy, then write in the background; async_with_pinned_mem: also copy in
-    the background, into page-locked memory, before the next optimizer step (GPU only)."""
+    """disabled: block until written; async: copy, then write in the background;
+    async_with_pinned_mem: also copy in the background, into page-locked memory, before the next
+    optimizer step (GPU only)."""
     keep_latest_k: Natural = 10
     """Checkpoints to keep that can be resumed; 0 keeps all."""
     keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
@@ -191,22 +233,28 @@ class Checkpoint(Section):
     initial_load_path: Annotated[str, Only()] = ""
     """Checkpoint to start from if there is none to resume."""
     initial_load_in_hf: Annotated[bool, Only()] = False
-    """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf" reads it."""
+    """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
+    reads it.
+    """
     initial_load_model_only: Annotated[bool, Only("checkpoint.initial_load_path")] = True
     """Load only the weights from initial_load_path."""
     exclude_from_loading: Annotated[list[str], Only("checkpoint.enable or initial_load_path")] = []
-    """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or a field of the
-    model, "model.overrides.rope_theta"), or "data" for the position in the data."""
+    """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or
+    a field of the model, "model.overrides.rope_theta"), or "data" for the position in the data."""
     last_save_model_only: bool = False
     """Save only the weights in the last checkpoint."""
     last_save_in_hf: Annotated[bool, Only()] = False
-    """Also write the last weights in Hugging Face's format, to hf-step-N next to the checkpoints."""
+    """Also write the last weights in Hugging Face's format, to hf-step-N next to the
+    checkpoints.
+    """
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights exported by last_save_in_hf or `titanlite checkpoint export`."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step."""
     on_failure: Literal["stop", "warn"] = "stop"
-    """What a failed save, or a disk without room for metrics, does: stop the run, or warn and continue."""
+    """What a failed save, or a disk without room for metrics, does: stop the run, or warn and
+    continue.
+    """
     verify_on_load: Annotated[Literal["full", "sizes"], Only("a checkpoint to verify")] = "full"
     """Checks before loading: checksums of all files, or sizes and the checksums of small files."""
 
@@ -228,7 +276,9 @@ class Validation(Section):
     freq: Positive = 10
     """Training steps between validations."""
     steps: Literal[-1] | Positive = -1
-    """Batches of local_batch_size from the start of the set, the same windows on any mesh; -1 means the whole set."""
+    """Batches of local_batch_size from the start of the set, the same windows on any mesh; -1 means
+    the whole set.
+    """
 
 
 class Generate(Section):
@@ -275,13 +325,19 @@ def _fields(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldIn
             yield from _fields(type(field.default), f"{prefix}{name}.")
 
 
-SECTIONS = {name: type(field.default) for name, field in _fields(JobConfig) if isinstance(field.default, Section)}
+SECTIONS = {
+    name: type(field.default)
+    for name, field in _fields(JobConfig)
+    if isinstance(field.default, Section)
+}
 KEYS = {name: field for name, field in _fields(JobConfig) if name not in SECTIONS}
 
 
 NEEDS = {
     key: next(
-        part.needs for part in (*field.metadata, SECTIONS[key.rpartition(".")[0]].only) if isinstance(part, Only)
+        part.needs
+        for part in (*field.metadata, SECTIONS[key.rpartition(".")[0]].only)
+        if isinstance(part, Only)
     )
     for key, field in KEYS.items()
 }
@@ -308,5 +364,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with these values of dotted keys and the defaults of all others, or raise ValidationError."""
+    """Return the config with these values of dotted keys and the defaults of all others, or raise
+    ValidationError.
+    """
     return JobConfig.model_validate(nested(values))

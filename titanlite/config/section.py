@@ -24,14 +24,18 @@ AnyCase = BeforeValidator(
 
 
 class Only:
-    """The keys (true, not 0, not empty) and conditions of needs.py without which a key has no effect."""
+    """The keys (true, not 0, not empty) and conditions of needs.py without which a key has no
+    effect.
+    """
 
     def __init__(self, *needs: str) -> None:
         self.needs = needs
 
 
 class Section(BaseModel):
-    """Base of all sections: strict types, no unknown keys, immutable, docstrings as descriptions."""
+    """Base of all sections: strict types, no unknown keys, immutable, docstrings as
+    descriptions.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False

@@ -6,7 +6,13 @@ from math import ceil
 from typing import Any, Literal
 
 Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
 ]
 """torch's schedules: all but its two base classes."""
 SINGLE = ("GPipe", "1F1B")
@@ -23,10 +29,14 @@ Rows = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a job. Without pipeline parallel, one stage has everything, and there is no schedule."""
+    """The stages of a job. Without pipeline parallel, one stage has everything, and there is no
+    schedule.
+    """
 
     names: Rows
-    """The modules of each stage in the model's order, such as "tok_embeddings", "layers.0", "norm"."""
+    """The modules of each stage in the model's order, such as "tok_embeddings", "layers.0",
+    "norm".
+    """
     ranks: tuple[tuple[int, ...], ...]
     """The stages of each pipeline rank."""
     schedule: str
@@ -45,14 +55,18 @@ class Stages:
 
 
 def splits_backward(schedule: str, order: Iterable[Iterable[str]]) -> bool:
-    """Return whether gradients of inputs and of weights are computed apart, by a schedule or the order of a CSV."""
+    """Return whether gradients of inputs and of weights are computed apart, by a schedule or the
+    order of a CSV.
+    """
     return schedule in SPLIT_BACKWARD or any("I" in cell for row in order for cell in row)
 
 
 def fits(schedule: str, ranks: int, stages: int) -> bool:
     """Return whether a schedule runs this many stages on these ranks."""
     each, rest = divmod(stages, ranks)
-    return not rest and (each == 1 if schedule in SINGLE else each == 2 if schedule in V_SHAPED else each >= 2)
+    return not rest and (
+        each == 1 if schedule in SINGLE else each == 2 if schedule in V_SHAPED else each >= 2
+    )
 
 
 def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
@@ -60,26 +74,36 @@ def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
     if settings.module_fqns_per_model_part:
         return len(settings.module_fqns_per_model_part)
     if settings.pipeline_parallel_layers_per_stage:
-        return ceil((layers + sum(ends_weigh(settings))) / settings.pipeline_parallel_layers_per_stage)
+        return ceil(
+            (layers + sum(ends_weigh(settings))) / settings.pipeline_parallel_layers_per_stage
+        )
     return ranks * (1 if settings.pipeline_parallel_schedule in SINGLE else 2)
 
 
 def fills_stages(settings: Any, ranks: int, layers: int) -> bool:
-    """Return whether the keys of [parallelism] lead to stages on these ranks, none of them empty."""
+    """Return whether the keys of [parallelism] lead to stages on these ranks, none of them
+    empty.
+    """
     if ranks == 1 or settings.pipeline_parallel_schedule_csv:
         return True
     stages = number_of_stages(settings, ranks, layers)
-    is_split = settings.module_fqns_per_model_part or split_layers(layers, stages, *ends_weigh(settings))
+    is_split = settings.module_fqns_per_model_part or split_layers(
+        layers, stages, *ends_weigh(settings)
+    )
     return fits(settings.pipeline_parallel_schedule, ranks, stages) and bool(is_split)
 
 
 def ends_weigh(settings: Any) -> tuple[int, int]:
     """Return how many layers what runs before and after the layers counts for."""
-    return settings.pipeline_parallel_first_stage_less_layers, settings.pipeline_parallel_last_stage_less_layers
+    return (
+        settings.pipeline_parallel_first_stage_less_layers,
+        settings.pipeline_parallel_last_stage_less_layers,
+    )
 
 
 def split_layers(layers: int, stages: int, first: int, last: int) -> list[range]:
-    """Return the layers of each stage, as TorchTitan splits them, or [] if that would leave a stage empty.
+    """Return the layers of each stage, as TorchTitan splits them, or [] if that would leave a stage
+    empty.
 
     What runs before and after the layers counts as `first` and `last` of them.
     """
@@ -91,7 +115,9 @@ def split_layers(layers: int, stages: int, first: int, last: int) -> list[range]
 
 
 def stages_of_ranks(schedule: str, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank: there and back for the V shapes, and round by round for all others."""
+    """Return the stages of each rank: there and back for the V shapes, and round by round for all
+    others.
+    """
     if schedule in V_SHAPED:
         return tuple((rank, stages - 1 - rank) for rank in range(ranks))
     return tuple(tuple(range(rank, stages, ranks)) for rank in range(ranks))

@@ -23,7 +23,9 @@ def read_toml(file: Path) -> dict[str, Any]:
     text = ""
     try:
         if other := _other_format(file):
-            raise UserError(f"is {other}; titanlite reads TOML in UTF-8, such as the files in train_configs/")
+            raise UserError(
+                f"is {other}; titanlite reads TOML in UTF-8, such as the files in train_configs/"
+            )
         return tomllib.loads(text := file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
@@ -32,15 +34,21 @@ def read_toml(file: Path) -> dict[str, Any]:
         what = f"line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
         raise UserError(f"{what}; save the file as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(_given_twice(f"{error}", text) or f"cannot be read as TOML: {error}") from None
+        raise UserError(
+            _given_twice(f"{error}", text) or f"cannot be read as TOML: {error}"
+        ) from None
 
 
 def _other_format(file: Path) -> str:
-    """Return the format that a file seems to have instead of TOML in UTF-8; an empty string if none shows."""
+    """Return the format that a file seems to have instead of TOML in UTF-8; an empty string if none
+    shows.
+    """
     start = file.read_bytes()[:4096]
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "text in UTF-16"
-    first = next((line for line in start.decode(errors="replace").splitlines() if line.strip(" \t#")), "")
+    first = next(
+        (line for line in start.decode(errors="replace").splitlines() if line.strip(" \t#")), ""
+    )
     if first.startswith("{") or file.suffix == ".json":
         return "JSON"
     if file.suffix in (".yaml", ".yml") or re.match(r"---|[\w.]+:(\s|$)", first):
@@ -53,7 +61,9 @@ def _given_twice(error: str, text: str) -> str:
     if not re.search("overwrite a value|declare .* twice", error):
         return ""
     lines = text.splitlines()
-    place = re.search(r"at line (\d+)", error)  # where the value ends; without one at the end of the file
+    place = re.search(
+        r"at line (\d+)", error
+    )  # where the value ends; without one at the end of the file
     number = int(place[1]) if place else len(lines)
     while number > 1 and not re.match(r"\s*(\[+)?[\w.\"' -]+(?(1)\]|=)", lines[number - 1]):
         number -= 1
@@ -66,7 +76,9 @@ def to_toml(config: JobConfig) -> str:
     blocks: dict[str, list[str]] = {}
     for key in KEYS:
         section, _, name = key.rpartition(".")
-        blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value_of(config, key))}")
+        blocks.setdefault(section, [f"[{section}]"]).append(
+            f"{name} = {toml_value(value_of(config, key))}"
+        )
     return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"
 
 
@@ -74,13 +86,19 @@ def toml_value(value: Any) -> str:
     """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
     if value is None or isinstance(value, (bool, str)):
         text = json.dumps("none" if value is None else value, ensure_ascii=False)
-        return text.replace("\x7f", "\\u007f")  # the one control character that JSON allows and TOML does not
+        return text.replace(
+            "\x7f", "\\u007f"
+        )  # the one control character that JSON allows and TOML does not
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Section):
         return toml_value(value.model_dump())
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }"
+            if value
+            else "{}"
+        )
     return str(value)
 
 
@@ -102,5 +120,9 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return flat

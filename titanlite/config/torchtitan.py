@@ -1,7 +1,7 @@
 """TorchTitan's keys, read from torchtitan.toml.
 
-A key that titanlite lacks is accepted at a value that switches nothing on, and otherwise refused by name.
-"""
+A key that titanlite lacks is accepted at a value that switches nothing on, and otherwise refused by
+name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,10 @@ DIFFERENT: dict[str, str] = _DATA["different"]
 FOREIGN: dict[str, Foreign] = {
     **{key: Foreign(None, "") for key in _DATA["tuning"]},
     **{key: Foreign((), f"is spelled {name} here") for key, name in _DATA["spelled"].items()},
-    **{key: Foreign(tuple(known["values"]), known["instead"]) for key, known in _DATA["off"].items()},
+    **{
+        key: Foreign(tuple(known["values"]), known["instead"])
+        for key, known in _DATA["off"].items()
+    },
 }
 """Keys and sections that titanlite does not have."""
 

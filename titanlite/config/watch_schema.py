@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.section import MOST, Natural, NonNegative, Only, OrNone, Positive, Seconds, Section
+from titanlite.config.section import (
+    MOST,
+    Natural,
+    NonNegative,
+    Only,
+    OrNone,
+    Positive,
+    Seconds,
+    Section,
+)
 
 
 class Metrics(Section):
@@ -17,13 +26,17 @@ class Metrics(Section):
     save_tb_folder: Annotated[str, Only("metrics.enable_tensorboard")] = "tb"
     """Folder for TensorBoard events inside job.dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases, to the project in WANDB_PROJECT or "titanlite"; needs the package wandb."""
+    """Log to Weights & Biases, to the project in WANDB_PROJECT or "titanlite"; needs the package
+    wandb.
+    """
     disable_color_printing: bool = False
     """Print without colors."""
 
 
 class Profiling(Section):
-    """Traces and memory snapshots of every rank, at every profile_freq-th step, in FOLDER/step-N/rank-R."""
+    """Traces and memory snapshots of every rank, at every profile_freq-th step, in
+    FOLDER/step-N/rank-R.
+    """
 
     only = Only("profiling.enable_profiling")
     enable_profiling: bool = False
@@ -38,7 +51,9 @@ class Profiling(Section):
     """Steps that the profiler runs before a trace without recording, since its start is slow."""
     enable_memory_snapshot: Annotated[bool, Only()] = False
     """Record the allocator's history, and also write it when memory runs out; needs a GPU."""
-    save_memory_snapshot_folder: Annotated[str, Only("profiling.enable_memory_snapshot")] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, Only("profiling.enable_memory_snapshot")] = (
+        "memory_snapshot"
+    )
     """Folder for snapshots inside job.dump_folder."""
 
 
@@ -46,12 +61,15 @@ class Comm(Section):
     """Timeouts of the communication, and the flight recorder."""
 
     init_timeout_seconds: Seconds = 300
-    """Timeout of the start: nodes meeting, and each phase through the first step. A batch of a validation and a token
-    of a sample have it too, since these may compile."""
+    """Timeout of the start: nodes meeting, and each phase through the first step. A batch of a
+    validation and a token of a sample have it too, since these may compile."""
     train_timeout_seconds: Seconds = 100
-    """Limit for any other phase after the first step; beyond it the run is reported as hung and ended. Collectives
-    time out 15 seconds after their phase's limit, those of the start and of checkpoints too."""
-    checkpoint_timeout_seconds: Annotated[Seconds, Only("checkpoint.enable or initial_load_path")] = 1800
+    """Limit for any other phase after the first step; beyond it the run is reported as hung and
+    ended. Collectives time out 15 seconds after their phase's limit, those of the start and of
+    checkpoints too."""
+    checkpoint_timeout_seconds: Annotated[
+        Seconds, Only("checkpoint.enable or initial_load_path")
+    ] = 1800
     """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Annotated[Natural, Only("a GPU")] = 20000
     """Entries in NCCL's flight recorder; 0 switches it off."""
@@ -63,33 +81,42 @@ class FaultSection(Section):
     """Failures, preemption and hangs."""
 
     grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
-    """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have not saved end."""
+    """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have
+    not saved end.
+    """
     stop_after_minutes: NonNegative = 0
-    """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no limit. The end of
-    a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
+    """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no
+    limit. The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
-    """Automatic restarts from the newest checkpoint after a rank was lost; the variable MAX_RESTARTS sets another
-    default. Failures that would repeat are not restarted. 0: never."""
+    """Automatic restarts from the newest checkpoint after a rank was lost; the variable
+    MAX_RESTARTS sets another default. Failures that would repeat are not restarted. 0: never."""
     rejoin_seconds: Seconds = 120
     """How long a restart waits for missing nodes, and a launcher for node 0."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
     """Minimum number of nodes for a restart; 0 means all."""
     stall_seconds: Literal[0] | Seconds = 0
-    """Seconds without progress of any rank that end a run as hung, if other than comm.train_timeout_seconds; 0 means
-    that. The start, the first step, loading and saving keep their timeouts in [comm]."""
+    """Seconds without progress of any rank that end a run as hung, if other than
+    comm.train_timeout_seconds; 0 means that. The start, the first step, loading and saving keep
+    their timeouts in [comm]."""
     preflight: bool = True
-    """Time the groups of the mesh before the model is built, and name the ranks and links that are slow. Whether the
-    ranks have the same config and software is always checked."""
+    """Time the groups of the mesh before the model is built, and name the ranks and links that are
+    slow. Whether the ranks have the same config and software is always checked."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """If the gradient norm of a step is not finite: end the run, or skip the update."""
     skip_budget: Annotated[Natural, Only("steps to skip")] = 10
     """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
     spike_sigma: NonNegative = 0.0
-    """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0 is off."""
+    """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0
+    is off.
+    """
     spike_window: Annotated[int, Field(ge=2, le=MOST), Only("fault.spike_sigma")] = 128
-    """Number of good steps for the mean and the deviation; no step is a spike before there are as many."""
+    """Number of good steps for the mean and the deviation; no step is a spike before there are as
+    many.
+    """
     on_spike: Annotated[Literal["warn", "skip", "rollback"], Only("fault.spike_sigma")] = "warn"
-    """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint before it."""
+    """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint
+    before it.
+    """
     rollback_budget: Annotated[Natural, Only('fault.on_spike "rollback"')] = 2
     """Rollbacks that a run may make; one more ends it with exit code 77."""
 
@@ -98,7 +125,9 @@ class Debug(Section):
     """Reproducibility, and measuring."""
 
     seed: Annotated[Annotated[int, Field(ge=0)] | None, OrNone] = None
-    """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and logs one."""
+    """Seed of the initial weights, the sample order and dropout; none means that rank 0 draws and
+    logs one.
+    """
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     moe_force_load_balance: Annotated[bool, Only("experts")] = False

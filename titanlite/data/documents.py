@@ -49,7 +49,10 @@ class Documents:
         if not self.skipped:
             return ""
         names = ", ".join(self.skipped[:3]) + ", …" * (len(self.skipped) > 3)
-        rule = f"only {', '.join(SUFFIXES)} files are read, no links to folders, and no folders without permission"
+        rule = (
+            f"only {', '.join(SUFFIXES)} files are read, no links to folders, "
+            "and no folders without permission"
+        )
         return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
@@ -243,7 +246,10 @@ def _json_text(source: Callable[[], str], line: bytes) -> str:
         return text
     except UnicodeEncodeError as error:
         half = text[error.start].encode("ascii", "backslashreplace").decode()
-        reason = f'"text" has {half}, half of a surrogate pair, which is not a character; replace it, e.g. with \\ufffd'
+        reason = (
+            f'"text" has {half}, half of a surrogate pair, which is not a character; '
+            "replace it, e.g. with \\ufffd"
+        )
     except AttributeError:
         reason = f'"text" is {json.dumps(text)[:40]}, not a string'
     except KeyError:

@@ -35,7 +35,9 @@ from titanlite.runtime.parent import exit_with_parent
 
 T = TypeVar("T")
 UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 16 << 20, 4 << 30, 1024
-"""Text of a shard: a share of all of it, within bounds, since each shard costs a look at a start."""
+"""Text of a shard: a share of all of it, within bounds, since each shard costs a look at a
+start.
+"""
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 
@@ -111,10 +113,11 @@ def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None
         ).fingerprint
     if (fingerprint, manifest["end"]) != (tokenizer.fingerprint, tokenizer.end):
         raise UserError(
-            f'{key}.dataset_path = "{folder}" was prepared with the tokenizer {manifest["tokenizer"]} '
-            f"(fingerprint {fingerprint}, end token {manifest['end']}), but the job's is "
-            f"{tokenizer.assets or 'bytes'} (fingerprint {tokenizer.fingerprint}, end token {tokenizer.end}); "
-            "remove model.hf_assets_path if the shards' own is meant, or prepare the text again"
+            f'{key}.dataset_path = "{folder}" was prepared with the tokenizer '
+            f"{manifest['tokenizer']} (fingerprint {fingerprint}, end token {manifest['end']}), "
+            f"but the job's is {tokenizer.assets or 'bytes'} (fingerprint {tokenizer.fingerprint}, "
+            f"end token {tokenizer.end}); remove model.hf_assets_path if the shards' own is meant, "
+            "or prepare the text again"
         )
 
 

@@ -4,11 +4,12 @@ Each reader (a loader worker of a data-parallel rank) reads its own documents, s
 depends on the number of readers, and a resume needs the position of each: a few numbers and the
 tokens left over.
 
-- Every epoch has its own order of the data set's files ("shards" in `datasets`). Readers divide them as evenly as
-  whole files allow; where several must read the same file, each takes every n-th document.
-- A reader shuffles its documents in blocks, by a function of (seed, epoch, position), since the shuffle buffer of
-  `datasets` is not part of its state. A resume reads the current block again and continues inside it.
-
+- Every epoch has its own order of the data set's files ("shards" in `datasets`). Readers divide
+  them as evenly as whole files allow; where several must read the same file, each takes every n-th
+  document.
+- A reader shuffles its documents in blocks, by a function of (seed, epoch, position), since the
+  shuffle buffer of `datasets` is not part of its state. A resume reads the current block again and
+  continues inside it.
 """
 
 import math
@@ -218,8 +219,8 @@ class Reader:
             self._exhausted = True
         elif self._block_start[1:] == (0, 0):
             raise UserError(
-                f"{self._description} has fewer documents than the {self._readers} readers (ranks × workers); "
-                f"reader {self._number} has none"
+                f"{self._description} has fewer documents than the {self._readers} readers "
+                f"(ranks × workers); reader {self._number} has none"
             )
         else:
             self._block_start = self._position = (self._block_start[0] + 1, 0, 0)
@@ -370,8 +371,10 @@ class StreamLoader:
         for key, value in self._reader_identity().items():
             if state[key] != value:
                 raise UserError(
-                    f"the stream {self._stream.name} can't continue: {key} was {state[key]} and is {value}. Its "
-                    "position belongs to the ranks and workers that read it: resume with as many, or prepare the data"
+                    f"the stream {self._stream.name} can't continue: "
+                    f"{key} was {state[key]} and is {value}. "
+                    "Its position belongs to the ranks and workers that read it: "
+                    "resume with as many, or prepare the data"
                 )
         self._resume_exhausted = state["out"]  # a loader that has ended would start over
         if not self._resume_exhausted:

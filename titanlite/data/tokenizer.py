@@ -184,8 +184,9 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
         key = "model.hf_assets_path" if job.config.model.hf_assets_path else "training.dataset_path"
         raise UserError(
-            f'{key} = "{tokenizer.assets}": the tokenizer has ids up to {tokenizer.vocab_size - 1}, beyond the '
-            f"model's vocabulary of {job.shape.vocab_size}; --model.overrides.vocab_size {tokenizer.vocab_size}"
+            f'{key} = "{tokenizer.assets}": the tokenizer has ids up to '
+            f"{tokenizer.vocab_size - 1}, beyond the model's vocabulary of {job.shape.vocab_size}; "
+            f"--model.overrides.vocab_size {tokenizer.vocab_size}"
         )
     return tokenizer
 

@@ -1,7 +1,7 @@
 """Give a sign of life once a second, and learn that the run should stop or that it hangs.
 
-Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere by a board of all ranks.
-"""
+Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere by a board of
+all ranks."""
 
 import faulthandler
 import os
@@ -23,7 +23,14 @@ from titanlite.fault.status import Beat, Decision, Inspection, Status
 from titanlite.runtime.cluster import RankInfo, store_address
 from titanlite.runtime.distributed import write_flight_record
 from titanlite.runtime.page import OWN_PAGE, Page
-from titanlite.runtime.rank_files import STACK, STOP, attempt_number, attempt_prefix, launcher_folder, own_file
+from titanlite.runtime.rank_files import (
+    STACK,
+    STOP,
+    attempt_number,
+    attempt_prefix,
+    launcher_folder,
+    own_file,
+)
 
 BEAT_SECONDS = 1.0
 BEATS_PER_SECOND = 512
@@ -31,21 +38,29 @@ BEATS_PER_SECOND = 512
 
 
 def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
-    """Return how many seconds the phase may take before the rank counts as stalled, and the key that sets it."""
+    """Return how many seconds the phase may take before the rank counts as stalled, and the key
+    that sets it.
+    """
     comm, stall = config.comm, config.fault.stall_seconds
     if page.phase in ("load", "save"):
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
     compiles = page.phase in ("start", "validation", "sample")
     if compiles or page.step == page.first_step:
         return comm.init_timeout_seconds, "comm.init_timeout_seconds"
-    return (stall, "fault.stall_seconds") if stall else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
+    return (
+        (stall, "fault.stall_seconds")
+        if stall
+        else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
+    )
 
 
 def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
     """Return the content of a page of this host, as of its last heartbeat."""
     seconds = max(0.0, round(page.heartbeat - page.since, 1))
     limit, key = phase_limit(config, page)
-    return Beat(page.step, page.phase, page.sequence, seconds, limit, key, page.pid, host, page.completed)
+    return Beat(
+        page.step, page.phase, page.sequence, seconds, limit, key, page.pid, host, page.completed
+    )
 
 
 class Heart(threading.Thread):
@@ -59,7 +74,9 @@ class Heart(threading.Thread):
         on_stop: Callable[[str], None],
         asked: Callable[[], str] = str,
     ) -> None:
-        """`asked` returns this rank's reason to stop, for the launchers and through them for the other ranks."""
+        """`asked` returns this rank's reason to stop, for the launchers and through them for the
+        other ranks.
+        """
         super().__init__(name="beat", daemon=True)
         self._interval = max(BEAT_SECONDS, rank.world / BEATS_PER_SECOND)
         self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
@@ -84,7 +101,9 @@ class Heart(threading.Thread):
         OWN_PAGE.stand_in(ENDED)
         OWN_PAGE.beat(self._asked())
         if board:
-            if self._rank.rank == 0:  # the others show their ends in a store that may be this process's
+            if (
+                self._rank.rank == 0
+            ):  # the others show their ends in a store that may be this process's
                 board.is_waiting = True
                 wait_until(lambda: _have_ended(board.statuses), BEAT_SECONDS)
             board.end()
@@ -102,7 +121,9 @@ class Heart(threading.Thread):
             attempt = attempt_number(self._environ)
             hangs = Hangs(self._config, attempt, world, time.monotonic(), self._interval)
             decide = partial(_decide, hangs)
-        board = Board(link, number, world, Status(), self._look, self._inspect, decide, self._interval)
+        board = Board(
+            link, number, world, Status(), self._look, self._inspect, decide, self._interval
+        )
         board.start()
         return board
 
@@ -121,7 +142,9 @@ class Heart(threading.Thread):
             print(f"titanlite: {report}", file=sys.stderr, flush=True)  # before the others end
             time.sleep(2 * self._interval)  # they read from a store that may be this process's
         else:
-            time.sleep(BEAT_SECONDS / 2)  # or rank 0 could fail for the loss of this one before it has printed
+            time.sleep(
+                BEAT_SECONDS / 2
+            )  # or rank 0 could fail for the loss of this one before it has printed
         os._exit(FAILED)
 
     def end(self) -> None:
@@ -131,10 +154,14 @@ class Heart(threading.Thread):
 
 
 def _have_ended(statuses: Mapping[int, Status]) -> bool:
-    return all(beat.phase == ENDED for status in statuses.values() for beat in status.beats.values())
+    return all(
+        beat.phase == ENDED for status in statuses.values() for beat in status.beats.values()
+    )
 
 
 def _decide(hangs: Hangs, statuses: Mapping[int, Status], now: float) -> Decision:
-    """Return rank 0's decision below torchrun or srun; their agents handle everything but a hang."""
+    """Return rank 0's decision below torchrun or srun; their agents handle everything but a
+    hang.
+    """
     hangs.look(statuses, now)
     return Decision(hangs=hangs.is_hung, report=hangs.report)

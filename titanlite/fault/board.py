@@ -1,8 +1,9 @@
-"""The board where launchers, or ranks below torchrun or srun, put their statuses and read node 0's decision.
+"""The board where launchers, or ranks below torchrun or srun, put their statuses and read node 0's
+decision.
 
-It is a store on node 0, over a network that may fail: a connection that was cut answers nothing for as long as TCP
-likes, and a wait in it could not be interrupted. Each process has one thread and one connection for all of it.
-"""
+It is a store on node 0, over a network that may fail: a connection that was cut answers nothing for
+as long as TCP likes, and a wait in it could not be interrupted. Each process has one thread and one
+connection for all of it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Gone(Unreachable):
 
 def connect(host: str, port: int) -> dist.TCPStore:
     """Return a connection to a store; raise OSError at once where nothing listens."""
-    socket.create_connection((host, port), CONNECT_SECONDS).close()  # torch would try again, and print its frames
+    socket.create_connection(
+        (host, port), CONNECT_SECONDS
+    ).close()  # torch would try again, and print its frames
     limit = timedelta(seconds=CONNECT_SECONDS)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
@@ -54,15 +57,24 @@ class Link:
     """A connection to the store of one thread, made again when it fails."""
 
     def __init__(
-        self, host: str, port: int, run: str = "", prefix: str = "", store: dist.TCPStore | None = None
+        self,
+        host: str,
+        port: int,
+        run: str = "",
+        prefix: str = "",
+        store: dist.TCPStore | None = None,
     ) -> None:
-        """Use `store` until it fails; the key `run` separates this run's store from another's on the same port."""
+        """Use `store` until it fails; the key `run` separates this run's store from another's on
+        the same port.
+        """
         self._host, self._port, self._run, self._prefix = host, port, run, prefix
         self._store = self._prefixed(store) if store else None
         self._refused_at = 0.0
 
     def ask(self, operation: Callable[[dist.Store], T], seconds: float) -> T:
-        """Return the result of an operation, which may be done twice; raise Unreachable when the time is over."""
+        """Return the result of an operation, which may be done twice; raise Unreachable when the
+        time is over.
+        """
         began = time.monotonic()
         while True:
             try:
@@ -71,11 +83,15 @@ class Link:
                 self._store, now = None, time.monotonic()
                 is_refused = isinstance(error, ConnectionRefusedError)
                 self._refused_at = (self._refused_at or now) if is_refused else 0.0
-                if isinstance(error, Gone) or (is_refused and now > self._refused_at + REFUSED_SECONDS):
+                if isinstance(error, Gone) or (
+                    is_refused and now > self._refused_at + REFUSED_SECONDS
+                ):
                     raise Gone from None
                 if now > began + seconds:
                     silence = f"did not answer for {now - began:.0f} s"
-                    raise Unreachable(f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}") from None
+                    raise Unreachable(
+                        f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}"
+                    ) from None
                 time.sleep(EXCHANGE_SECONDS)
 
     def _try(self, operation: Callable[[dist.Store], T]) -> T:
@@ -122,7 +138,9 @@ class Board(threading.Thread):
         decide: Callable[[Mapping[int, Status], float], Decision] | None = None,
         interval: float = EXCHANGE_SECONDS,
     ) -> None:
-        """Be `number` of `count`. `look` adds the beats of this node's ranks to a status; number 0 has `decide`."""
+        """Be `number` of `count`. `look` adds the beats of this node's ranks to a status; number 0
+        has `decide`.
+        """
         super().__init__(name="board", daemon=True)
         self._link, self._number, self._count = link, number, count
         self._look, self._inspect, self._decide, self._interval = look, inspect, decide, interval
@@ -156,7 +174,9 @@ class Board(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
-        """End the thread after one more exchange, and wait for it: torch aborts a process that exits meanwhile."""
+        """End the thread after one more exchange, and wait for it: torch aborts a process that
+        exits meanwhile.
+        """
         self._ended.set()
         self._wake.set()
         self.join(2 * ANSWER_SECONDS)
@@ -196,12 +216,16 @@ class Board(threading.Thread):
             return
         self.statuses = {node: parse(Status, text) for node, text in enumerate(texts) if text}
         decision = self._decide(self.statuses, time.monotonic())
-        if decision != self.decision or self.problem:  # an exchange that timed out may have written an older one
+        if (
+            decision != self.decision or self.problem
+        ):  # an exchange that timed out may have written an older one
             self._link.ask(lambda store: store.set("decision", dump(decision)), 0)
             self.decision = decision
 
     def _show(self, store: dist.Store, own: Status) -> list[bytes] | None:
-        """Put a status; return the decision, or for number 0 all statuses; None before the board is open."""
+        """Put a status; return the decision, or for number 0 all statuses; None before the board is
+        open.
+        """
         if self._decide is None and not store.check(["decision"]):
             return None
         incarnation = f"incarnation/{self._number}"
@@ -212,14 +236,18 @@ class Board(threading.Thread):
         if self._decide is None:
             return [store.get("decision")]
         texts: list[bytes] = []
-        for first in range(0, self._count, MOST_KEYS):  # torch reads a longer request in quadratic time
+        for first in range(
+            0, self._count, MOST_KEYS
+        ):  # torch reads a longer request in quadratic time
             numbers = range(first, min(first + MOST_KEYS, self._count))
             texts += store.multi_get([f"status/{number}" for number in numbers])
         return texts
 
 
 def open_board(store: dist.Store, count: int) -> None:
-    """Give each of `count` participants an empty status, since reading a key that is missing waits for it."""
+    """Give each of `count` participants an empty status, since reading a key that is missing waits
+    for it.
+    """
     for number in range(count):
         store.set(f"status/{number}", "")
     store.set("decision", dump(Decision()))

@@ -1,8 +1,8 @@
-"""Decide for all nodes: who takes part, whether the run hangs, the first failure, and the next attempt.
+"""Decide for all nodes: who takes part, whether the run hangs, the first failure, and the next
+attempt.
 
-A pure function of the nodes' statuses, their history and a clock; two functions give it facts about the disk and the
-config.
-"""
+A pure function of the nodes' statuses, their history and a clock; two functions give it facts about
+the disk and the config."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Decider:
             return self.decision
         stop = next((status.stop for status in statuses.values() if status.stop), "")
         own = statuses[0]
-        self.decision = replace(self.decision, stop=self.decision.stop or stop, prepared=own.prepared)
+        self.decision = replace(
+            self.decision, stop=self.decision.stop or stop, prepared=own.prepared
+        )
         if own.left:
             self._end_with_node_0(own.ended or Ended())
         elif self.decision.members:
@@ -84,7 +86,9 @@ class Decider:
 
     def _end_with_node_0(self, ended: Ended) -> None:
         if ended.early:
-            self.decision = replace(self.decision, failed=True, verdict=Verdict(ended.early.code, early=ended.early))
+            self.decision = replace(
+                self.decision, failed=True, verdict=Verdict(ended.early.code, early=ended.early)
+            )
         elif ended.failure:
             self._end(ended.failure.code, f"node 0: {ended.failure.words}")
         else:
@@ -100,7 +104,9 @@ class Decider:
     # ---------------------------------------------------------------- before an attempt
 
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
-        """Begin the attempt once its nodes are there: all for the first; for later ones those that come in time."""
+        """Begin the attempt once its nodes are there: all for the first; for later ones those that
+        come in time.
+        """
         number, fault = self.decision.attempt, self._config.fault
         stop = self.decision.stop
         for node, status in statuses.items():
@@ -126,14 +132,22 @@ class Decider:
         missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
         if len({*here.values()}) > 1:
             listed = ", ".join(f"node {node}: {processes}" for node, processes in here.items())
-            why = f"the nodes have different numbers of processes ({listed}): set NGPU to the same on all"
+            why = (
+                f"the nodes have different numbers of processes ({listed}): "
+                "set NGPU to the same on all"
+            )
             return self._end(REFUSED, why)
         least = self._nodes if number == 1 else fault.min_nodes or self._nodes
         if len(here) < least:
             within = f"within {fault.rejoin_seconds} s (fault.rejoin_seconds)"
             if number == 1:
-                within = f"within {self._config.comm.init_timeout_seconds} s (comm.init_timeout_seconds)"
-            why = f"only {len(here)} of {self._nodes} nodes connected {within}; missing: NODE_RANK {missing}"
+                within = (
+                    f"within {self._config.comm.init_timeout_seconds} s (comm.init_timeout_seconds)"
+                )
+            why = (
+                f"only {len(here)} of {self._nodes} nodes connected {within}; "
+                f"missing: NODE_RANK {missing}"
+            )
             return self._end(FAILED, why)
         world = sum(here.values())
         if missing and (why := self._restarts.fits(world)):
@@ -150,10 +164,14 @@ class Decider:
         members = {node: statuses[node] for node in self.decision.members}
         if self._failed_at is None:
             self._judge.look(members, now)
-            self.decision = replace(self.decision, hangs=self._judge.is_hung, report=self._judge.report)
+            self.decision = replace(
+                self.decision, hangs=self._judge.is_hung, report=self._judge.report
+            )
         if self._judge.is_hung and not self._judge.report:
             return  # ranks may die while their stacks are taken
-        replaced = [node for node, status in members.items() if status.incarnation != self._begun[node]]
+        replaced = [
+            node for node, status in members.items() if status.incarnation != self._begun[node]
+        ]
         ended = {
             node: status.ended
             for node, status in members.items()
@@ -162,7 +180,12 @@ class Decider:
         rest = [node for node in members if node not in ended and node not in replaced]
         lost = [node for node in rest if self.silent[node] > SILENCE_SECONDS]
         accounted = {*replaced, *lost, *ended}
-        fails = replaced or lost or self._judge.report or any(each.over or each.failure for each in ended.values())
+        fails = (
+            replaced
+            or lost
+            or self._judge.report
+            or any(each.over or each.failure for each in ended.values())
+        )
         if fails and self._failed_at is None:
             self._failed_at = now
             self.decision = replace(self.decision, failed=True)
@@ -178,11 +201,19 @@ class Decider:
                 words = f"the launcher of NODE_RANK={node} does not answer"
                 failures.append(_of_launcher(words, self.silent[node]))
         if self._judge.report:
-            failures = [replace(_of_launcher(self._judge.report, 0), words=self._judge.report.partition("\n")[0])]
+            failures = [
+                replace(
+                    _of_launcher(self._judge.report, 0), words=self._judge.report.partition("\n")[0]
+                )
+            ]
         self._settle(self._verdict([*ended.values()], failures, statuses), now)
 
-    def _verdict(self, ended: Sequence[Ended], failures: list[Failure], statuses: Mapping[int, Status]) -> Verdict:
-        early = min((each.early for each in ended if each.early), key=lambda each: each.order, default=None)
+    def _verdict(
+        self, ended: Sequence[Ended], failures: list[Failure], statuses: Mapping[int, Status]
+    ) -> Verdict:
+        early = min(
+            (each.early for each in ended if each.early), key=lambda each: each.order, default=None
+        )
         if early:  # one rank that saved its last step is enough: no other has taken a later one
             return Verdict(early.code, early=early)
         if not failures and self._failed_at is None:
@@ -192,7 +223,9 @@ class Decider:
         beats = {rank: beat for node in self._begun for rank, beat in statuses[node].beats.items()}
         if failure.step is None and failure.rank in beats:
             failure = replace(failure, step=beats[failure.rank].step)
-        self._completed = max([(failure.step or 1) - 1, *(beat.completed for beat in beats.values())])
+        self._completed = max(
+            [(failure.step or 1) - 1, *(beat.completed for beat in beats.values())]
+        )
         earlier = self._failures[:]
         self._failures.append(failure)
         restarts, stop = self._restarts, self.decision.stop
@@ -203,15 +236,24 @@ class Decider:
             self.decision = replace(self.decision, verdict=verdict)
             return
         before = self.decision
-        self.decision = Decision(before.attempt + 1, prepared=True, stop=before.stop, verdict=verdict)
+        self.decision = Decision(
+            before.attempt + 1, prepared=True, stop=before.stop, verdict=verdict
+        )
         self._deadline = now + self._config.fault.rejoin_seconds
         self._failed_at = None
 
 
 def after(
-    failure: Failure, earlier: Sequence[Failure], max_restarts: int, saved: Saved, completed: int, stop: str = ""
+    failure: Failure,
+    earlier: Sequence[Failure],
+    max_restarts: int,
+    saved: Saved,
+    completed: int,
+    stop: str = "",
 ) -> Verdict:
-    """Return the decision after a failure: another attempt, unless it failed the same way before, or would again."""
+    """Return the decision after a failure: another attempt, unless it failed the same way before,
+    or would again.
+    """
     if failure.is_user_error:
         return Verdict(failure.code, failure=failure)
     if stop:

@@ -1,4 +1,6 @@
-"""Look at a rank's process from outside, also when it is stopped or one of its threads keeps the GIL."""
+"""Look at a rank's process from outside, also when it is stopped or one of its threads keeps the
+GIL.
+"""
 
 import ctypes
 import os
@@ -35,12 +37,17 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
         _ask(each.pid)
     stopped = [each for rank, each in processes.items() if states[rank] == STOPPED]
     _await(each.stack for each in processes.values() if each not in stopped)
-    for each in stopped:  # it answers first of all when it goes on; the others, which then move too, have answered
+    for each in (
+        stopped
+    ):  # it answers first of all when it goes on; the others, which then move too, have answered
         _send(each.pid, signal.SIGCONT)
     _await(each.stack for each in stopped)
     for each in stopped:
         _send(each.pid, signal.SIGSTOP)
-    return {rank: Inspection(states[rank], _read(each.stack) or _spied(each.pid)) for rank, each in processes.items()}
+    return {
+        rank: Inspection(states[rank], _read(each.stack) or _spied(each.pid))
+        for rank, each in processes.items()
+    }
 
 
 def process_state(pid: int) -> str:
@@ -53,7 +60,9 @@ def process_state(pid: int) -> str:
 
 
 def _ask(pid: int) -> None:
-    """Send SIGUSR2 to the main thread: any other that a stopped process goes on with would answer too late."""
+    """Send SIGUSR2 to the main thread: any other that a stopped process goes on with would answer
+    too late.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc 2.30
         libc.tgkill(pid, pid, signal.SIGUSR2)
@@ -83,7 +92,9 @@ def _read(file: Path) -> str:
 
 def _spied(pid: int) -> str:
     """Return the stack of a process that did not answer, if py-spy is installed and may look."""
-    with suppress(subprocess.SubprocessError, OSError):  # without --nonblocking it would stop the process first
+    with suppress(
+        subprocess.SubprocessError, OSError
+    ):  # without --nonblocking it would stop the process first
         command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     return ""

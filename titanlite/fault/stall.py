@@ -1,4 +1,6 @@
-"""Detect a hang from the ranks' heartbeats, and name the likely rank. No store, no process and no torch."""
+"""Detect a hang from the ranks' heartbeats, and name the likely rank. No store, no process and no
+torch.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,9 @@ STOPPED = "stopped"
 IN_KERNEL = "waiting for a device (D)"
 """State of a process that takes no signal, such as one whose GPU does not answer."""
 SILENT_BEATS = 4
-"""So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps the GIL."""
+"""So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps
+the GIL.
+"""
 GATHER_SECONDS = 8
 """From a hang to its report, though a node may not have inspected its ranks."""
 MOST_STACKS, MOST_FRAMES, MOST_GROUPS = 4, 16, 8
@@ -25,9 +29,12 @@ _FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
 _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
 _WAITS = re.compile(
-    r"torch/(distributed/|cuda/streams\.py)|.*titanlite/(train/(late_copy|report)|parallel/expert_parallel)\.py"
+    r"torch/(distributed/|cuda/streams\.py)"
+    r"|.*titanlite/(train/(late_copy|report)|parallel/expert_parallel)\.py"
 )
-"""Files in which a thread waits for other ranks, or for its GPU: a copy to the host has no file of its own."""
+"""Files in which a thread waits for other ranks, or for its GPU: a copy to the host has no file of
+its own.
+"""
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
 """Files of torch that only call on: their callers show the work of a thread."""
 
@@ -75,7 +82,9 @@ class Hang:
 class Judge:
     """Follows the beats of all ranks by its own clock: theirs may stand as still as they do."""
 
-    def __init__(self, world: int, interval: float, start_limit: tuple[float, str], now: float) -> None:
+    def __init__(
+        self, world: int, interval: float, start_limit: tuple[float, str], now: float
+    ) -> None:
         self._interval, self._start_limit = interval, start_limit
         self._clock, self._last_look = 0.0, now
         self._beats: list[Beat | None] = [None] * world
@@ -83,7 +92,8 @@ class Judge:
 
     def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
         """Take the newest beats; return the hang if there is one."""
-        # A watcher that was stopped itself, by Ctrl-Z or with the whole machine, saw nothing in the meantime.
+        # A watcher that was stopped itself, by Ctrl-Z or with the whole machine, saw nothing in the
+        # meantime.
         self._clock += min(now - self._last_look, 5 * self._interval)
         self._last_look = now
         for rank, beat in beats.items():
@@ -104,14 +114,20 @@ class Judge:
         limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in last)
         if self._clock - max(self._moved[rank] for rank in left) < limit:
             return None
-        ranks = (Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left)
+        ranks = (
+            Standing(rank, self._beats[rank], self._clock - self._heard[rank]) for rank in left
+        )
         return Hang(limit, key, self._interval, tuple(ranks))
 
 
 class Hangs:
-    """Watch the ranks of an attempt, and write the report of a hang once their nodes have inspected them."""
+    """Watch the ranks of an attempt, and write the report of a hang once their nodes have inspected
+    them.
+    """
 
-    def __init__(self, config: JobConfig, attempt: str, world: int, now: float, interval: float = 1.0) -> None:
+    def __init__(
+        self, config: JobConfig, attempt: str, world: int, now: float, interval: float = 1.0
+    ) -> None:
         """The attempt begins now; its ranks show a sign of life in each interval of seconds."""
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
         self._judge = Judge(world, interval, start, now)
@@ -129,7 +145,9 @@ class Hangs:
     def look(self, members: Mapping[int, Status], now: float) -> None:
         """Take the newest statuses of the nodes that take part."""
         if self._hang is None:
-            beats = {rank: beat for status in members.values() for rank, beat in status.beats.items()}
+            beats = {
+                rank: beat for status in members.values() for rank, beat in status.beats.items()
+            }
             self._hang = self._judge.look(beats, now)
             self._until = now + GATHER_SECONDS
             return
@@ -138,7 +156,9 @@ class Hangs:
             return
         inspected = {rank: each for of_node in found if of_node for rank, each in of_node.items()}
         unseen = Inspection()
-        ranks = [replace(each, inspection=inspected.get(each.rank, unseen)) for each in self._hang.ranks]
+        ranks = [
+            replace(each, inspection=inspected.get(each.rank, unseen)) for each in self._hang.ranks
+        ]
         hang = replace(self._hang, ranks=tuple(ranks))
         with suppress(OSError):  # a full disk: the terminal still has it
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +182,9 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
         return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
     elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
-    waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)  # a stage, for the one before
+    waits = elsewhere and all(
+        each.stack and each not in elsewhere for each in behind
+    )  # a stage, for the one before
     if len(behind) < len(ranks) and not waits:
         return behind, "behind the others"
     if len(ranks) > 1 and len(elsewhere) == len(ranks):
@@ -171,7 +193,8 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
 
 
 def report(hang: Hang, whole: bool = False) -> str:
-    """Return the report of a hang, the ranks at fault first; `whole` has all threads, and a stack of the others too.
+    """Return the report of a hang, the ranks at fault first; `whole` has all threads, and a stack
+    of the others too.
 
     Ranks that stand alike share a line.
     """
@@ -188,10 +211,15 @@ def report(hang: Hang, whole: bool = False) -> str:
     for each in hang.ranks:
         if each not in guilty[:MOST_STACKS]:
             inside = f", in {main_frames(each.stack)[0]}" if main_frames(each.stack) else ""
-            groups.setdefault(f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []).append(each)
+            groups.setdefault(
+                f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []
+            ).append(each)
     shown = [*groups.items()][: len(groups) if whole else MOST_GROUPS]
     for line, ranks in shown:
-        lines += [f"{_names(ranks)}: {line}", *_indented(_all_threads(ranks[0].stack) if whole else [])]
+        lines += [
+            f"{_names(ranks)}: {line}",
+            *_indented(_all_threads(ranks[0].stack) if whole else []),
+        ]
     if len(shown) < len(groups):
         lines.append(f"and ranks in {len(groups) - len(shown)} more places")
     return "\n".join(lines)
@@ -199,14 +227,25 @@ def report(hang: Hang, whole: bool = False) -> str:
 
 def _describe(each: Standing) -> str:
     if not each.beat:
-        return f"rank {each.rank}: {each.where}, for {each.age:.0f} s{f', {each.state}' * bool(each.state)}"
-    place = f"{each.where} for {each.beat.seconds + each.age:.0f} s{f', {each.state}' * bool(each.state)}"
-    return f"rank {each.rank} on {each.beat.host}: {place}, last beat {each.age:.0f} s ago, pid {each.beat.pid}"
+        return (
+            f"rank {each.rank}: {each.where}, for {each.age:.0f} s"
+            f"{f', {each.state}' * bool(each.state)}"
+        )
+    place = (
+        f"{each.where} for {each.beat.seconds + each.age:.0f} s"
+        f"{f', {each.state}' * bool(each.state)}"
+    )
+    return (
+        f"rank {each.rank} on {each.beat.host}: {place}, last beat {each.age:.0f} s ago, "
+        f"pid {each.beat.pid}"
+    )
 
 
 def _names(ranks: Sequence[Standing]) -> str:
     listed = ", ".join(str(each.rank) for each in ranks[:8])
-    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -214,16 +253,21 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _threads(stack: str) -> dict[str, list[str]]:
-    """Return the Python frames of each thread that has some, innermost first, by the line that introduces it."""
+    """Return the Python frames of each thread that has some, innermost first, by the line that
+    introduces it.
+    """
     parts = iter(re.split(r"^((?:Current thread|Thread) .*)$", stack, flags=re.MULTILINE)[1:])
     threads = {
-        head: [*filter(None, map(_frame, frames.splitlines()))] for head, frames in zip(parts, parts, strict=True)
+        head: [*filter(None, map(_frame, frames.splitlines()))]
+        for head, frames in zip(parts, parts, strict=True)
     }
     return {head: frames for head, frames in threads.items() if frames}
 
 
 def _frame(line: str) -> str:
-    match = next(filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None)
+    match = next(
+        filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None
+    )
     return "{file}:{line} in {name}".format(**match.groupdict()) if match else ""
 
 
@@ -233,13 +277,17 @@ def _all_threads(stack: str) -> list[str]:
 
 
 def main_frames(stack: str) -> list[str]:
-    """Return the frames of the main thread, innermost first: the one that ran, or faulthandler's last."""
+    """Return the frames of the main thread, innermost first: the one that ran, or faulthandler's
+    last.
+    """
     threads = _threads(stack)
     main = [head for head in threads if "MainThread" in head] or [*threads][-1:]
     return threads[main[0]] if main else []
 
 
 def in_collective(stack: str) -> bool:
-    """Return whether the main thread waits in torch's communication, or for a GPU that may be in it."""
+    """Return whether the main thread waits in torch's communication, or for a GPU that may be in
+    it.
+    """
     inner = next((frame for frame in main_frames(stack) if not frame.startswith(_CALLERS)), "")
     return bool(_WAITS.match(inner))

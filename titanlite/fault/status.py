@@ -1,7 +1,8 @@
-"""The values of the control plane: each launcher puts its Status on the board, node 0 answers with a Decision.
+"""The values of the control plane: each launcher puts its Status on the board, node 0 answers with
+a Decision.
 
-Below torchrun or srun, without titanlite's launcher, each rank does so for itself and rank 0 decides. No torch.
-"""
+Below torchrun or srun, without titanlite's launcher, each rank does so for itself and rank 0
+decides. No torch."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class Failure:
     """For the terminal: a message, a traceback, or the end of a log."""
     code: int = FAILED
     known: bool = True
-    """Whether the rank gave a reason. A killed one sorts first: the others may only have lost it."""
+    """Whether the rank gave a reason. A killed one sorts first: the others may only have lost
+    it.
+    """
     is_user_error: bool = False
     """A mistake that the user can correct, and that would fail again: the text is one message."""
     told_by: tuple[int, ...] = ()
@@ -72,16 +75,26 @@ class Failure:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Return a sort key that puts causes before consequences: a user's mistake has no cause in other ranks."""
+        """Return a sort key that puts causes before consequences: a user's mistake has no cause in
+        other ranks.
+        """
         return not self.is_user_error, self.known, self.time
 
     def repeats(self, earlier: Failure) -> bool:
-        """Whether the run failed before in the same step with the same words. A kill comes from outside."""
+        """Whether the run failed before in the same step with the same words. A kill comes from
+        outside.
+        """
         where = self.step, self.words
-        return self.step is not None and where == (earlier.step, earlier.words) and "SIGKILL" not in self.words
+        return (
+            self.step is not None
+            and where == (earlier.step, earlier.words)
+            and "SIGKILL" not in self.words
+        )
 
     def describe(self, log: Path, saved: str = "") -> str:
-        """Return the lines to print, with the traceback last; `saved` is a phrase about the newest save."""
+        """Return the lines to print, with the traceback last; `saved` is a phrase about the newest
+        save.
+        """
         if self.rank < 0 or (self.is_user_error and 0 in self.told_by):
             return f"\ntitanlite: {self.text}"
         lines = [f"\ntitanlite: rank {self.rank} on {self.host} failed first"]
@@ -89,13 +102,17 @@ class Failure:
             lines[0] += f"; its log: {log}"
             lines += [f"in step {self.step}; {saved}" if self.step else saved] if saved else []
         if self.stuck:
-            lines.append(f"rank {', '.join(map(str, self.stuck))} hung or was stopped: it had to be killed")
+            lines.append(
+                f"rank {', '.join(map(str, self.stuck))} hung or was stopped: it had to be killed"
+            )
         return "\n".join([*lines, self.text])
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an attempt on one node; without failure and early exit all its ranks reached the target step."""
+    """The end of an attempt on one node; without failure and early exit all its ranks reached the
+    target step.
+    """
 
     failure: Failure | None = None
     early: EarlyExit | None = None
@@ -136,7 +153,9 @@ class Verdict:
     failure: Failure | None = None
     early: EarlyExit | None = None
     resumes: bool = False
-    """The next attempt starts from a checkpoint of this run, whatever the first one started from."""
+    """The next attempt starts from a checkpoint of this run, whatever the first one started
+    from.
+    """
     first_step: int = 0
     """The first step of the next attempt."""
 

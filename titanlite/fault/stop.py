@@ -1,8 +1,8 @@
 """A stop request: its reason, and the thread that ends this rank when the time to save is over.
 
-It comes by SIGTERM or SIGUSR1, by its launcher through a file, by another rank through the step, or by the
-clock. The trainer sends the request along with the next step, saves after the one that carried it, and leaves.
-"""
+It comes by SIGTERM or SIGUSR1, by its launcher through a file, by another rank through the step, or
+by the clock. The trainer sends the request along with the next step, saves after the one that
+carried it, and leaves."""
 
 import math
 import os
@@ -46,15 +46,20 @@ class Stop(threading.Thread):
             OWN_PAGE.beat(reason)  # now: another rank may fail before the next heartbeat
 
     def listen(self) -> None:
-        """Start to handle signals and the clock; in the main thread, which may be inside a collective or a compiler
-        when a signal comes: Python writes its number into a pipe, and a thread reads that."""
+        """Start to handle signals and the clock; in the main thread, which may be inside a
+        collective or a compiler when a signal comes: Python writes its number into a pipe, and a
+        thread reads that."""
         self._pipe, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-            signal.siginterrupt(number, False)  # libraries may not expect that a call is interrupted
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # who started this may have blocked them
+            signal.siginterrupt(
+                number, False
+            )  # libraries may not expect that a call is interrupted
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, STOP_SIGNALS
+        )  # who started this may have blocked them
         os.register_at_fork(after_in_child=_hear_nothing)
         self.start()
 
@@ -87,7 +92,9 @@ class Stop(threading.Thread):
         return ""
 
     def others_may_have_left(self) -> bool:
-        """Whether other ranks may have exited after the stop request, making this error a consequence."""
+        """Whether other ranks may have exited after the stop request, making this error a
+        consequence.
+        """
         if self._page and early_exits(self._page.parent):
             return True
         return time.monotonic() > self._asked_at + self._grace / 2  # on other nodes
@@ -99,7 +106,9 @@ class Stop(threading.Thread):
         return EarlyExit(CUT_SHORT if lost else STOPPED, OWN_PAGE.completed, reason, lost)
 
     def leave(self, cause: str = "") -> int:
-        """Record the early exit; return the exit code, below titanlite's launcher that of success: no rank failed."""
+        """Record the early exit; return the exit code, below titanlite's launcher that of success:
+        no rank failed.
+        """
         ending = self.left(cause)
         OWN_PAGE.end(ending)
         return OK if self._page else ending.code
@@ -113,7 +122,9 @@ def _hear_nothing() -> None:
 
 
 def time_limit(config: JobConfig, environ: Mapping[str, str]) -> tuple[float, str]:
-    """Return the time of a stop request by a limit, in seconds since 1970, and the name of the limit."""
+    """Return the time of a stop request by a limit, in seconds since 1970, and the name of the
+    limit.
+    """
     minutes, limits = config.fault.stop_after_minutes, [(math.inf, "")]
     if minutes:
         started = float(environ[STARTED]) if LAUNCHED in environ else time.time()

@@ -1,4 +1,6 @@
-"""A run as a series of attempts: its workers on this node, started again where a failure allows it."""
+"""A run as a series of attempts: its workers on this node, started again where a failure allows
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def leaving(node: Node) -> Iterator[None]:
         raise
     except BaseException as error:  # a signal, a full disk
         host = socket.gethostname()
-        number = getattr(error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+        number = getattr(
+            error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
+        )
         cause = signal.Signals(number).name if number else first_line(error)
         words = f"the launcher on {host} has ended: {cause}"
         code = 128 + number if number else getattr(error, "code", FAILED)
@@ -69,7 +73,8 @@ class Attempts:
         work: Callable[[Attempt, Callable[[], None]], Ended],
         saves: bool = True,
     ) -> None:
-        """`work` runs an attempt's workers, with their files in `private`, and calls a function while they run.
+        """`work` runs an attempt's workers, with their files in `private`, and calls a function
+        while they run.
 
         Without `saves`, a report of a failure does not name the newest save.
         """
@@ -80,7 +85,9 @@ class Attempts:
         """The failure that the current attempt follows, until its first step is done."""
 
     def run(self, decision: Decision) -> Verdict:
-        """Run attempts, first the one decided on, until one succeeds or none is worth a try; return the verdict."""
+        """Run attempts, first the one decided on, until one succeeds or none is worth a try; return
+        the verdict.
+        """
         while not decision.is_final:
             attempt = self._begin(decision)
             verdict = self._node.settle(self._work(attempt, self._poll))
@@ -102,9 +109,13 @@ class Attempts:
         first = members.index(self._node.rank) * processes
         config = self._given
         if decision.verdict and decision.verdict.resumes:
-            saving = config.checkpoint.model_copy(update={"load_step": -1, "exclude_from_loading": []})
+            saving = config.checkpoint.model_copy(
+                update={"load_step": -1, "exclude_from_loading": []}
+            )
             config = config.model_copy(update={"checkpoint": saving})
-        return Attempt(self._node.attempt, range(first, first + processes), len(members) * processes, config)
+        return Attempt(
+            self._node.attempt, range(first, first + processes), len(members) * processes, config
+        )
 
     def _report(self, verdict: Verdict, logs: Path) -> None:
         """Print the first failure, the newest save, and the next attempt."""
@@ -129,11 +140,15 @@ class Attempts:
         page = read_page(rank_file(self._private, 0, PAGE))
         if reached or (page and page.completed >= step):
             self._last = None
-            say(f"titanlite: step {step} is done, {time.time() - failed_at:.0f} s after the failure")
+            say(
+                f"titanlite: step {step} is done, {time.time() - failed_at:.0f} s after the failure"
+            )
 
 
 def saved_since(config: JobConfig) -> Callable[[], Saved]:
-    """Return a function for the newest checkpoint, which separates those of this run from earlier ones."""
+    """Return a function for the newest checkpoint, which separates those of this run from earlier
+    ones.
+    """
     root = checkpoint_root(config)
 
     def times() -> dict[int, int]:
@@ -145,7 +160,9 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
         newest = latest_complete(root)
         if newest is None:
             return Saved()
-        return Saved(newest, f"from {step_folder(root, newest)}", bool(times().items() - before.items()))
+        return Saved(
+            newest, f"from {step_folder(root, newest)}", bool(times().items() - before.items())
+        )
 
     return saved
 

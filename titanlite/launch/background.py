@@ -1,4 +1,6 @@
-"""Lines that a child process computes while the workers start: at the lowest priority, and nothing waits for them."""
+"""Lines that a child process computes while the workers start: at the lowest priority, and nothing
+waits for them.
+"""
 
 import os
 import resource
@@ -14,10 +16,11 @@ CPU_SECONDS = 60
 
 
 class BackgroundLines:
-    """Inside `with`, a fork of this process, which has imported torch already, runs a function that returns lines.
+    """Inside `with`, a fork of this process, which has imported torch already, runs a function that
+    returns lines.
 
-    A process, since a thread has neither a priority nor limits of its own. If the function fails, there are no lines.
-    """
+    A process, since a thread has neither a priority nor limits of its own. If the function fails,
+    there are no lines."""
 
     def __init__(self, compute: Callable[[], Sequence[str]]) -> None:
         self._compute = compute
@@ -56,7 +59,9 @@ def _run_child(compute: Callable[[], Sequence[str]], pipe: int, launcher: int) -
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.nice(19)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the signal of the next limit would write one
+        resource.setrlimit(
+            resource.RLIMIT_CORE, (0, 0)
+        )  # the signal of the next limit would write one
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):

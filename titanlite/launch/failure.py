@@ -33,15 +33,24 @@ class Exit:
     """It had been stopped then, or waited in the kernel."""
 
 
-def first_failure(exits: Mapping[int, Exit], folder: Path, private: Path, host: str) -> Failure | None:
+def first_failure(
+    exits: Mapping[int, Exit], folder: Path, private: Path, host: str
+) -> Failure | None:
     """Return the failure of the rank of this node that failed first; None if none failed."""
-    errors = {rank: error for rank in exits if (error := _read_error(rank_file(private, rank, ERROR)))}
+    errors = {
+        rank: error for rank in exits if (error := _read_error(rank_file(private, rank, ERROR)))
+    }
     stuck = tuple(rank for rank, exit in exits.items() if exit.stopped)
-    failed = [rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)]
+    failed = [
+        rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)
+    ]
     if not failed:
         return None
     # A killed rank writes no file, and sorts before ranks that may only have lost it as a peer.
-    rank = min(failed, key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0)
+    rank = min(
+        failed,
+        key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0,
+    )
     if rank not in errors:
         words = f"exited without a traceback ({_describe_exit(exits[rank].code)})"
         text = "\n".join([*_last_lines(rank_log(folder, rank), exits[rank].code), words])
@@ -65,7 +74,9 @@ def first_failure(exits: Mapping[int, Exit], folder: Path, private: Path, host: 
 
 
 def _read_error(path: Path) -> dict[str, Any] | None:
-    """Return the message of a rank's error file; None if it wrote none, or was killed while it did."""
+    """Return the message of a rank's error file; None if it wrote none, or was killed while it
+    did.
+    """
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         return message if isinstance(message, dict) else None

@@ -1,4 +1,4 @@
-"""`titanlite train` and ./run_train.sh: check everything, start the workers, own the terminal, return the exit code.
+"""`titanlite train`: check everything, start the workers, own the terminal, return the exit code.
 
 No worker is started before the config and this machine have been checked.
 When a run fails, the rank that failed first is named, with its traceback last.
@@ -21,20 +21,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
-from titanlite.checkpoint.resume import checkpoint_root, finished_message, last_saved_message, take_folder
+from titanlite.checkpoint.resume import (
+    checkpoint_root,
+    finished_message,
+    last_saved_message,
+    take_folder,
+)
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
-from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_name
+from titanlite.launch.nodes import Nodes, find_device, find_nodes, gpu_name, worker_environment
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
-from titanlite.runtime.cluster import check_torch, cores, read_number, shown_ranks
-from titanlite.runtime.rank_files import ATTEMPT, DEVICE, LAUNCHED, STOP_SIGNALS
+from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
@@ -49,10 +54,14 @@ EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; a switch is --compile.enable (on),
---compile.no_enable or --compile.enable=false (off). Without --config, train_configs/debug.toml is used; CONFIG_FILE
-names another. Later files override earlier ones, and the command line overrides files. Environment: NGPU (processes
-on this node), LOG_RANK (ranks whose output is shown), NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes;
+VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; \
+a switch is --compile.enable (on),
+--compile.no_enable or --compile.enable=false (off). \
+Without --config, train_configs/debug.toml is used; CONFIG_FILE
+names another. Later files override earlier ones, and the command line overrides files. \
+Environment: NGPU (processes
+on this node), LOG_RANK (ranks whose output is shown), \
+NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes;
 SLURM_* and PET_* are understood too).
 """
 
@@ -60,14 +69,19 @@ SLURM_* and PET_* are understood too).
 class _KeysHelp(Action):
     """Print --help with every config key, or only the keys that mention a search word."""
 
-    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
+    ) -> None:
         from titanlite.config.docs import help_text
         from titanlite.config.schema import KEYS
 
         text = help_text(values)
         if not text:
             close = nearest(values, {part for key in KEYS for part in key.split(".")})
-            raise UserError(f"no config key mentions '{values}'" + (f"; did you mean '{close}'?" if close else ""))
+            raise UserError(
+                f"no config key mentions '{values}'"
+                + (f"; did you mean '{close}'?" if close else "")
+            )
         if not values:
             parser.print_help()
             print()
@@ -81,11 +95,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
     about = "list every config key, or those that mention WORD"
-    parser.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about)
+    parser.add_argument(
+        "-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about
+    )
 
 
 def run(arguments: Namespace, argv: list[str]) -> int:
-    """Train the job of a command line and return its exit code; UserError before any worker is started."""
+    """Train the job of a command line and return its exit code; UserError before any worker is
+    started.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
     try:
         return _check_and_run(argv)
@@ -99,35 +117,51 @@ def _check_and_run(argv: list[str]) -> int:
     job, nodes, device, processes = find_job(loaded, environ)
     shown = shown_ranks(environ)
     if max(shown) >= job.layout.world:
-        raise UserError(f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}")
+        raise UserError(
+            f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}"
+        )
     if job.config.fault.min_nodes > nodes.count:
-        raise UserError(f"fault.min_nodes = {job.config.fault.min_nodes}, but the run has {nodes.count} (NNODES)")
+        raise UserError(
+            f"fault.min_nodes = {job.config.fault.min_nodes}, "
+            f"but the run has {nodes.count} (NNODES)"
+        )
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    if nodes.count == 1 and os.path.exists(run_lock):  # other nodes would wait in vain, and learn it later
+    if nodes.count == 1 and os.path.exists(
+        run_lock
+    ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes, first_node=nodes.rank == 0)
     root = checkpoint_root(job.config)
     if message := finished_message(job.config):
         say(f"titanlite: {message}")
         if others := _of_another_run(job, root):
-            say(f"titanlite: the finished run had a different {', '.join(others)}; nothing was trained")
+            say(
+                f"titanlite: the finished run had a different {', '.join(others)}; "
+                "nothing was trained"
+            )
         return OK
     try:
         stopping = Stopping(job.config)
         with _plan(job, nodes, device, processes) as notices:
-            return Launch(argv, loaded, job, nodes, device, processes, shown, notices, stopping).run()
+            return Launch(
+                argv, loaded, job, nodes, device, processes, shown, notices, stopping
+            ).run()
     except Stopped as stopped:  # before the workers were there
         return _end_early(job, stopped.early)
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
-    """Return the job of a config here: with its nodes, the kind of device, and the number of this node's workers."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
+    """Return the job of a config here: with its nodes, the kind of device, and the number of this
+    node's workers.
+    """
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job inherits an ignored one
     check_torch()
     nodes = find_nodes(environ)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
     read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP would take all cores instead
-    device, processes = _device_and_processes(loaded.config.job.device, environ)
+    device, processes = find_device(loaded.config.job.device, environ)
     try:
         job = job_from(loaded, world=nodes.count * processes, training=True, device=device)
     except ConfigError as error:
@@ -138,26 +172,22 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
 def _of_another_run(job: Job, root: Path) -> list[str]:
     """Return the keys of the model and the data that differ from those of the newest checkpoint."""
     saved = step_folder(root, committed(root)[-1]) / CONFIG
-    keys = toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given)) if saved.exists() else {}
-    return [key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))]
+    keys = (
+        toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given))
+        if saved.exists()
+        else {}
+    )
+    return [
+        key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))
+    ]
 
 
-def _device_and_processes(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the kind of device that job.device stands for, and the number of workers on this node."""
-    gpus = 0 if choice == "cpu" else count_gpus(environ)
-    if choice == "cuda" and not gpus:
-        hidden = environ.get("CUDA_VISIBLE_DEVICES")
-        why = "there is no /dev/nvidia*" if hidden is None else f'CUDA_VISIBLE_DEVICES="{hidden}"'
-        raise UserError(f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu')
-    device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
-    processes = count_processes(environ, device, gpus)
-    if device == "cuda" and processes > gpus:
-        raise UserError(f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu")
-    return device, max(1, processes)
-
-
-def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContextManager[Callable[[], list[str]]]:
-    """Plan a step of the job in the background; yield what returns the lines about it when they are known."""
+def _plan(
+    job: Job, nodes: Nodes, device: str, processes: int
+) -> AbstractContextManager[Callable[[], list[str]]]:
+    """Plan a step of the job in the background; yield what returns the lines about it when they are
+    known.
+    """
     if not job.config.job.plan or nodes.rank > 0:
         return nullcontext(list)
     from titanlite.launch.background import BackgroundLines
@@ -166,7 +196,9 @@ def _plan(job: Job, nodes: Nodes, device: str, processes: int) -> AbstractContex
 
 
 def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
-    from titanlite.planner.plan import start_lines  # in the child: the workers' start does not wait for it
+    from titanlite.planner.plan import (
+        start_lines,
+    )  # in the child: the workers' start does not wait for it
 
     gpu = gpu_name() if device == "cuda" else ""
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
@@ -220,7 +252,9 @@ class Launch:
             say(f"titanlite: {line}")
         most = _max_restarts(self.loaded, self.job, os.environ)
         restarts = Restarts(most, self._fits, saved_since(config))
-        node = Node(self.nodes, self.processes, config, private, restarts, lambda: self.stopping.reason)
+        node = Node(
+            self.nodes, self.processes, config, private, restarts, lambda: self.stopping.reason
+        )
         with leaving(node):
             decision = node.meet()
             if not decision.is_final:
@@ -244,8 +278,12 @@ class Launch:
         except UserError as error:
             return str(error)
 
-    def _work(self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]) -> Ended:
-        """Run the workers of this node, with their output on the terminal; return how the attempt ended here."""
+    def _work(
+        self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]
+    ) -> Ended:
+        """Run the workers of this node, with their output on the terminal; return how the attempt
+        ended here.
+        """
         from titanlite.fault.status import Ended
         from titanlite.launch.failure import first_failure
         from titanlite.launch.workers import Workers
@@ -322,7 +360,9 @@ def _end_early(job: Job, early: EarlyExit) -> int:
 
 
 def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
-    """Return how often the run may be restarted: fault.max_restarts, where it is not set MAX_RESTARTS."""
+    """Return how often the run may be restarted: fault.max_restarts, where it is not set
+    MAX_RESTARTS.
+    """
     given = read_number(environ, "MAX_RESTARTS", job.config.fault.max_restarts)
     if not job.config.checkpoint.enable:
         return 0
@@ -331,26 +371,19 @@ def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
 
 def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
     """Return the number of processes to start, and the variables it comes from."""
-    count = f"{processes} process{'es' if processes > 1 else ''} on the {'GPUs' if device == 'cuda' else 'CPU'}"
+    count = (
+        f"{processes} process{'es' if processes > 1 else ''} "
+        f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
+    )
     reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
     node = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
     return f"{count} ({reason}){node}"
 
 
-def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are added for workers: the launcher's process id, and defaults for unset ones."""
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # what a stopped loader leaves, the system frees
-    }
-    if nodes.count == 1:  # a laptop's host name need not resolve
-        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {LAUNCHED: str(os.getpid())} | {name: value for name, value in defaults.items() if name not in environ}
-
-
 def _put_back(folder: Path, moved: set[Path]) -> bool:
-    """Undo a start's changes to the dump folder, unless it began to train there; return whether they were undone."""
+    """Undo a start's changes to the dump folder, unless it began to train there; return whether
+    they were undone.
+    """
     if (folder / "environment.json").exists():
         return False
     shutil.rmtree(folder / "logs", ignore_errors=True)

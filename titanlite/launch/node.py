@@ -1,8 +1,9 @@
-"""This launcher among those of the other nodes: it meets them, runs, settles the end of an attempt, and leaves.
+"""This launcher among those of the other nodes: it meets them, runs, settles the end of an attempt,
+and leaves.
 
-Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is always on node 0,
-its launcher has the store where all meet, and decides. A node may be lost and come back, but not node 0.
-"""
+Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is
+always on node 0, its launcher has the store where all meet, and decides. A node may be lost and
+come back, but not node 0."""
 
 from __future__ import annotations
 
@@ -52,14 +53,17 @@ class Node:
         restarts: Restarts = NONE,
         asked: Callable[[], str] = str,
     ) -> None:
-        """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be this node.
+        """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be
+        this node.
 
-        The workers' files are in `private`. `asked` returns a reason to stop, which all nodes follow.
-        """
+        The workers' files are in `private`. `asked` returns a reason to stop, which all nodes
+        follow."""
         self.rank, self.processes = nodes.rank, processes
         self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
-        self._store = _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
+        self._store = (
+            _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
+        )
         self._decider: Decider | None = None
         if self.rank == 0:
             self._decider = Decider(config, nodes.count, time.monotonic(), restarts)
@@ -93,7 +97,9 @@ class Node:
         before, deadline = store.get(key), time.monotonic() + TAKEOVER_SECONDS * (claims > 1)
         while time.monotonic() < deadline:
             if store.get(key) != before:
-                raise UserError(f"two launchers use NODE_RANK={self.rank}; every node needs its own")
+                raise UserError(
+                    f"two launchers use NODE_RANK={self.rank}; every node needs its own"
+                )
             time.sleep(0.2)
         store.set(f"incarnation/{self.rank}", str(claims))
         return claims
@@ -101,7 +107,9 @@ class Node:
     # ---------------------------------------------------------------- meet
 
     def meet(self) -> Decision:
-        """Return the decision that makes this node a member of the next attempt, or the final one."""
+        """Return the decision that makes this node a member of the next attempt, or the final
+        one.
+        """
         board = self._board
         board.put(ended=None, found=None)
         exchanges = board.exchanges
@@ -132,7 +140,9 @@ class Node:
             newest = self._wait(lambda newest: newest.prepared or newest.is_final, seconds)
         except TimeoutError:
             within = f"within {seconds} s (comm.init_timeout_seconds)"
-            raise RunFailed(f"node 0 did not prepare the dump folder {within}; see that node's log") from None
+            raise RunFailed(
+                f"node 0 did not prepare the dump folder {within}; see that node's log"
+            ) from None
         if not newest.is_final:
             return decision
         self._leave()
@@ -141,7 +151,9 @@ class Node:
     # ---------------------------------------------------------------- run
 
     def poll(self) -> None:
-        """Raise an error that ends this node's workers if the attempt is over elsewhere, or hangs."""
+        """Raise an error that ends this node's workers if the attempt is over elsewhere, or
+        hangs.
+        """
         self._check()
         decision, board = self.decision, self._board
         if decision.attempt != self.attempt or decision.is_final or decision.failed:
@@ -155,7 +167,11 @@ class Node:
     def _look(self, status: Status) -> Status:
         """Add the beats and the requests of this node's ranks."""
         pages = read_pages(self._private)
-        beats = {rank: beat_of(self._config, page, self._host) for rank, page in pages.items() if page.heartbeat}
+        beats = {
+            rank: beat_of(self._config, page, self._host)
+            for rank, page in pages.items()
+            if page.heartbeat
+        }
         asked = self._asked() or next((page.asked for page in pages.values() if page.asked), "")
         if asked and not status.stop:
             self._board.put(stop=asked)  # for good: the pages are removed after an attempt
@@ -177,7 +193,9 @@ class Node:
         return found
 
     def _kill_ranks(self) -> None:
-        """Kill the ranks of a hang: one that is stopped takes no other signal, and to others SIGTERM is a request."""
+        """Kill the ranks of a hang: one that is stopped takes no other signal, and to others
+        SIGTERM is a request.
+        """
         for pid, *_ in self._processes().values():
             kill_group(pid)
 
@@ -191,7 +209,8 @@ class Node:
         verdict = None
         try:
             decision = self._wait(
-                lambda decision: decision.attempt > number or decision.is_final, OVER_SECONDS if is_killed else None
+                lambda decision: decision.attempt > number or decision.is_final,
+                OVER_SECONDS if is_killed else None,
             )
             verdict = decision.verdict
         except (RunFailed, TimeoutError):
@@ -203,7 +222,9 @@ class Node:
         return verdict
 
     def leave(self, ended: Ended) -> None:
-        """Show, as far as a few seconds allow, that this launcher ends, and why, unless its ranks have left early."""
+        """Show, as far as a few seconds allow, that this launcher ends, and why, unless its ranks
+        have left early.
+        """
         own = self._board.own.ended
         if not own or not own.early:
             self._board.put(ended=ended)
@@ -234,9 +255,13 @@ class Node:
         if board.crash:
             raise board.crash
         if board.is_replaced:
-            raise RunFailed(f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead")
+            raise RunFailed(
+                f"another launcher has taken over NODE_RANK={self.rank}: this one had seemed dead"
+            )
 
-    def _wait(self, condition: Callable[[Decision], bool], seconds: float | None = None) -> Decision:
+    def _wait(
+        self, condition: Callable[[Decision], bool], seconds: float | None = None
+    ) -> Decision:
         """Return the first decision that meets a condition.
 
         Raise RunFailed if node 0 does not answer, TimeoutError if the time is over.
@@ -247,7 +272,9 @@ class Node:
             while not condition(decision := board.decision):
                 self._check()
                 is_gone = isinstance(board.problem, Gone)
-                if board.problem and (is_gone or board.lost_seconds > self._config.fault.rejoin_seconds):
+                if board.problem and (
+                    is_gone or board.lost_seconds > self._config.fault.rejoin_seconds
+                ):
                     raise board.problem
                 if seconds is not None and time.monotonic() > began + seconds:
                     raise TimeoutError
@@ -269,7 +296,9 @@ def _listen(nodes: Nodes) -> dist.TCPStore:
 
 
 def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
-    """Return node 0's store, retrying while it may be too early; a name that does not resolve is an error at once."""
+    """Return node 0's store, retrying while it may be too early; a name that does not resolve is an
+    error at once.
+    """
     host, port = nodes.master_addr, nodes.master_port
     deadline, is_told = time.monotonic() + seconds, False
     within = f"within {seconds:g} s (comm.init_timeout_seconds)"
@@ -281,9 +310,14 @@ def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
         except (dist.DistError, RuntimeError, OSError) as error:
             if isinstance(error, socket.gaierror) and not is_told:
                 is_told = True
-                say(f"titanlite: MASTER_ADDR={host} does not resolve: {error.strerror}; trying for {seconds:g} s")
+                say(
+                    f"titanlite: MASTER_ADDR={host} does not resolve: {error.strerror}; "
+                    f"trying for {seconds:g} s"
+                )
             if time.monotonic() > deadline:
-                remedy = "that it is started, that MASTER_ADDR is its address, and that the port is open"
+                remedy = (
+                    "that it is started, that MASTER_ADDR is its address, and that the port is open"
+                )
                 message = f"node 0 did not answer at {host}:{port} {within}: check {remedy}"
                 raise RunFailed(message) from None
             time.sleep(0.5)

@@ -1,18 +1,29 @@
-"""The nodes of a job and this node's processes and GPUs, read from the environment and the driver. No torch.
+"""The nodes of a job and this node's processes and GPUs, read from the environment and the driver.
+No torch.
 
-Reads three families of variables: plain ones (NNODES NODE_RANK MASTER_ADDR MASTER_PORT), Kubeflow's PET_*, SLURM_*.
-"""
+Reads three families of variables: plain ones (NNODES NODE_RANK MASTER_ADDR MASTER_PORT), Kubeflow's
+PET_*, SLURM_*."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.errors import UserError
 from titanlite.launch.terminal import say
-from titanlite.runtime.cluster import DEFAULT_PORT, DRIVER_SECONDS, PORTS, cores, read_number, slurm_master
+from titanlite.runtime.cluster import (
+    DEFAULT_PORT,
+    DRIVER_SECONDS,
+    PORTS,
+    cores,
+    read_number,
+    slurm_master,
+)
+from titanlite.runtime.rank_files import LAUNCHED
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,10 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
         source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
     elif environ.get("PET_NNODES"):
         source, prefix = "PET_*", "PET_"
-    elif read_number(environ, "SLURM_NNODES", 1) > 1 or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+    elif (
+        read_number(environ, "SLURM_NNODES", 1) > 1
+        or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
+    ):
         return _slurm_nodes(environ)
     else:
         return Nodes(1, 0, "127.0.0.1", 0, "no cluster variables")
@@ -50,14 +64,27 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
         raise UserError(f"{several} {prefix}NODE_RANK is not set: 0 to {count - 1}")
     rank = read_number(environ, f"{prefix}NODE_RANK", 0)
     if rank >= count:
-        raise UserError(f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}")
-    named, default_port = "the port of PET_RDZV_ENDPOINT", read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
+        raise UserError(
+            f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}"
+        )
+    named, default_port = (
+        "the port of PET_RDZV_ENDPOINT",
+        read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS),
+    )
     default_port = read_number({named: port}, named, default_port, *PORTS)
-    return Nodes(count, rank, addr, read_number(environ, f"{prefix}MASTER_PORT", default_port, *PORTS), source)
+    return Nodes(
+        count,
+        rank,
+        addr,
+        read_number(environ, f"{prefix}MASTER_PORT", default_port, *PORTS),
+        source,
+    )
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return the host and the port, if any, of HOST:PORT; with a port, an IPv6 address stands in brackets."""
+    """Return the host and the port, if any, of HOST:PORT; with a port, an IPv6 address stands in
+    brackets.
+    """
     if endpoint.startswith("["):
         host, _, port = endpoint[1:].partition("]")
         return host, port.removeprefix(":")
@@ -70,7 +97,9 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
     tasks = read_number(environ, "SLURM_STEP_NUM_TASKS", count)
     if tasks > count:
         remedy = "use --ntasks-per-node=1, or run `python -m titanlite.train` for one task per GPU"
-        raise UserError(f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}")
+        raise UserError(
+            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}"
+        )
     return Nodes(count, read_number(environ, "SLURM_NODEID", 0), *slurm_master(environ), "SLURM_*")
 
 
@@ -89,18 +118,24 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return len([part for part in listed if part and part != "-1"])
     device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    return len(device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])  # WSL has no files
+    return len(
+        device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")]
+    )  # WSL has no files
 
 
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU; None if unknown."""
-    sizes = [int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()]
+    sizes = [
+        int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()
+    ]
     return min(sizes, default=None)
 
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the oldest GPU; None if unknown."""
-    versions = [text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)]
+    versions = [
+        text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)
+    ]
     return min(((int(major), int(minor)) for major, minor in versions), default=None)
 
 
@@ -115,8 +150,50 @@ def _query_gpus(field: str) -> list[str]:
         return []
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=DRIVER_SECONDS)
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=False, timeout=DRIVER_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        say(f"titanlite: nvidia-smi did not answer in {DRIVER_SECONDS} s: {field} of the GPUs is unknown")
+        say(
+            f"titanlite: nvidia-smi did not answer in {DRIVER_SECONDS} s: "
+            f"{field} of the GPUs is unknown"
+        )
         return []
     return done.stdout.splitlines()
+
+
+def find_device(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the kind of device that job.device stands for, and the number of workers on this
+    node.
+    """
+    gpus = 0 if choice == "cpu" else count_gpus(environ)
+    if choice == "cuda" and not gpus:
+        hidden = environ.get("CUDA_VISIBLE_DEVICES")
+        why = "there is no /dev/nvidia*" if hidden is None else f'CUDA_VISIBLE_DEVICES="{hidden}"'
+        raise UserError(
+            f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu'
+        )
+    device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
+    processes = count_processes(environ, device, gpus)
+    if device == "cuda" and processes > gpus:
+        raise UserError(
+            f"NGPU={processes}, but this node has {gpus} GPUs; on the CPU: --job.device cpu"
+        )
+    return device, max(1, processes)
+
+
+def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are added for workers: the launcher's process id, and defaults for
+    unset ones.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
+        "PYTHONUNBUFFERED": "1",
+        # what a stopped loader leaves, the system frees
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+    }
+    if nodes.count == 1:  # a laptop's host name need not resolve
+        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {LAUNCHED: str(os.getpid())} | {
+        name: value for name, value in defaults.items() if name not in environ
+    }

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, committed, faults, read_manifest, step_folder
+from titanlite.checkpoint.manifest import (
+    CorruptCheckpoint,
+    committed,
+    faults,
+    read_manifest,
+    step_folder,
+)
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.config.job import Job
@@ -82,7 +88,9 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
     config, found = loaded.config, list[ConfigFault]()
     checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
     for section, part in _datasets(config):
-        if is_streamed(part.dataset) or (part.dataset in ("text", "tokens") and not part.dataset_path):
+        if is_streamed(part.dataset) or (
+            part.dataset in ("text", "tokens") and not part.dataset_path
+        ):
             continue
         checks.append((find_documents, section, part.dataset, part.dataset_path))
         if part.dataset == "tokens":
@@ -92,8 +100,12 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             function(*arguments)
         except UserError as error:
             entry = loaded.entries.get(error.key)
-            origin = entry.origin if entry and entry.value == error.value else ""  # not in a mixture
-            found.append(ConfigFault(error.key or f"{arguments[0]}", error.why, error.value, origin))
+            origin = (
+                entry.origin if entry and entry.value == error.value else ""
+            )  # not in a mixture
+            found.append(
+                ConfigFault(error.key or f"{arguments[0]}", error.why, error.value, origin)
+            )
     return found
 
 
@@ -108,7 +120,9 @@ def _require_path(section: str, path: str) -> None:
         raise UserError("there is no such folder or file", f"{section}.dataset_path", path)
 
 
-def _open_dataset(key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+def _open_dataset(
+    key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None
+) -> str:
     """Open a data set without preparing it; return a notice about its files, if any."""
     from titanlite.data.shards import ShardSource
     from titanlite.data.sources import find_documents, open_source
@@ -137,14 +151,18 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
-        if notice := check(_open_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer):
+        if notice := check(
+            _open_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer
+        ):
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
-    elif device == "cuda" and config.training.document_mask:  # FlexAttention is compiled in any case
+    elif (
+        device == "cuda" and config.training.document_mask
+    ):  # FlexAttention is compiled in any case
         check(_check_triton, "training.document_mask")
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
@@ -158,13 +176,15 @@ def _check_gpus(device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"this node has GPUs, but torch {torch.__version__} can't use them: torch.cuda.is_available() is false; "
-            "on the CPU: --job.device cpu"
+            f"this node has GPUs, but torch {torch.__version__} can't use them: "
+            "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
         )
 
 
 def _check_dump_folder(folder: Path) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path)
+    )
     try:  # os.access is wrong about /proc and about refusals of a file server
         tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
     except OSError as error:
@@ -179,7 +199,9 @@ def _check_start(job: Job) -> None:
     steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
         require_step(root, settings.load_step, steps)
-        _require_complete("checkpoint.load_step", step_folder(root, settings.load_step), resumable=True)
+        _require_complete(
+            "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
+        )
     elif settings.initial_load_in_hf and not steps:
         from titanlite.checkpoint.hf.load import HuggingFaceFolder
 
@@ -189,7 +211,9 @@ def _check_start(job: Job) -> None:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
         folder = step_folder(path, found[-1]) if (found := committed(path)) else path
-        _require_complete("checkpoint.initial_load_path", folder, not settings.initial_load_model_only)
+        _require_complete(
+            "checkpoint.initial_load_path", folder, not settings.initial_load_model_only
+        )
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:
@@ -202,10 +226,14 @@ def _require_complete(key: str, folder: Path, resumable: bool) -> None:
 
 
 def _check_triton(key: str) -> None:
-    """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first step."""
+    """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first
+    step.
+    """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         remedy = "install gcc or clang, or let CC name a compiler"
-        raise UserError(f"{key} = true needs a C compiler on a GPU, where Triton calls it: {remedy}")
+        raise UserError(
+            f"{key} = true needs a C compiler on a GPU, where Triton calls it: {remedy}"
+        )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
         remedy = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
@@ -213,7 +241,9 @@ def _check_triton(key: str) -> None:
 
 
 def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
-    """Return the parts of every pipeline rank; raise UserError if one cannot run without the rest of the model."""
+    """Return the parts of every pipeline rank; raise UserError if one cannot run without the rest
+    of the model.
+    """
     import torch
 
     from titanlite.parallel.pipeline_parallel import split
@@ -226,15 +256,22 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
         try:
             hidden = part(hidden, positions)
         except Exception as error:
-            why = f"{job.spec.name} cannot run stage {stage} of {len(parts)} without the others: {first_line(error)}"
+            why = (
+                f"{job.spec.name} cannot run stage {stage} of {len(parts)} without the others: "
+                f"{first_line(error)}"
+            )
             raise UserError(
                 f"pipeline parallel: {why}; docs/extending.md says what a stage asks of forward"
             ) from None
     return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
 
 
-def _check_memory(job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None) -> None:
-    """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes, if known."""
+def _check_memory(
+    job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None
+) -> None:
+    """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes,
+    if known.
+    """
     from titanlite.parallel.build import build_meta_model
     from titanlite.planner.rehearse import static_bytes
 
@@ -252,23 +289,32 @@ def _check_memory(job: Job, parts: list[list[nn.Module]], table: dict[str, Rule]
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if _state_size(job, [smaller], smaller_table, element_size) // job.layout.model_shards <= available:
+        if (
+            _state_size(job, [smaller], smaller_table, element_size) // job.layout.model_shards
+            <= available
+        ):
             fitting.append(flavor)
     of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.model_shards}"
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
         f"{format_bytes(per_rank)} on {of} ranks that share them, "
-        f"and a rank has {format_bytes(available)}{' of host memory' * job.config.training.enable_cpu_offload}\n"
-        f"      would fit on ≥ {-(-total // available)} such ranks, or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
+        f"and a rank has {format_bytes(available)}"
+        f"{' of host memory' * job.config.training.enable_cpu_offload}\n"
+        f"      would fit on ≥ {-(-total // available)} such ranks, "
+        f"or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
         + (f", or with --model.flavor {' or '.join(fitting)}" if fitting else "")
     )
 
 
 def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], element_size: int) -> int:
-    """Return the bytes that training keeps of parts of a model, with parameters of `element_size` bytes."""
+    """Return the bytes that training keeps of parts of a model, with parameters of `element_size`
+    bytes.
+    """
     from titanlite.optim import optimizer_bytes, trained_parameters
 
     # gradients as well
-    elements = sum(p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters())
+    elements = sum(
+        p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters()
+    )
     groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())
     return elements * element_size + optimizer_bytes(groups, job.config)

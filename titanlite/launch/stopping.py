@@ -1,8 +1,7 @@
 """A stop request: pass it on, and end ranks that do not leave in time.
 
-With checkpoints SIGTERM, SIGUSR1 and Ctrl-C are requests; without, nothing could be saved, and they end the run at
-once. No torch.
-"""
+With checkpoints SIGTERM, SIGUSR1 and Ctrl-C are requests; without, nothing could be saved, and they
+end the run at once. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 
 CTRL_C = "Ctrl-C"
 EXTRA_SECONDS = 5
-"""Beyond the grace, before the launcher kills ranks: they may learn of a request later than it does."""
+"""Beyond the grace, before the launcher kills ranks: they may learn of a request later than it
+does.
+"""
 
 
 class Stopped(BaseException):
@@ -95,8 +96,13 @@ class Stopping:
             with store.whole_file(private / STOP) as file:
                 file.write(self.reason.encode())
             if self.reason == CTRL_C:
-                say("\ntitanlite: Ctrl-C: saving this step, then stopping; Ctrl-C again stops at once")
-        if any(ending.code == CUT_SHORT for ending in early_exits(private)):  # no other rank can save any more
+                say(
+                    "\ntitanlite: Ctrl-C: saving this step, then stopping; "
+                    "Ctrl-C again stops at once"
+                )
+        if any(
+            ending.code == CUT_SHORT for ending in early_exits(private)
+        ):  # no other rank can save any more
             raise Stopped(self._early())
         grace = self._config.fault.grace_seconds
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
@@ -105,8 +111,8 @@ class Stopping:
     def ended(self, exits: Mapping[int, Exit]) -> Ended | None:
         """Return how these workers left on request; None if they failed or reached the target step.
 
-        The most reliable record counts. One that has saved its last step is enough: no other has taken a later one.
-        """
+        The most reliable record counts. One that has saved its last step is enough: no other has
+        taken a later one."""
         assert self._private
         best = min(early_exits(self._private), key=lambda ending: ending.order, default=None)
         if best:
@@ -115,7 +121,9 @@ class Stopping:
         signals = (*STOP_SIGNALS, signal.SIGINT) if self.reason else STOP_SIGNALS
         if self._config.checkpoint.enable and codes and codes <= {-number for number in signals}:
             # Before it could catch signals. One that can is never ended by them.
-            self.reason = self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
+            self.reason = (
+                self.reason or f"{signal.Signals(-codes.pop()).name} to a rank that was starting"
+            )
             return Ended(early=self._early(), over=True)
         return None
 

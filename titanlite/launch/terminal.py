@@ -1,4 +1,6 @@
-"""The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line of progress."""
+"""The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line
+of progress.
+"""
 
 import errno
 import json
@@ -28,7 +30,9 @@ class Follower:
         self._path, self._offset, self._rest = path, 0, ""
 
     def lines(self, last: bool = False) -> list[str]:
-        """Return the lines since the last call; with `last`, also one without a newline at its end."""
+        """Return the lines since the last call; with `last`, also one without a newline at its
+        end.
+        """
         try:
             with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run truncated it
@@ -45,7 +49,9 @@ class Follower:
 
 
 class Terminal:
-    """Shows logs from a thread inside `with`; at its end everything written so far has been shown."""
+    """Shows logs from a thread inside `with`; at its end everything written so far has been
+    shown.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,9 @@ class Terminal:
         notices: Callable[[], list[str]] = list,
         known: Iterable[str] = (),
     ) -> None:
-        """Of the facts that are `known`, only the names are shown, in one line before the first step."""
+        """Of the facts that are `known`, only the names are shown, in one line before the first
+        step.
+        """
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
         self._folder, self._known, self._unchanged = (
@@ -121,11 +129,15 @@ class Terminal:
                 show(line)
         for rank, follower in self._logs.items():
             for line in follower.lines(last):
-                if line == FAILED_MARK:  # the launcher prints the error of the rank that failed first
+                if (
+                    line == FAILED_MARK
+                ):  # the launcher prints the error of the rank that failed first
                     self._failed.add(rank)
                 if rank in self._failed:
                     continue
-                if self._is_known(line) or line.startswith("no effect "):  # the launcher has printed its own
+                if self._is_known(line) or line.startswith(
+                    "no effect "
+                ):  # the launcher has printed its own
                     continue
                 if line.startswith("step:"):
                     self._show_unchanged(show)
@@ -150,13 +162,17 @@ class Terminal:
 
     def _show_unchanged(self, show: Any) -> None:
         if self._unchanged:
-            show(f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})")
+            show(
+                f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})"
+            )
         self._known, self._unchanged = set(), {}
 
 
 def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
     """Return the facts that an earlier start logged before its first step, if `logs` are of one."""
-    files = [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
+    files = (
+        [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
+    )
     lines: set[str] = set()
     for path in files:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
@@ -172,7 +188,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def _console_may_close() -> Iterator[None]:
-    """Continue when the console is gone, as in `titanlite train | head` or after a logout: there are log files."""
+    """Continue when the console is gone, as in `titanlite train | head` or after a logout: there
+    are log files.
+    """
     try:
         yield
     except OSError as error:

@@ -1,4 +1,5 @@
-"""This node's workers: a process per rank, each in its own session and with its own log file. No torch.
+"""This node's workers: a process per rank, each in its own session and with its own log file. No
+torch.
 
 The launchers agree among themselves who takes part in an attempt, and the next one.
 """
@@ -25,8 +26,13 @@ from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 2
 """From SIGINT to SIGKILL, and until a killed process is gone."""
-CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)]
-"""Exit codes that the launcher does not cause, also where a rank still wrote its core when others had failed."""
+CRASHES = [
+    -number
+    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+]
+"""Exit codes that the launcher does not cause, also where a rank still wrote its core when others
+had failed.
+"""
 
 
 class Signaled(BaseException):
@@ -57,8 +63,8 @@ class Workers:
     module: str = "titanlite.train"
 
     def run(self, poll: Callable[[], None]) -> tuple[dict[int, Exit], RunFailed | None]:
-        """Run until all workers are done or one has failed; return the exits, and the error of `poll` if that ended
-        them. A signal raises Signaled."""
+        """Run until all workers are done or one has failed; return the exits, and the error of
+        `poll` if that ended them. A signal raises Signaled."""
         (self.private / "config.toml").write_text(self.config, encoding="utf-8")
         _raise_on_signals()
         processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -108,7 +114,9 @@ class Workers:
 
 
 def _raise_on_signals() -> None:
-    """Let signals raise Signaled, but for those that request a save and a stop, and SIGHUP below nohup."""
+    """Let signals raise Signaled, but for those that request a save and a stop, and SIGHUP below
+    nohup.
+    """
 
     def raise_signaled(number: int, _: Any) -> None:
         raise Signaled(number)
@@ -123,8 +131,12 @@ def _are_over(processes: Iterable[subprocess.Popen[bytes]]) -> bool:
     return any(codes) or None not in codes
 
 
-def _end(processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals) -> dict[int, Exit]:
-    """End the workers that still run, and processes forked by workers, such as data loaders; return the exits."""
+def _end(
+    processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals
+) -> dict[int, Exit]:
+    """End the workers that still run, and processes forked by workers, such as data loaders; return
+    the exits.
+    """
     running = {rank: process for rank, process in processes.items() if process.poll() is None}
     now = time.time()
     stopped = {rank: process_state(process.pid) in HELD for rank, process in running.items()}
@@ -143,7 +155,9 @@ def _end(processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signal
 
 
 def _wait(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes, but not longer: a process that waits for a device in the kernel cannot be ended."""
+    """Wait for processes, but not longer: a process that waits for a device in the kernel cannot be
+    ended.
+    """
     deadline = time.monotonic() + PATIENCE_SECONDS
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
@@ -151,7 +165,9 @@ def _wait(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _kill_groups(groups: list[int]) -> None:
-    """Kill the remaining processes of groups, and wait for them: they may hold memory of the GPU."""
+    """Kill the remaining processes of groups, and wait for them: they may hold memory of the
+    GPU.
+    """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups and time.monotonic() < deadline:
         groups = [group for group in groups if kill_group(group)]

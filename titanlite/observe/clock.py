@@ -1,4 +1,6 @@
-"""Times of the steps between two logged ones, their wait for data, and recompilations, as the host sees them."""
+"""Times of the steps between two logged ones, their wait for data, and recompilations, as the host
+sees them.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +12,11 @@ from titanlite.runtime.torch_private import compiled_graphs
 
 
 class StepClock:
-    """Measures steps: call `step_done` after every step, and `restart` when an interval has been logged.
+    """Measures steps: call `step_done` after every step, and `restart` when an interval has been
+    logged.
 
-    Nothing here waits for the device. On a GPU the host runs up to a step ahead, so a single time may belong to the
-    step before; a logged step ends together with the device, so sums are right.
+    Nothing here waits for the device. On a GPU the host runs up to a step ahead, so a single time
+    may belong to the step before; a logged step ends together with the device, so sums are right.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -49,8 +52,8 @@ class StepClock:
     def paused(self, kind: str) -> Iterator[None]:
         """Leave this context out of the step's time.
 
-        Graphs compiled in the first pause of a kind are expected; those compiled in later ones are recompilations.
-        """
+        Graphs compiled in the first pause of a kind are expected; those compiled in later ones are
+        recompilations."""
         start, graphs = self._now(), compiled_graphs()
         yield
         self._step_start += self._now() - start

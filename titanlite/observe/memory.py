@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
-REMEDY = "to need less: activation_checkpoint, training.loss_chunks, a smaller training.local_batch_size"
+REMEDY = (
+    "to need less: activation_checkpoint, training.loss_chunks, a smaller training.local_batch_size"
+)
 
 
 def machine_bytes() -> int:
@@ -20,9 +22,14 @@ def machine_bytes() -> int:
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return the peak of allocated memory of a GPU, or of a CPU process's resident set, in GiB and in percent."""
+    """Return the peak of allocated memory of a GPU, or of a CPU process's resident set, in GiB and
+    in percent.
+    """
     if device.type == "cuda":
-        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+        peak, total = (
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
@@ -32,28 +39,42 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 def memory_tags(device: torch.device) -> dict[str, float]:
     """Return TensorBoard's memory tags."""
     if device.type != "cuda":
-        return dict(zip(("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True))
-    stats, total = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
+        return dict(
+            zip(
+                ("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True
+            )
+        )
+    stats, total = (
+        torch.cuda.memory_stats(device),
+        torch.cuda.get_device_properties(device).total_memory,
+    )
     tags: dict[str, float] = {}
     for kind in ("active", "reserved"):
         peak_bytes = stats[f"{kind}_bytes.all.peak"]
-        tags |= {f"memory/max_{kind}(GiB)": peak_bytes / GIB, f"memory/max_{kind}(%)": 100 * peak_bytes / total}
+        tags |= {
+            f"memory/max_{kind}(GiB)": peak_bytes / GIB,
+            f"memory/max_{kind}(%)": 100 * peak_bytes / total,
+        }
     return tags | {f"memory/{name}": stats[name] for name in ("num_alloc_retries", "num_ooms")}
 
 
 class AllocatorRetries:
-    """Warns when the GPU's allocator had to flush its cache to find memory, which synchronizes the device."""
+    """Warns when the GPU's allocator had to flush its cache to find memory, which synchronizes the
+    device.
+    """
 
     def __init__(self) -> None:
         self._reported = 0.0
 
     def warning(self, tags: dict[str, float]) -> str:
-        """Return a warning if retries were added to the memory tags since the last call, else an empty string."""
+        """Return a warning if retries were added to the memory tags since the last call, else an
+        empty string.
+        """
         retries = tags.get("memory/num_alloc_retries", 0.0)
         added, self._reported = retries - self._reported, retries
         if added <= 0:
             return ""
         return (
-            f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} since the last logged "
-            f"step (each synchronizes the device); {REMEDY}"
+            f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} "
+            f"since the last logged step (each synchronizes the device); {REMEDY}"
         )

@@ -1,4 +1,6 @@
-"""What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the console."""
+"""What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the
+console.
+"""
 
 import json
 import math
@@ -44,7 +46,9 @@ class StepRecord:
         return 100 * self.data_seconds / self.step_seconds
 
     def line(self, steps: int, memory_percent: float) -> str:
-        """Return the console's line; parsers rely on its first fields. `steps` is the target for the eta."""
+        """Return the console's line; parsers rely on its first fields. `steps` is the target for
+        the eta.
+        """
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.2f}%"
         eta = format_duration((steps - self.step) * self.step_seconds)
         return (
@@ -80,7 +84,9 @@ class Sink(Protocol):
     """Somewhere that numbers are recorded."""
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        """Record numbers of a step, named as in metrics.jsonl (`values`) or as in TensorBoard (`tags`)."""
+        """Record numbers of a step, named as in metrics.jsonl (`values`) or as in TensorBoard
+        (`tags`).
+        """
 
     def close(self) -> None: ...
 
@@ -96,7 +102,9 @@ def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
 
 
 class JsonLines:
-    """metrics.jsonl: one object per line, floats in full precision; null for values that are not finite."""
+    """metrics.jsonl: one object per line, floats in full precision; null for values that are not
+    finite.
+    """
 
     def __init__(self, path: Path, after: int = 0) -> None:
         if path.exists():
@@ -105,33 +113,50 @@ class JsonLines:
         self.close = self._file.close
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
+        finite = {
+            key: None if value is None or not math.isfinite(value) else value
+            for key, value in values.items()
+        }
         _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
 
 
 class TensorBoard:
-    """TensorBoard's event files. torch's SummaryWriter writes in a thread, which a full disk ends for good."""
+    """TensorBoard's event files. torch's SummaryWriter writes in a thread, which a full disk ends
+    for good.
+    """
 
     def __init__(self, folder: Path, after: int) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter  # costs a quarter of a second
+        from tensorboard.summary.writer.record_writer import (
+            RecordWriter,
+        )  # costs a quarter of a second
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
-        self._records, self.close = RecordWriter(SimpleNamespace(write=partial(_append, file))), file.close
-        self._event = import_module("tensorboard.compat.proto.event_pb2").Event  # a type checker would not find it
+        self._records, self.close = (
+            RecordWriter(SimpleNamespace(write=partial(_append, file))),
+            file.close,
+        )
+        self._event = import_module(
+            "tensorboard.compat.proto.event_pb2"
+        ).Event  # a type checker would not find it
         self._add(file_version="brain.Event:2")
         if after:
             self._add(step=after + 1, session_log={"status": "START"})  # later records are dropped
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._add(step=step, summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]})
+        self._add(
+            step=step,
+            summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]},
+        )
 
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _append(file: FileIO, record: bytes) -> None:
-    """Write a record at once, since a run may be killed; of one that a full disk cuts off, leave nothing."""
+    """Write a record at once, since a run may be killed; of one that a full disk cuts off, leave
+    nothing.
+    """
     end, rest = file.seek(0, os.SEEK_END), record
     try:
         while rest:
@@ -142,7 +167,9 @@ def _append(file: FileIO, record: bytes) -> None:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run with TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as usual."""
+    """A Weights & Biases run with TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as
+    usual.
+    """
 
     def __init__(self, folder: Path, config: JobConfig) -> None:
         require_wandb()
@@ -157,10 +184,14 @@ class WeightsAndBiases:
                 config=config.model_dump(),
             )
         except wandb.Error as error:  # no key, no network
-            raise UserError(f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline") from error
+            raise UserError(
+                f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline"
+            ) from error
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._step = max(step, self._step)  # W&B drops records of an earlier step, such as of a finished save
+        self._step = max(
+            step, self._step
+        )  # W&B drops records of an earlier step, such as of a finished save
         self._run.log(tags, step=self._step)
 
     def close(self) -> None:
@@ -168,7 +199,9 @@ class WeightsAndBiases:
 
 
 def _drop_later(path: Path, after: int) -> None:
-    """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left incomplete."""
+    """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left
+    incomplete.
+    """
     end = 0
     with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
         for line in file:
@@ -179,7 +212,9 @@ def _drop_later(path: Path, after: int) -> None:
 
 
 def require_wandb() -> None:
-    """Raise UserError if wandb is not installed. A folder ./wandb, which W&B leaves behind, is not the package."""
+    """Raise UserError if wandb is not installed. A folder ./wandb, which W&B leaves behind, is not
+    the package.
+    """
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:
         raise UserError(

@@ -1,8 +1,8 @@
 """Chrome traces and memory snapshots of a rank, at the steps that [profiling] selects.
 
-Disabled, it starts and writes nothing. The code of a step names its phases with torch's record_function, which costs
-6 microseconds without a profiler and shows the names to other profilers too.
-"""
+Disabled, it starts and writes nothing. The code of a step names its phases with torch's
+record_function, which costs 6 microseconds without a profiler and shows the names to other
+profilers too."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,9 @@ from titanlite.runtime.torch_private import dump_memory_snapshot, record_memory_
 
 
 class Profiler:
-    """A context around the steps after step `done`, the last one of the checkpoint; call `step` after each."""
+    """A context around the steps after step `done`, the last one of the checkpoint; call `step`
+    after each.
+    """
 
     def __init__(self, settings: Profiling, folder: Path, rank: int, done: int) -> None:
         self._settings, self._rank, self._done = settings, rank, done
@@ -26,7 +28,9 @@ class Profiler:
         if settings.enable_profiling:
             self._profile = profile(
                 # Torch counts this run's steps from 1; it is at 0 before the first.
-                schedule=lambda step: action(settings, done + step) if step else ProfilerAction.NONE,
+                schedule=lambda step: (
+                    action(settings, done + step) if step else ProfilerAction.NONE
+                ),
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
@@ -58,16 +62,22 @@ class Profiler:
             self._profile.stop()
 
     def _write_trace(self, traced: profile) -> None:
-        traced.export_chrome_trace(str(_file(self._traces, f"step-{self._done}", f"rank-{self._rank}.json")))
+        traced.export_chrome_trace(
+            str(_file(self._traces, f"step-{self._done}", f"rank-{self._rank}.json"))
+        )
 
     def _write_snapshot(self, step: str) -> None:
         dump_memory_snapshot(_file(self._snapshots, step, f"rank-{self._rank}.pickle"))
 
 
 def action(settings: Profiling, step: int) -> ProfilerAction:
-    """Return the profiler's action in a step of the job: a trace ends with every profile_freq-th."""
+    """Return the profiler's action in a step of the job: a trace ends with every
+    profile_freq-th.
+    """
     active, warmup = settings.profiler_active, settings.profiler_warmup
-    return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(step - 1)
+    return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(
+        step - 1
+    )
 
 
 def _file(folder: Path, step: str, name: str) -> Path:

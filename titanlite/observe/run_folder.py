@@ -24,19 +24,27 @@ _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
 def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
-    """Move an earlier run's files to previous/<time>/, and return that folder; None if there were none.
+    """Move an earlier run's files to previous/<time>/, and return that folder; None if there were
+    none.
 
     A resumed run appends to its metrics and traces. W&B's folder stays: it has a path for each run.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
-    appended = config.metrics.save_tb_folder, profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+    appended = (
+        config.metrics.save_tb_folder,
+        profiling.save_traces_folder,
+        profiling.save_memory_snapshot_folder,
+    )
     names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
     marks = "environment.json", "logs/rank-*.log", f"{config.checkpoint.folder}/step-*"
     if not any(path for mark in marks for path in dump_folder.glob(mark)):
-        foreign = f'job.dump_folder = "{config.job.dump_folder}" has {", ".join(path.name for path in paths)}'
+        foreign = (
+            f'job.dump_folder = "{config.job.dump_folder}" '
+            f"has {', '.join(path.name for path in paths)}"
+        )
         raise UserError(f"{foreign}, which no run wrote and a run would move; use another folder")
     archive = new_archive_folder(dump_folder)
     for path in paths:
@@ -57,15 +65,17 @@ def begin_of_metrics(dump_folder: Path, size: int) -> dict[str, int]:
 def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
     """Let metrics.jsonl and TensorBoard's events continue the record of the checkpoint's run.
 
-    Another run's are moved to previous/; the run's own come from there, if it has them. Return a line for the log.
-    """
+    Another run's are moved to previous/; the run's own come from there, if it has them. Return a
+    line for the log."""
     dump_folder, names = Path(config.job.dump_folder), (METRICS, config.metrics.save_tb_folder)
     if begin_of_metrics(dump_folder, begin["size"]) == begin:
         return ""
     archived = sorted((dump_folder / "previous").glob("*"), reverse=True)
     own = [folder for folder in archived if begin_of_metrics(folder, begin["size"]) == begin]
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
-    notice = f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
+    notice = (
+        f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
+    )
     if paths:
         archive = new_archive_folder(dump_folder)
         for path in paths:
@@ -130,7 +140,9 @@ def versions() -> dict[str, str]:
 
 @cache
 def git_revision() -> str | None:
-    """Return the revision of the checkout that runs, marked if files differ from it; None outside a checkout."""
+    """Return the revision of the checkout that runs, marked if files differ from it; None outside a
+    checkout.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

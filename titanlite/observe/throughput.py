@@ -14,13 +14,20 @@ def peak_tflops(device: torch.device) -> float | None:
         return None
     device_words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
     gpus = hardware_table()["gpu"].values()
-    return next((gpu["peaks"]["bfloat16"] for gpu in gpus if device_words.issuperset(gpu["words"].split())), None)
+    return next(
+        (gpu["peaks"]["bfloat16"] for gpu in gpus if device_words.issuperset(gpu["words"].split())),
+        None,
+    )
 
 
 def flops_per_token(
-    parameters: Iterable[tuple[str, torch.Tensor]], table: dict[str, Rule], shape: ModelDims, seq_len: int
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    table: dict[str, Rule],
+    shape: ModelDims,
+    seq_len: int,
 ) -> int:
-    """Return training FLOPs per token: 6 for each parameter that multiplies it (4 if frozen), and attention.
+    """Return training FLOPs per token: 6 for each parameter that multiplies it (4 if frozen), and
+    attention.
 
     An embedding is looked up, not multiplied, unless it is the output layer as well.
     """

@@ -1,10 +1,9 @@
 """Count what a training step allocates, communicates and computes, on fake tensors as on real ones.
 
-Exact: bytes are those of the storages that are alive, as requested from an allocator; collectives and FLOPs are
-those of the operations that PyTorch dispatches. Not seen: memory inside kernels, an allocator's additions
-(rounding, fragments), buffers of communication libraries. A storage's kind is the strongest of all its uses,
-from its start: one that becomes a gradient counts as one.
-"""
+Exact: bytes are those of the storages that are alive, as requested from an allocator; collectives
+and FLOPs are those of the operations that PyTorch dispatches. Not seen: memory inside kernels, an
+allocator's additions (rounding, fragments), buffers of communication libraries. A storage's kind is
+the strongest of all its uses, from its start: one that becomes a gradient counts as one."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -34,8 +33,10 @@ from titanlite.planner.torch_private import (
 from titanlite.runtime.torch_private import process_groups
 
 _COLLECTIVES = {
-    "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ all_gather_into_tensor",
-    "reduce-scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ reduce_scatter_tensor",
+    "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
+    "all_gather_into_tensor",
+    "reduce-scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ "
+    "reduce_scatter_tensor",
     "all-reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_",
     "all-to-all": "alltoall_ alltoall_base_ all_to_all_single",
     "broadcast": "broadcast_ broadcast",
@@ -45,7 +46,9 @@ _FLOPS = dict(flop_registry)
 
 
 def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of a CPU's attention, as torch counts a GPU's; `query` is the position of the query."""
+    """Return the FLOPs of a CPU's attention, as torch counts a GPU's; `query` is the position of
+    the query.
+    """
     batch, heads, queries, dim = args[query].shape
     return products * 2 * batch * heads * queries * args[query + 1].size(2) * dim
 
@@ -57,9 +60,24 @@ _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _READS_ROWS = {"embedding", "index", "gather"}
 """Operations that read no more of their first argument than they return."""
-_WEAKEST_FIRST = ("", "communication", "gathered", "gradients", "buffers", "optimizer", "parameters")
-"""Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase decides."""
-_KIND_OF_PHASE = {"head": "logits", "backward head": "logits", "gradient norm": "gradients", "optimizer": "optimizer"}
+_WEAKEST_FIRST = (
+    "",
+    "communication",
+    "gathered",
+    "gradients",
+    "buffers",
+    "optimizer",
+    "parameters",
+)
+"""Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase
+decides.
+"""
+_KIND_OF_PHASE = {
+    "head": "logits",
+    "backward head": "logits",
+    "gradient norm": "gradients",
+    "optimizer": "optimizer",
+}
 _PHASE_OF_REGION = {
     "forward": "embedding",
     "backward": "backward head",
@@ -95,7 +113,9 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self._dimension = cache(partial(_dimension, layout))
         self._hidden = False
-        """In DTensor's own fake computations, which are of whole tensors, and in our own looking at shards."""
+        """In DTensor's own fake computations, which are of whole tensors, and in our own looking at
+        shards.
+        """
         self._alive: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int]] = []
         """Storages, and how many bytes they grow by."""
@@ -136,7 +156,9 @@ class Counting(TorchDispatchMode):
 
     def enter_phase(self, phase: str) -> None:
         """Name the next phase; changes since the last operation belong to the phase before."""
-        if phase != self.phase and len(self._changes) > (self._operations[-1][1] if self._operations else 0):
+        if phase != self.phase and len(self._changes) > (
+            self._operations[-1][1] if self._operations else 0
+        ):
             self._record(Operation(self.phase, 0))
         self.phase = phase
 
@@ -176,20 +198,29 @@ class Counting(TorchDispatchMode):
             collective = self._collective(name, result, args)
             if func.namespace == "c10d":  # between DTensors it is an activation
                 self.mark("communication", _tensors(args))
-        elif name == "chunk_cat" and func.namespace == "fsdp":  # where FSDP2 collects what it reduces
+        elif (
+            name == "chunk_cat" and func.namespace == "fsdp"
+        ):  # where FSDP2 collects what it reduces
             self.mark("gradients", _tensors(args[0]))
-        moved = 0 if collective else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
+        moved = (
+            0
+            if collective
+            else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
+        )
         count = _FLOPS.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count else 0
         if collective or flops or moved:
             dtype = _name(_tensors(args)[0].dtype) if flops else ""
-            # FSDP2 copies parameters out of what it gathered where it needs them, one gather after the other.
+            # FSDP2 copies parameters out of what it gathered where it needs them, one gather after
+            # the other.
             awaits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
             self._record(Operation(self.phase, 0, flops, dtype, moved, collective, awaits))
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
-        """Return the collective that an operation of c10d is, if it is one and joins more than one rank."""
+        """Return the collective that an operation of c10d is, if it is one and joins more than one
+        rank.
+        """
         kind = _KIND_OF_COLLECTIVE.get(name)
         if not kind:
             return None
@@ -197,7 +228,11 @@ class Counting(TorchDispatchMode):
         group_name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
         dimension, ranks = self._dimension(group_name)
         size = max(_bytes(_tensors(item)) for item in (*args[:2], result))
-        return Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size) if ranks > 1 else None
+        return (
+            Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size)
+            if ranks > 1
+            else None
+        )
 
     def _record(self, operation: Operation) -> None:
         self._operations.append((operation, len(self._changes)))
@@ -244,7 +279,9 @@ def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, alloc
     if func.namespace == "fsdp":  # copies of its first argument into or out of views of one buffer
         return 2 * _bytes(_tensors(args[0]))
     written = [
-        t for n, key in written_arguments(func) for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
+        t
+        for n, key in written_arguments(func)
+        for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
     ]
     if name in _ALLOCATES_ONLY or not (allocates or written):
         return 0
@@ -258,7 +295,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    items = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    )
     return [tensor for item in items for tensor in _tensors(item)]
 
 

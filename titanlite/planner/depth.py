@@ -1,12 +1,12 @@
 """Plan a step of a deep model from two rehearsals of a shallow one.
 
-Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the number of
-blocks and in the index of a block, except for the first and last blocks, which are aligned from their end.
-The shallow models have as many blocks modulo `fsdp_blocks_per_group` and the selective option. A batch of two or more
-samples is affine in the same way (one sample is another sequence of operations). Other models are rehearsed whole:
-flavors without n_layers, blocks of different shapes, patterns that name a block, optimizers that take parameters one
-by one or in runs of equal size, and whatever does not pair off.
-"""
+Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the
+number of blocks and in the index of a block, except for the first and last blocks, which are
+aligned from their end. The shallow models have as many blocks modulo `fsdp_blocks_per_group` and
+the selective option. A batch of two or more samples is affine in the same way (one sample is
+another sequence of operations). Other models are rehearsed whole: flavors without n_layers, blocks
+of different shapes, patterns that name a block, optimizers that take parameters one by one or in
+runs of equal size, and whatever does not pair off."""
 
 import dataclasses
 import re
@@ -25,13 +25,17 @@ from titanlite.planner.rehearse import Rehearsal
 
 
 def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
-    """Return a step of a job, on the fuller of its first and last rank if parameters split unevenly."""
+    """Return a step of a job, on the fuller of its first and last rank if parameters split
+    unevenly.
+    """
     with FakeWorld() as world:
         return plan_steps([job], world, as_on_cuda)[0]
 
 
 def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -> list[Recording]:
-    """Return the same for jobs that differ in nothing but batch and loss chunks: they share the rehearsed models."""
+    """Return the same for jobs that differ in nothing but batch and loss chunks: they share the
+    rehearsed models.
+    """
     shallow = _shallow_jobs(jobs[0])
     plans: list[list[Recording]] = []
     for rank in (0, jobs[0].layout.world - 1):
@@ -42,7 +46,9 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
             if deeper:
                 steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
                 deep = extrapolate(recording, deeper[0], steps, _edge(job))
-                recording = deep or Rehearsal(job, world, rank, as_on_cuda).step(job, middle_once=True)
+                recording = deep or Rehearsal(job, world, rank, as_on_cuda).step(
+                    job, middle_once=True
+                )
             plans[-1].append(_repeat_middle(recording, job))
         if rehearsals[0].is_even:
             break
@@ -50,13 +56,23 @@ def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -
 
 
 def _shallow_jobs(job: Job) -> list[Job]:
-    """Return the same job with few blocks and with a period more, or nothing if it must be rehearsed whole."""
+    """Return the same job with few blocks and with a period more, or nothing if it must be
+    rehearsed whole.
+    """
     period, layers = _period(job), job.shape.layers
     fewest = 2 * _edge(job) + period + layers % period
-    if layers <= fewest + period or getattr(job.model, "n_layers", 0) != layers or not _is_affine(job):
+    if (
+        layers <= fewest + period
+        or getattr(job.model, "n_layers", 0) != layers
+        or not _is_affine(job)
+    ):
         return []
-    flavors = [dataclasses.replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)]
-    return [dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
+    flavors = [
+        dataclasses.replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)
+    ]
+    return [
+        dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors
+    ]
 
 
 def _period(job: Job) -> int:
@@ -67,7 +83,9 @@ def _period(job: Job) -> int:
 
 
 def _edge(job: Job) -> int:
-    """Return how many of the first and of the last blocks differ from those between: prefetches end there."""
+    """Return how many of the first and of the last blocks differ from those between: prefetches end
+    there.
+    """
     settings = job.config.parallelism
     return _period(job) * max(1, settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch)
 
@@ -75,7 +93,11 @@ def _edge(job: Job) -> int:
 def _is_affine(job: Job) -> bool:
     """Return whether all blocks are alike and the optimizer treats all parameters alike."""
     config = job.config
-    patterns = [*config.model.freeze, *config.parallelism.fsdp_keep_whole, *config.optimizer.no_decay]
+    patterns = [
+        *config.model.freeze,
+        *config.parallelism.fsdp_keep_whole,
+        *config.optimizer.no_decay,
+    ]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
     settings = config.optimizer
@@ -88,7 +110,8 @@ def _is_affine(job: Job) -> bool:
 
 
 def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> Recording | None:
-    """Return the recording that is `steps` times as far from `few` as `more` is; None if they don't pair off.
+    """Return the recording that is `steps` times as far from `few` as `more` is; None if they don't
+    pair off.
 
     `few` and `more` differ by one period of blocks, or by one sample of the local batch.
     """
@@ -106,8 +129,12 @@ def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> R
     return Recording(operations, static, dict(zip(KINDS, at_peak, strict=True)))
 
 
-def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: int) -> list[Operation] | None:
-    """Extrapolate a section: its operations pair off from the start and from the end, and those between repeat."""
+def _stretch(
+    short: list[Operation], long: list[Operation], steps: int, edge: int
+) -> list[Operation] | None:
+    """Extrapolate a section: its operations pair off from the start and from the end, and those
+    between repeat.
+    """
     extra = len(long) - len(short)
     start = _interior(short, long, edge)
     end = start + extra
@@ -129,7 +156,9 @@ def _stretch(short: list[Operation], long: list[Operation], steps: int, edge: in
 
 
 def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
-    """Return where a section of a short recording begins to repeat: `edge` blocks inside, else in the middle."""
+    """Return where a section of a short recording begins to repeat: `edge` blocks inside, else in
+    the middle.
+    """
     numbers = [*map(_number, short)]
     blocks = [*dict.fromkeys(numbers)]
     if len(blocks) == 1:
@@ -141,7 +170,9 @@ def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
 
 
 def _section(operation: Operation) -> Any:
-    """Return a key that is equal for all blocks of a pass, and elsewhere for operations of a kind, as in a loop."""
+    """Return a key that is equal for all blocks of a pass, and elsewhere for operations of a kind,
+    as in a loop.
+    """
     return _phase(operation) if _number(operation) >= 0 else _key(operation)
 
 
@@ -155,7 +186,9 @@ def _number(operation: Operation) -> int:
 
 
 def _key(operation: Operation) -> Any:
-    """Return what is equal for operations that pair off: the phase without its block, and the kind of operation."""
+    """Return what is equal for operations that pair off: the phase without its block, and the kind
+    of operation.
+    """
     collective = operation.collective and dataclasses.replace(operation.collective, bytes=0)
     return _phase(operation), operation.dtype, collective, operation.awaits
 
@@ -163,7 +196,15 @@ def _key(operation: Operation) -> Any:
 def _values(section: list[Operation]) -> np.ndarray:
     """Return a row of the extrapolated values for each operation."""
     rows = (
-        (_number(o), o.live, o.flops, o.moved, o.collective.bytes if o.collective else 0, *o.by_kind) for o in section
+        (
+            _number(o),
+            o.live,
+            o.flops,
+            o.moved,
+            o.collective.bytes if o.collective else 0,
+            *o.by_kind,
+        )
+        for o in section
     )
     return np.array([*rows], dtype=np.int64)
 
@@ -177,7 +218,9 @@ def _operation(like: Operation, values: list[int]) -> Operation:
 
 
 def _repeat_middle(recording: Recording, job: Job) -> Recording:
-    """Return a recording of at most three micro-batches as one of all, with the second one repeated."""
+    """Return a recording of at most three micro-batches as one of all, with the second one
+    repeated.
+    """
     times = job.batch.accumulation - 3
     if times <= 0:
         return recording

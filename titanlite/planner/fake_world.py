@@ -1,4 +1,6 @@
-"""A world of any size without its processes: collectives return at once, and their results mean nothing."""
+"""A world of any size without its processes: collectives return at once, and their results mean
+nothing.
+"""
 
 import gc
 import sys
@@ -13,8 +15,8 @@ from titanlite.planner.torch_private import forget_meshes, register_fake_backend
 class FakeWorld:
     """One rank at a time of worlds of any size, until the context ends.
 
-    Layouts of one size share a world, so that DTensor's caches for a mesh are still valid when it returns.
-    """
+    Layouts of one size share a world, so that DTensor's caches for a mesh are still valid when it
+    returns."""
 
     def __enter__(self) -> "FakeWorld":
         register_fake_backend()
@@ -28,7 +30,9 @@ class FakeWorld:
         if (rank, layout.world) != (self._rank, self._size):
             self._leave()
             hook = sys.excepthook  # torch would print later errors as those of this rank
-            dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.world)
+            dist.init_process_group(
+                "fake", store=dist.HashStore(), rank=rank, world_size=layout.world
+            )
             sys.excepthook = hook
             self._rank, self._size = rank, layout.world
         if layout not in self._meshes:

@@ -1,4 +1,6 @@
-"""The GPU, node and network that a plan is for, from hardware.toml and the files laid over it. No torch."""
+"""The GPU, node and network that a plan is for, from hardware.toml and the files laid over it. No
+torch.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +90,10 @@ class Hardware:
         key = _type(dtype)
         if key not in self.gpu.peaks:
             known = ", ".join(self.gpu.peaks)
-            raise UserError(f"--gpu {self.name}: its peak in {key} is not known, only in {known}; --hardware adds it")
+            raise UserError(
+                f"--gpu {self.name}: its peak in {key} is not known, only in {known}; "
+                "--hardware adds it"
+            )
         return self.gpu.peaks[key] * 1e12
 
     def efficiency_of(self, what: str, compiled: bool) -> str:
@@ -97,12 +102,18 @@ class Hardware:
         return f"{key} compiled" if compiled and f"{key} compiled" in self.efficiencies else key
 
     def assumptions(self, efficiencies: Iterable[str]) -> list[str]:
-        """Return the assumptions of the speed: the node, and those of these efficiencies that are assumed."""
+        """Return the assumptions of the speed: the node, and those of these efficiencies that are
+        assumed.
+        """
         links = f"{self.node.link:g} GB/s between GPUs, {self.node.nics} NICs of {self.nic:g} GB/s"
         sources = {f"node {self.gpu.node}: {links}": self.node.source}
         for key in sorted(efficiencies):
-            sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[key].source
-        return [with_source(what, source) for what, source in sources.items() if "assumed" in source]
+            sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[
+                key
+            ].source
+        return [
+            with_source(what, source) for what, source in sources.items() if "assumed" in source
+        ]
 
 
 def with_source(what: str, source: str) -> str:
@@ -116,13 +127,17 @@ def _type(dtype: str) -> str:
 
 
 def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
-    """Return the hardware around a GPU of hardware.toml, or of the files, which add to it or override it."""
+    """Return the hardware around a GPU of hardware.toml, or of the files, which add to it or
+    override it.
+    """
     table = hardware_table(files)
     found = _entry(GPU, table, "gpu", gpu, "--gpu")
     node = _entry(Node, table, "node", found.node, f"gpu.{gpu}.node")
     nic = _entry(Positive, table, "network", node.network, f"node.{found.node}.network")
     shares = table["efficiency"]["default"] | table["efficiency"].get(gpu, {})
-    efficiencies = {of: _entry(Efficiency, {"efficiency": shares}, "efficiency", of) for of in shares}
+    efficiencies = {
+        of: _entry(Efficiency, {"efficiency": shares}, "efficiency", of) for of in shares
+    }
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")
     return Hardware(gpu, found, node, nic, reserve, efficiencies)
 
@@ -131,20 +146,32 @@ def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
     """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
     words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
     alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
-    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]  # those of most words are first
+    same = [
+        key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]
+    ]  # those of most words are first
     return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 
 def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:
-    """Return an entry of the table; one of a user's file may be missing, lack a field or misspell it."""
+    """Return an entry of the table; one of a user's file may be missing, lack a field or misspell
+    it.
+    """
     known = table[section]
     if name not in known:
-        close = [key for key in known if key.startswith(name)] or [*filter(None, [nearest(name, known)])]
+        close = [key for key in known if key.startswith(name)] or [
+            *filter(None, [nearest(name, known)])
+        ]
         which = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)};"
         raise UserError(f"{asked} {name}: unknown {section}; {which} --hardware adds others")
     try:
         return TypeAdapter(kind).validate_python(known[name])
     except ValidationError as error:
-        faults = [(".".join(map(str, fault["loc"])), fault["input"], fault["msg"]) for fault in error.errors()]
-        why = "; ".join(f"{key} = {value!r}: {what}" if key else f"{value!r}: {what}" for key, value, what in faults)
+        faults = [
+            (".".join(map(str, fault["loc"])), fault["input"], fault["msg"])
+            for fault in error.errors()
+        ]
+        why = "; ".join(
+            f"{key} = {value!r}: {what}" if key else f"{value!r}: {what}"
+            for key, value, what in faults
+        )
         raise UserError(f"hardware table, {section}.{name}: {why}") from None

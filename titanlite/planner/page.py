@@ -1,4 +1,5 @@
-"""A plan as one HTML file that needs no other and no script: pictures over the tables that `titanlite plan` prints.
+"""A plan as one HTML file that needs no other and no script: pictures over the tables that
+`titanlite plan` prints.
 
 The pictures are SVG, made here; hovering shows their titles. page.html has the style.
 """
@@ -49,10 +50,18 @@ def render(plan: Plan) -> str:
         parts += [f"<h2>{escape(table.title)}</h2>", pictures.get(table.name, ""), _html(table)]
     header = ("phase", "starts, s", "takes, s", "GiB together", *STACK)
     rows = [
-        (p["phase"], Number(p["start"], 3), Number(p["seconds"], 3), *(gib(p[key]) for key in ("live", *STACK)))
+        (
+            p["phase"],
+            Number(p["start"], 3),
+            Number(p["seconds"], 3),
+            *(gib(p[key]) for key in ("live", *STACK)),
+        )
         for p in phases
     ]
-    parts.append(f"<details><summary>Every phase</summary>{_html(Table('phases', '', header, rows))}</details>")
+    parts.append(
+        "<details><summary>Every phase</summary>"
+        f"{_html(Table('phases', '', header, rows))}</details>"
+    )
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(title=title, body="\n".join(parts))
 
@@ -72,11 +81,16 @@ def _html(table: Table) -> str:
     below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
     if not rows:
         return below
-    return f'<table id="{table.name}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{below}'
+    return (
+        f'<table id="{table.name}"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>{below}"
+    )
 
 
 def _phases(plan: Plan) -> Iterator[Row]:
-    """Yield memory and time of the phases; of very many, neighbors share a row, with the fuller one's memory."""
+    """Yield memory and time of the phases; of very many, neighbors share a row, with the fuller
+    one's memory.
+    """
     phases, starts = [*phases_of(plan.recording)], [0.0]
     for start in plan.speed.starts:
         starts.append(starts[-1] if start is None else start)
@@ -98,7 +112,9 @@ def _end(plan: Plan) -> float:
 
 
 def _svg(name: str, parts: Iterable[str], height: float, label: str) -> str:
-    head = f'<svg id="{name}-picture" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+    head = (
+        f'<svg id="{name}-picture" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+    )
     return f"{head}{''.join(parts)}</svg>"
 
 
@@ -124,18 +140,26 @@ def _draw_memory(plan: Plan, phases: Sequence[Row]) -> str:
     y = max(HEIGHT - usable * scale, 0)
     far = "" if usable <= top else ", far above"
     parts.append(f'<rect x="0" y="{y:g}" width="{WIDTH}" height="1" class="limit"></rect>')
-    parts.append(f'<text x="4" y="{y + 14:g}" text-anchor="start">{usable / GIB:.2f} GiB usable{far}</text>')
+    parts.append(
+        f'<text x="4" y="{y + 14:g}" text-anchor="start">{usable / GIB:.2f} GiB usable{far}</text>'
+    )
     x = 0.0
     for name, group in groupby(phases, key=lambda phase: phase["phase"].rstrip("0123456789 ")):
         wide = len([*group]) * width
         if wide > 60:
-            parts.append(f'<text x="{x + wide / 2:g}" y="{HEIGHT + 16}" text-anchor="middle">{name}</text>')
+            parts.append(
+                f'<text x="{x + wide / 2:g}" y="{HEIGHT + 16}" text-anchor="middle">{name}</text>'
+            )
         x += wide
     for n, phase in enumerate(phases):
-        alive = "".join(f"\n{kind}: {gib(phase[kind])} GiB" for kind in reversed(STACK) if phase[kind])
+        alive = "".join(
+            f"\n{kind}: {gib(phase[kind])} GiB" for kind in reversed(STACK) if phase[kind]
+        )
         title = f"{phase['phase']}: {gib(phase['live'])} GiB{alive}\n{phase['when']}"
         parts.append(_hit(n * width, width, HEIGHT, title))
-    return _svg("memory", parts, HEIGHT + 24, f"Memory over the phases of a step, at most {gib(peak)} GiB")
+    return _svg(
+        "memory", parts, HEIGHT + 24, f"Memory over the phases of a step, at most {gib(peak)} GiB"
+    )
 
 
 def _hit(x: float, width: float, height: float, title: str) -> str:
@@ -175,11 +199,15 @@ def _split(plan: Plan) -> list[str]:
 
 
 def _draw_mesh(plan: Plan) -> str:
-    """Draw nodes as boxes and ranks as squares; colored are rank 0 and the ranks that share a group with it."""
+    """Draw nodes as boxes and ranks as squares; colored are rank 0 and the ranks that share a group
+    with it.
+    """
     layout, node, parts = plan.job.layout, plan.hardware.node, []
     across = ceil((2 * node.gpus) ** 0.5)
     width, height = SQUARE * across + 8, SQUARE * ceil(node.gpus / across) + 8
-    in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)  # a power of two, so that groups end where rows do
+    in_a_row = 1 << (
+        int(WIDTH // (width + 8)).bit_length() - 1
+    )  # a power of two, so that groups end where rows do
     nodes = ceil(layout.world / node.gpus)
     drawn = min(nodes, MOST_NODES)
     split = _split(plan)
@@ -187,7 +215,9 @@ def _draw_mesh(plan: Plan) -> str:
         number, place = divmod(rank, node.gpus)
         x, y = number % in_a_row * (width + 8), number // in_a_row * (height + 8)
         if not place:
-            parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" class="node"></rect>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{width}" height="{height}" class="node"></rect>'
+            )
         at = layout.coordinates(rank)
         differs = [name for name in split if at[name]]
         color = "rank"
@@ -199,6 +229,13 @@ def _draw_mesh(plan: Plan) -> str:
         square = f'x="{x}" y="{y}" width="{SQUARE - 2}" height="{SQUARE - 2}" class="{color}"'
         parts.append(f"<rect {square}><title>rank {rank}: {title}</title></rect>")
     picture = _svg("mesh", parts, ceil(drawn / in_a_row) * (height + 8), f"{nodes} nodes")
-    more = f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>" if nodes > MOST_NODES else ""
-    links = f"In a node {node.link:g} GB/s of each GPU, between nodes {node.nics} x {plan.hardware.nic:g} GB/s."
+    more = (
+        f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>"
+        if nodes > MOST_NODES
+        else ""
+    )
+    links = (
+        f"In a node {node.link:g} GB/s of each GPU, "
+        f"between nodes {node.nics} x {plan.hardware.nic:g} GB/s."
+    )
     return f"{picture}{more}<p>{links}</p>"

@@ -1,8 +1,8 @@
-"""Show how a layout places a model, without its processes: groups of ranks, nodes, every parameter's placement.
+"""Show how a layout places a model, without its processes: groups of ranks, nodes, every
+parameter's placement.
 
-The real mesh and the real techniques are applied to the model on the meta device in a fake world, so the output is
-that of a run.
-"""
+The real mesh and the real techniques are applied to the model on the meta device in a fake world,
+so the output is that of a run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,33 +23,49 @@ from titanlite.planner.fake_world import FakeWorld
 
 
 def describe(job: Job, per_node: int) -> str:
-    """Return a job's mesh and stages, the techniques that are applied, and the placement of rank 0's parameters."""
+    """Return a job's mesh and stages, the techniques that are applied, and the placement of rank
+    0's parameters.
+    """
     with FakeWorld() as world:
         model, table = build_model(job)
-        context = Context(job, world.mesh(job.layout), table, torch.device("cpu"), build_converters(job))
+        context = Context(
+            job, world.mesh(job.layout), table, torch.device("cpu"), build_converters(job)
+        )
         parts, notes = parallelize(model, context)
         stages = ["", stage_table(job.stages), ""] if job.layout.pp > 1 else []
         return "\n".join([*_groups(job, per_node), *stages, *notes, "", _parameters(parts, job)])
 
 
 def _groups(job: Job, per_node: int) -> list[str]:
-    """Describe the nodes, and for each dimension the group of rank 0 and whether such groups cross nodes."""
+    """Describe the nodes, and for each dimension the group of rank 0 and whether such groups cross
+    nodes.
+    """
     world = job.layout.world
     nodes = -(-world // per_node)
     lines = [f"mesh: {job.layout}" + (f", {world} ranks" if world > 1 else "")]
-    lines.append(f"nodes: {nodes}, of {per_node} rank{'s' * (per_node > 1)} each (NGPU sets another number)")
+    lines.append(
+        f"nodes: {nodes}, of {per_node} rank{'s' * (per_node > 1)} each (NGPU sets another number)"
+    )
     lines += [f"  node {node}: {_span(node, per_node, world)}" for node in range(min(nodes, 3))]
     if nodes > 3:
         lines.append(f"  … node {nodes - 1}: {_span(nodes - 1, per_node, world)}")
     sides = [(job.layout.degrees, dimension, name) for dimension, name in enumerate(DIMENSIONS)]
     if job.layout.ep > 1:
-        sides += [(job.layout.expert_degrees, d, name) for d, name in enumerate(EXPERT_DIMENSIONS) if d > 1]
+        sides += [
+            (job.layout.expert_degrees, d, name)
+            for d, name in enumerate(EXPERT_DIMENSIONS)
+            if d > 1
+        ]
     for degrees, dimension, name in sides:
         if degrees[dimension] > 1:
-            groups = torch.arange(world).view(degrees).movedim(dimension, -1).flatten(0, -2).tolist()
+            groups = (
+                torch.arange(world).view(degrees).movedim(dimension, -1).flatten(0, -2).tolist()
+            )
             crossed = max(len({rank // per_node for rank in ranks}) for ranks in groups)
             crossing = "inside a node" if crossed == 1 else f"across {crossed} nodes"
-            lines.append(f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}")
+            lines.append(
+                f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}"
+            )
     return lines
 
 

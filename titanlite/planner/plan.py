@@ -1,8 +1,7 @@
 """The plan of a job: a step's memory, communication and time, and whether it fits.
 
-`to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the names. The
-start of a run prints two lines of it.
-"""
+`to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the
+names. The start of a run prints two lines of it."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,7 +76,10 @@ class Plan:
     @property
     def assumptions(self) -> list[str]:
         """Return the assumptions of the verdict on memory."""
-        eager = "at most: compiled blocks are rehearsed eagerly, which keeps more (not measured how much)"
+        eager = (
+            "at most: compiled blocks are rehearsed eagerly, "
+            "which keeps more (not measured how much)"
+        )
         return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
 
     def rates(self, seconds: float) -> dict[str, Any]:
@@ -131,7 +133,12 @@ class Plan:
                 "assumptions": list(speed.assumptions),
             },
             "changes": [
-                {"overrides": c.option.split(), "peak": c.peak, "bound": c.speed.bound, "estimate": c.speed.estimate}
+                {
+                    "overrides": c.option.split(),
+                    "peak": c.peak,
+                    "bound": c.speed.bound,
+                    "estimate": c.speed.estimate,
+                }
                 for c in self.changes
             ],
         }
@@ -149,11 +156,15 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
 def reserve_text(hardware: Hardware) -> str:
     """Describe the part of a GPU's memory that is kept free, with its source."""
     reserve = hardware.reserve
-    return with_source(f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source)
+    return with_source(
+        f"{reserve.gib:g} GiB of the GPU stay free for CUDA, NCCL and fragments", reserve.source
+    )
 
 
 def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
-    """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions first."""
+    """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions
+    first.
+    """
     order = [*DIMENSIONS, "world"]
     numbers, sizes = Counter[Any](), Counter[Any]()
     for one, number in recording.collectives().items():
@@ -181,7 +192,8 @@ def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
 
 
 def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:
-    """Return the lines for a job with so many ranks on a node, each on a GPU of this name, or else on a CPU.
+    """Return the lines for a job with so many ranks on a node, each on a GPU of this name, or else
+    on a CPU.
 
     `memory` is that of a rank in bytes, or None.
     """
@@ -189,14 +201,24 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
         recording = plan_step(job, as_on_cuda=bool(gpu))
         known = recognize(gpu, memory) if gpu else ""
         hardware = load_hardware(known) if known else None
-        speed = f'no speed bound of "{gpu}", which hardware.toml has not' if gpu else "no speed bound on a CPU"
+        speed = (
+            f'no speed bound of "{gpu}", which hardware.toml has not'
+            if gpu
+            else "no speed bound on a CPU"
+        )
         if hardware:
             found = speed_of_job(job, recording, hardware)
-            speed = f"{found.bound:.3g} s or more by {found.binding}, by estimate {found.estimate:.3g} s"
+            speed = (
+                f"{found.bound:.3g} s or more by {found.binding}, "
+                f"by estimate {found.estimate:.3g} s"
+            )
     except UserError as error:
         return [f"titanlite: memory and speed are {error}"]
     sent = _communication(job, recording, processes)
-    return [f"titanlite: {_memory(job, recording, hardware, memory)}", f"titanlite: {sent}; {speed}"]
+    return [
+        f"titanlite: {_memory(job, recording, hardware, memory)}",
+        f"titanlite: {sent}; {speed}",
+    ]
 
 
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
@@ -210,16 +232,23 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
         return f"{line}; {of}"
     found = changes(job, hardware, most=1) if hardware else []
     remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
-    return f"warning: {line}, but {of}{f', {reserve:g} GiB of it to be kept free (assumed)' * bool(reserve)}{remedy}"
+    if reserve:
+        of += f", {reserve:g} GiB of it to be kept free (assumed)"
+    return f"warning: {line}, but {of}{remedy}"
 
 
 def _communication(job: Job, recording: Recording, processes: int) -> str:
     parts = []
-    for dimension, group in groupby(traffic_of(job, recording, processes), key=lambda row: row.dimension):
+    for dimension, group in groupby(
+        traffic_of(job, recording, processes), key=lambda row: row.dimension
+    ):
         rows = [*group]
         numbers = Counter[str]()
         for row in rows:
             numbers[row.kind] += row.number
-        counts = " + ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items())
-        parts.append(f"{dimension} {counts} of {format_bytes(sum(row.bytes for row in rows))}, {rows[0].where}")
+        counts = " + ".join(
+            f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items()
+        )
+        size = format_bytes(sum(row.bytes for row in rows))
+        parts.append(f"{dimension} {counts} of {size}, {rows[0].where}")
     return f"planned communication of a step: {'; '.join(parts) or 'none'}"

@@ -1,4 +1,5 @@
-"""What a rehearsal of one training step records: its operations in order, the bytes alive, the collectives. No torch.
+"""What a rehearsal of one training step records: its operations in order, the bytes alive, the
+collectives. No torch.
 
 Bytes, FLOPs and collectives are those of one rank.
 """
@@ -7,8 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-KINDS = tuple("parameters gathered gradients activations logits optimizer buffers communication".split())
-"""The uses of bytes. "buffers" are the model's; "communication" is read or written by a collective."""
+KINDS = tuple(
+    "parameters gathered gradients activations logits optimizer buffers communication".split()
+)
+"""The uses of bytes. "buffers" are the model's; "communication" is read or written by a
+collective.
+"""
 
 
 @dataclass(frozen=True)
@@ -16,20 +21,25 @@ class Collective:
     kind: str
     """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast"."""
     dimension: str
-    """As in Layout ("dp_shard"); joined with " x " where a group spans several, "world" for all ranks."""
+    """As in Layout ("dp_shard"); joined with " x " where a group spans several, "world" for all
+    ranks.
+    """
     ranks: int
     dtype: str
     bytes: int
     """Of the whole tensor: the gathered one, the one before it is scattered."""
 
     def __str__(self) -> str:
-        return f"{self.kind} on {self.dimension} ({self.ranks} ranks, {self.dtype}, {self.bytes:,} bytes)"
+        size = f"{self.bytes:,} bytes"
+        return f"{self.kind} on {self.dimension} ({self.ranks} ranks, {self.dtype}, {size})"
 
 
 @dataclass(frozen=True)
 class Operation:
     phase: str
-    """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm", "optimizer", …"""
+    """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm",
+    "optimizer", …
+    """
     live: int
     """The most bytes alive until this operation is done, all kinds together."""
     flops: int = 0
@@ -37,7 +47,9 @@ class Operation:
     dtype: str = ""
     """Of its FLOPs."""
     moved: int = 0
-    """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and collectives."""
+    """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and
+    collectives.
+    """
     collective: Collective | None = None
     awaits: bool = False
     """First consumer of the oldest outstanding all-gather of parameters."""
@@ -65,4 +77,6 @@ class Recording:
         return max(self.operations, key=lambda operation: operation.live).phase
 
     def collectives(self) -> Counter[Collective]:
-        return Counter(operation.collective for operation in self.operations if operation.collective)
+        return Counter(
+            operation.collective for operation in self.operations if operation.collective
+        )

@@ -1,10 +1,10 @@
-"""Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors without memory.
+"""Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors
+without memory.
 
-Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the collectives of the second
-step, when the optimizer has its state. Assumed, when a GPU is planned:
-AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the rehearsal is eager, which allocates
-at least as much.
-"""
+Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the
+collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
+AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the rehearsal is eager,
+which allocates at least as much."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +47,9 @@ class Rehearsal:
         check_planned(job)
         mesh = world.mesh(job.layout, rank)
         self._context, self._parts = _skeleton(job, mesh)
-        self.is_even = all(_is_even(parameter) for part in self._parts for parameter in part.parameters())
+        self.is_even = all(
+            _is_even(parameter) for part in self._parts for parameter in part.parameters()
+        )
         """Whether every rank has shards of the same shapes."""
         self._fake, self._device = fake_tensor_mode(), _as_on_cuda if as_on_cuda else nullcontext
         with self._device(self._parts), self._fake:
@@ -60,16 +62,20 @@ class Rehearsal:
             self._optimizer = build_optimizer(trained, job.config)
             self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
         self._counting = Counting(job.layout)
-        self.step(job, middle_once=True)  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
+        self.step(
+            job, middle_once=True
+        )  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
 
     def step(self, job: Job, middle_once: bool = False) -> Recording:
         """Return a step of this job, or of one that differs only in batch and loss chunks.
 
-        With `middle_once` it runs its first, second and last micro-batch: those between are like the second.
-        """
+        With `middle_once` it runs its first, second and last micro-batch: those between are like
+        the second."""
         context, rank = replace(self._context, job=_eager(job)), dist.get_rank()
         with self._device(self._parts), self._fake, waiting_as_on_a_device():
-            runner = StepRunner(context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank)
+            runner = StepRunner(
+                context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
+            )
             batches = blank_batches(job)
             run = [*batches[:2], batches[-1]] if middle_once and len(batches) > 3 else batches
             return _count_step(2, runner, batches, self._guard, self._counting, run)
@@ -82,12 +88,16 @@ def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
 
 
 def static_bytes(job: Job) -> dict[str, int]:
-    """Return the bytes by kind that the first rank, which has the largest shards, keeps between steps."""
+    """Return the bytes by kind that the first rank, which has the largest shards, keeps between
+    steps.
+    """
     with FakeWorld() as world:
         context, parts = _skeleton(job, world.mesh(job.layout))
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         return {
-            "parameters": _storage_bytes(parameter for part in parts for parameter in part.parameters()),
+            "parameters": _storage_bytes(
+                parameter for part in parts for parameter in part.parameters()
+            ),
             "gradients": _storage_bytes(item.parameter for item in trained),
             "optimizer": optimizer_bytes(trained, job.config),
             "buffers": _storage_bytes(buffer for part in parts for buffer in part.buffers()),
@@ -96,12 +106,20 @@ def static_bytes(job: Job) -> dict[str, int]:
 
 def blank_batches(job: Job) -> list[MicroBatch]:
     """Return the micro-batches of a step, of the size that a rank reads."""
-    shape = (job.batch.local, 4 if job.config.training.document_mask else 2, job.config.training.seq_len)
-    return [MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)]
+    shape = (
+        job.batch.local,
+        4 if job.config.training.document_mask else 2,
+        job.config.training.seq_len,
+    )
+    return [
+        MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)
+    ]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
-    """Take four steps on real tensors; return the later one of the smallest peak: gloo may free a buffer too late."""
+    """Take four steps on real tensors; return the later one of the smallest peak: gloo may free a
+    buffer too late.
+    """
     context, counting = runner.context, Counting(runner.context.job.layout)
     guard = StepGuard(context.job.config.fault, context.device, context.job.layout.tp)
     steps = [_count_step(step, runner, micro_batches, guard, counting) for step in range(1, 5)]
@@ -112,7 +130,9 @@ def _eager(job: Job) -> Job:
     """Return the job without what only changes how its operations are run."""
     config = job.config
     update: dict[str, Any] = {"compile": config.compile.model_copy(update={"enable": False})}
-    update["parallelism"] = config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
+    update["parallelism"] = config.parallelism.model_copy(
+        update={"enable_async_tensor_parallel": False}
+    )
     return replace(job, config=config.model_copy(update=update))
 
 
@@ -133,10 +153,12 @@ def _is_even(parameter: torch.Tensor) -> bool:
 
 
 def _count_step(
-    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: StepGuard, counting: Counting,
-    run: Sequence[MicroBatch] = (),
+    step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: StepGuard,
+    counting: Counting, run: Sequence[MicroBatch] = (),
 ) -> Recording:  # fmt: skip
-    """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may leave some out."""
+    """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may
+    leave some out.
+    """
     state = runner.optimizer.state.values()
     gc.collect()
     gc.disable()  # as in training; the bytes alive would depend on when it runs
@@ -146,8 +168,12 @@ def _count_step(
                 _name_phases(part, runner.context, counting, hooks)
             counting.restart("valid tokens")
             static: dict[str, list[torch.Tensor]] = {
-                "parameters": [parameter for part in runner.parts for parameter in part.parameters()],
-                "optimizer": [v for values in state for v in values.values() if isinstance(v, torch.Tensor)],
+                "parameters": [
+                    parameter for part in runner.parts for parameter in part.parameters()
+                ],
+                "optimizer": [
+                    v for values in state for v in values.values() if isinstance(v, torch.Tensor)
+                ],
                 "buffers": [buffer for part in runner.parts for buffer in part.buffers()],
                 "": [batch.rows for batch in micro_batches],
             }
@@ -156,7 +182,9 @@ def _count_step(
             labels = [batch.labels for batch in micro_batches]
             valid_tokens = guard.exchange(count_valid(torch.stack(labels)))
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
-            static["gradients"] = [parameter.grad for parameter in runner.parameters if parameter.grad is not None]
+            static["gradients"] = [
+                parameter.grad for parameter in runner.parameters if parameter.grad is not None
+            ]
             counting.mark("gradients", static["gradients"])
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
             static.clear()
@@ -174,7 +202,9 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: ExitStack) -> None:
-    """Name the block that is computed in the counting; a block begins when its parameters are gathered."""
+    """Name the block that is computed in the counting; a block begins when its parameters are
+    gathered.
+    """
 
     def on_gradient(phase: str, hidden: Any) -> None:
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
@@ -205,9 +235,11 @@ def check_planned(job: Job) -> None:
             and config.optimizer.implementation != "fused"
             and config.optimizer.name != "SGD"
         ),
-        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name == "Muon",
-        "optimizer.state_dtype = bfloat16 (its steps read numbers on the host)": config.optimizer.state_dtype
-        == "bfloat16",
+        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name
+        == "Muon",
+        "optimizer.state_dtype = bfloat16 (its steps read numbers on the host)": (
+            config.optimizer.state_dtype == "bfloat16"
+        ),
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
         "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
@@ -251,7 +283,9 @@ def _rms_norm(
 
 AS_ON_CUDA: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
-    "attention_mask": lambda *args: None,  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
+    "attention_mask": lambda *args: (
+        None
+    ),  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
 }
 """Operations that keep more on a CPU than on CUDA, with stand-ins that allocate as CUDA does."""
 

@@ -1,9 +1,9 @@
-"""Look for the fastest plans of a config that fit, and for small changes that make one fit: by rehearsals.
+"""Look for the fastest plans of a config that fit, and for small changes that make one fit: by
+rehearsals.
 
-Never rehearsed are plans that the config's rules refuse, that parameters, gradients and optimizer state alone rule
-out, that need more in some respect, and less in none, than a plan that did not fit, or that cannot be faster than the
-best ones found. The possibly fastest come first.
-"""
+Never rehearsed are plans that the config's rules refuse, that parameters, gradients and optimizer
+state alone rule out, that need more in some respect, and less in none, than a plan that did not
+fit, or that cannot be faster than the best ones found. The possibly fastest come first."""
 
 import time
 from collections import defaultdict
@@ -64,14 +64,16 @@ class Found:
     best: Sequence[Candidate]
     """Those that fit, the fastest by estimate first."""
     counts: Mapping[str, int]
-    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and did not fit, or as
-    slower than the best can be), and "not reached in time"."""
+    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
+    did not fit, or as slower than the best can be), and "not reached in time"."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
     end, facts = time.monotonic() + max_seconds, _Facts(job, hardware)
-    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](list)  # each shares its rehearsed models
+    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](
+        list
+    )  # each shares its rehearsed models
     for settings in _space(job, hardware):
         if other := changed(job, settings):
             shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
@@ -94,7 +96,9 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
                 continue
             counts["rehearsed"] += len(tried)
             found = _rehearse(job, tried, hardware, world)
-            too_large += [candidate.job for candidate in found if candidate.peak > hardware.usable_bytes]
+            too_large += [
+                candidate.job for candidate in found if candidate.peak > hardware.usable_bytes
+            ]
             fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
             fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
     return Found(fitting[:most], counts)
@@ -106,17 +110,28 @@ def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
     """Return `found` with its best few sorted by `measure`, the seconds of a step."""
-    timed = [replace(candidate, measured=measure(candidate.settings)) for candidate in found.best[:number]]
-    return replace(found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]])
+    timed = [
+        replace(candidate, measured=measure(candidate.settings))
+        for candidate in found.best[:number]
+    ]
+    return replace(
+        found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]]
+    )
 
 
 def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> list[Candidate]:
-    """Return changes that make a job fit, the smaller ones first; more ranks only if nothing else does."""
+    """Return changes that make a job fit, the smaller ones first; more ranks only if nothing else
+    does.
+    """
     facts, found = _Facts(job, hardware), list[Candidate]()
     with FakeWorld() as world:
         for settings, ranks in _changes(job, hardware):
             seen = {candidate.job.layout.world for candidate in found}
-            if len(found) == most or not attempts or (job.layout.world in seen and ranks > job.layout.world):
+            if (
+                len(found) == most
+                or not attempts
+                or (job.layout.world in seen and ranks > job.layout.world)
+            ):
                 break
             other = changed(job, settings, ranks)
             is_new = other and other != job and (ranks == job.layout.world or ranks not in seen)
@@ -141,7 +156,9 @@ def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
     values = {key: value_of(job.given, key) for key in KEYS} | dict(settings)
     loaded = Loaded(config_of(values), {}, set(), [])
     try:
-        return job_from(loaded, world=world or job.layout.world, training=True, device=job.config.job.device)
+        return job_from(
+            loaded, world=world or job.layout.world, training=True, device=job.config.job.device
+        )
     except ConfigError:
         return None
 
@@ -151,8 +168,14 @@ def _rehearse(
 ) -> list[Candidate]:
     """Rehearse jobs that differ from each other in nothing but batch and loss chunks."""
     found = []
-    for (settings, other), recording in zip(tried, plan_steps([other for _, other in tried], world), strict=True):
-        new = [f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value]
+    for (settings, other), recording in zip(
+        tried, plan_steps([other for _, other in tried], world), strict=True
+    ):
+        new = [
+            f"--{key} {value}"
+            for key, value in settings.items()
+            if value_of(job.given, key) != value
+        ]
         new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
         speed = speed_of_job(other, recording, hardware)
         found.append(Candidate(settings, other, " ".join(new) or "as it is", recording.peak, speed))
@@ -173,13 +196,21 @@ def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
             RESHARD: ("always", "never") if data_parallel > replicate else ("default",),
             CHUNKS: (1, CHUNKED),
         }
-        yield from (mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
+        yield from (
+            mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values())
+        )
 
 
 def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
-    """Yield changes that make a step smaller, with their ranks: each alone, all without more ranks, more ranks."""
+    """Yield changes that make a step smaller, with their ranks: each alone, all without more ranks,
+    more ranks.
+    """
     world, total = job.layout.world, job.batch.total
-    cheap: list[dict[str, Any]] = [{CHUNKS: CHUNKED}, {LOCAL: 1, GLOBAL: total}, {RECOMPUTE: "full"}]
+    cheap: list[dict[str, Any]] = [
+        {CHUNKS: CHUNKED},
+        {LOCAL: 1, GLOBAL: total},
+        {RECOMPUTE: "full"},
+    ]
     meshes = [{REPLICATE: 1, SHARD: -1}] if job.layout.dp_replicate > 1 else []
     degrees = [tp for tp in divisors(min(world, hardware.node.gpus)) if tp > job.layout.tp]
     meshes += [{TP: tp, SHARD: -1, GLOBAL: total} for tp in degrees]
@@ -216,10 +247,16 @@ class _Facts:
         self._state = state + optimizer_bytes(trained, job.config)
         self._parameters = sum(p.numel() for _, p in named)
         self._trained = sum(item.parameter.numel() for item in trained)
-        self._width = min((p.size(1) for n, p in named if table[n].tensor == "embedding"), default=0)
-        flops = partial(flops_per_token, table=table, shape=job.shape, seq_len=job.config.training.seq_len)
+        self._width = min(
+            (p.size(1) for n, p in named if table[n].tensor == "embedding"), default=0
+        )
+        flops = partial(
+            flops_per_token, table=table, shape=job.shape, seq_len=job.config.training.seq_len
+        )
         self._flops = flops(named)
-        self._recomputed = flops(item for item in named if item[0].startswith(f"{job.spec.blocks}.")) // 3
+        self._recomputed = (
+            flops(item for item in named if item[0].startswith(f"{job.spec.blocks}.")) // 3
+        )
         """Of the blocks' forward pass."""
 
     def state_bytes(self, job: Job) -> int:
@@ -233,7 +270,11 @@ class _Facts:
 
         def seconds(kind: str, dimension: str, elements: int, dtype: str) -> float:
             size = elements * getattr(torch, dtype).itemsize
-            return transfer(Collective(kind, dimension, getattr(layout, dimension), dtype, size), layout, hardware)[0]
+            return transfer(
+                Collective(kind, dimension, getattr(layout, dimension), dtype, size),
+                layout,
+                hardware,
+            )[0]
 
         dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
         is_full = job.config.activation_checkpoint.mode == "full"

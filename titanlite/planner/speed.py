@@ -1,9 +1,9 @@
 """How fast a recorded step can be at most, and how fast it is likely to be. No torch.
 
-The bound is the largest of four sums, each at full speed: FLOPs, traffic of the GPU's memory, of the links in a node,
-of the network. The estimate puts the operations, in their order and at the efficiencies of hardware.toml, on three
-lanes: compute, gathers of parameters, reductions of gradients.
-"""
+The bound is the largest of four sums, each at full speed: FLOPs, traffic of the GPU's memory, of
+the links in a node, of the network. The estimate puts the operations, in their order and at the
+efficiencies of hardware.toml, on three lanes: compute, gathers of parameters, reductions of
+gradients."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,10 @@ MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
 LANES = COMPUTE, GATHERS, REDUCTIONS, WAITING = "compute", "gathers", "reductions", "waiting"
 
 _ALWAYS_ASSUMED = (
-    "attention is counted in full, as in MFU: a causal kernel may do half of it, which matters at long sequences",
-    "the estimate leaves out latencies, input data and the host; elementwise operations are part of an efficiency",
+    "attention is counted in full, as in MFU: a causal kernel may do half of it, "
+    "which matters at long sequences",
+    "the estimate leaves out latencies, input data and the host; "
+    "elementwise operations are part of an efficiency",
 )
 
 
@@ -77,7 +79,9 @@ class Speed:
 
 
 def is_upper_bound(job: Job) -> bool:
-    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps more."""
+    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps
+    more.
+    """
     return job.config.compile.enable and "model" in job.config.compile.components
 
 
@@ -88,9 +92,15 @@ def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
 
 
 def speed_of(
-    recording: Recording, layout: Layout, hardware: Hardware, tokens_per_step: int, compiled: bool = False
+    recording: Recording,
+    layout: Layout,
+    hardware: Hardware,
+    tokens_per_step: int,
+    compiled: bool = False,
 ) -> Speed:
-    """Return the bound and the estimate of a recorded step; `compiled` chooses among the efficiencies."""
+    """Return the bound and the estimate of a recorded step; `compiled` chooses among the
+    efficiencies.
+    """
     terms = tuple(_terms(recording, layout, hardware))
     seconds: dict[str, float] = defaultdict(float)
     for term in terms:
@@ -102,17 +112,33 @@ def speed_of(
     assumptions = (*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED)
     spans, starts, exposed = tuple(schedule.spans), tuple(schedule.starts), dict(schedule.exposed)
     estimate = max(bound, schedule.finish())
-    return Speed(terms, bound, binding, estimate, exposed, spans, starts, tokens_per_step, layout.world, assumptions)
+    return Speed(
+        terms,
+        bound,
+        binding,
+        estimate,
+        exposed,
+        spans,
+        starts,
+        tokens_per_step,
+        layout.world,
+        assumptions,
+    )
 
 
 @cache
 def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[float, float]:
-    """Return the bytes that a GPU sends over its link in the node, and those per NIC over the network.
+    """Return the bytes that a GPU sends over its link in the node, and those per NIC over the
+    network.
 
-    Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g NICs; a GPU gets
-    1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
+    Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g
+    NICs; a GPU gets 1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
     """
-    near, ranks, size = ranks_in_a_node(collective, layout, per_node), collective.ranks, collective.bytes
+    near, ranks, size = (
+        ranks_in_a_node(collective, layout, per_node),
+        collective.ranks,
+        collective.bytes,
+    )
     if collective.kind == "all-to-all":  # `bytes` are those of one rank
         return size * (near - 1) / ranks, size * (ranks - near) / ranks
     passes = 2 if collective.kind == "all-reduce" else 1
@@ -120,18 +146,26 @@ def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[floa
 
 
 def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> int:
-    """Return how many ranks of a collective's group are in one node: the last dimension's ranks are neighbors."""
+    """Return how many ranks of a collective's group are in one node: the last dimension's ranks are
+    neighbors.
+    """
     whole = collective.dimension == "world"
     steps = []
     for position, (name, degree) in enumerate(zip(DIMENSIONS, layout.degrees, strict=True)):
         if whole or name in collective.dimension.split(" x "):
-            steps.append([prod(layout.degrees[position + 1 :]) * number for number in range(degree)])
-    members = [sum(step) for step in product(*steps)][: collective.ranks]  # a part of a dimension is its first ranks
+            steps.append(
+                [prod(layout.degrees[position + 1 :]) * number for number in range(degree)]
+            )
+    members = [sum(step) for step in product(*steps)][
+        : collective.ranks
+    ]  # a part of a dimension is its first ranks
     return max(Counter(rank // per_node for rank in members).values())
 
 
 def transfer(collective: Collective, layout: Layout, hardware: Hardware) -> tuple[float, str]:
-    """Return the seconds of a collective, by its slower link and that link's efficiency, and which link it is."""
+    """Return the seconds of a collective, by its slower link and that link's efficiency, and which
+    link it is.
+    """
     near, far = traffic(collective, layout, hardware.node.gpus)
     in_node = near / hardware.link_rate / hardware.efficiencies["link"].share
     between = far / hardware.network_rate / hardware.efficiencies["network"].share
@@ -143,37 +177,50 @@ def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator
     flops = Counter[str]()
     for operation in recording.operations:
         flops[operation.dtype] += operation.flops
-    yield from (Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n)
+    yield from (
+        Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n
+    )
     moved = sum(map(_moved, recording.operations))
     yield Term(MEMORY, "", moved, moved / hardware.memory_rate)
     sent: dict[str, dict[str, float]] = {LINK: defaultdict(float), NETWORK: defaultdict(float)}
     for collective, count in recording.collectives().items():
-        # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce only once.
+        # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce
+        # only once.
         count /= 2 if collective.kind == "all-reduce" else 1
-        for resource, size in zip(sent, traffic(collective, layout, hardware.node.gpus), strict=True):
+        for resource, size in zip(
+            sent, traffic(collective, layout, hardware.node.gpus), strict=True
+        ):
             sent[resource][collective.dimension] += count * size
     rates = {LINK: hardware.link_rate, NETWORK: hardware.network_rate}
     for resource, by_dimension in sent.items():
-        yield from (Term(resource, of, size, size / rates[resource]) for of, size in by_dimension.items() if size)
+        yield from (
+            Term(resource, of, size, size / rates[resource])
+            for of, size in by_dimension.items()
+            if size
+        )
 
 
 def _moved(operation: Operation) -> int:
-    """Return the bytes of memory traffic that no compiler can fuse away: of matrix products and of the update."""
+    """Return the bytes of memory traffic that no compiler can fuse away: of matrix products and of
+    the update.
+    """
     return operation.moved if operation.flops or operation.phase == "optimizer" else 0
 
 
 class _Schedule:
     """A list schedule of a step as FSDP2's streams would have it.
 
-    A gather starts when its predecessor has been taken by compute; compute waits for it where its result is read
-    first. A reduction starts where it was recorded, after its predecessor, and compute leaves the backward pass when
-    all are done. Every other collective is a part of compute. Collectives that need the same link take turns.
-    """
+    A gather starts when its predecessor has been taken by compute; compute waits for it where its
+    result is read first. A reduction starts where it was recorded, after its predecessor, and
+    compute leaves the backward pass when all are done. Every other collective is a part of compute.
+    Collectives that need the same link take turns."""
 
     def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
         self.layout, self.hardware, self.compiled = layout, hardware, compiled
         self.now = 0.0  # how far compute is
-        self.free: dict[str, float] = defaultdict(float)  # when lanes and links have finished their work
+        self.free: dict[str, float] = defaultdict(
+            float
+        )  # when lanes and links have finished their work
         self.gathers: list[Span] = []  # not taken by compute yet
         self.reduction: Span | None = None
         self.taken = 0.0

@@ -38,7 +38,9 @@ class Table:
         lines = [self.title]
         if self.rows:
             align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
-            lines.append(format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2))
+            lines.append(
+                format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2)
+            )
         lines += [f"  {self.note}"] if self.note else []
         lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
         return "\n".join(lines)
@@ -51,7 +53,12 @@ def report(plan: Plan) -> str:
 
 def heading(plan: Plan) -> tuple[str, str, str]:
     """Return the job, its step, and whether it fits."""
-    config, layout, batch, hardware = plan.job.config, plan.job.layout, plan.job.batch, plan.hardware
+    config, layout, batch, hardware = (
+        plan.job.config,
+        plan.job.layout,
+        plan.job.batch,
+        plan.hardware,
+    )
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
     may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
     no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
@@ -59,10 +66,13 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
     return (
         f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
-        f"a step: {plan.speed.tokens:,} tokens, batch {batch.total} = local {batch.local} x data-parallel "
-        f"{batch.data_parallel} x accumulation {batch.accumulation}; recompute {config.activation_checkpoint.mode}",
-        f"{'It fits' if plan.fits else no}: a step needs {'at most ' * plan.at_most}{plan.recording.peak / GIB:.2f} "
-        f"GiB, in {plan.recording.moment}; {usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}",
+        f"a step: {plan.speed.tokens:,} tokens, batch {batch.total} = local {batch.local} "
+        f"x data-parallel {batch.data_parallel} x accumulation {batch.accumulation}; "
+        f"recompute {config.activation_checkpoint.mode}",
+        f"{'It fits' if plan.fits else no}: a step needs "
+        f"{'at most ' * plan.at_most}{plan.recording.peak / GIB:.2f} GiB, "
+        f"in {plan.recording.moment}; "
+        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}",
     )
 
 
@@ -70,8 +80,14 @@ def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables in the order of a reader's questions."""
     recording, hardware, speed = plan.recording, plan.hardware, plan.speed
     if not plan.fits:
-        rows = [(c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3)) for c in plan.changes]
-        none = "No single change of recomputation, batch, chunks or mesh that was rehearsed fits; try --search"
+        rows = [
+            (c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3))
+            for c in plan.changes
+        ]
+        none = (
+            "No single change of recomputation, batch, chunks or mesh "
+            "that was rehearsed fits; try --search"
+        )
         title = "What would fit, each rehearsed" if rows else none
         yield Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
 
@@ -80,16 +96,40 @@ def tables(plan: Plan) -> Iterator[Table]:
     ]
     sizes.append((f"peak, in {recording.moment}", recording.peak, sum(recording.static.values())))
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
-    yield Table("memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions)
+    yield Table(
+        "memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions
+    )
 
     exposed, rows = dict(speed.exposed), []
     for row in plan.traffic:
         waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
-        rows.append((row.dimension, row.kind, row.dtype, row.where, Number(row.number), gib(row.bytes), waits))
+        rows.append(
+            (
+                row.dimension,
+                row.kind,
+                row.dtype,
+                row.where,
+                Number(row.number),
+                gib(row.bytes),
+                waits,
+            )
+        )
     header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
-    note = "GiB of whole tensors; exposed: seconds that compute waits for the dimension, in the estimate"
-    node = with_source(f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source)
-    yield Table("communication", "Communication of a rank in a step", header, rows, [node], note if rows else "none")
+    note = (
+        "GiB of whole tensors; "
+        "exposed: seconds that compute waits for the dimension, in the estimate"
+    )
+    node = with_source(
+        f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source
+    )
+    yield Table(
+        "communication",
+        "Communication of a rank in a step",
+        header,
+        rows,
+        [node],
+        note if rows else "none",
+    )
 
     bound, estimate = plan.rates(speed.bound), plan.rates(speed.estimate)
     titles = {
@@ -103,11 +143,23 @@ def tables(plan: Plan) -> Iterator[Table]:
         for name, (title, digits) in titles.items()
         if bound[name] is not None
     ]
-    yield Table("speed", "Speed", ("", "bound", "estimate"), rows, speed.assumptions, f"bound by {speed.binding}")
+    yield Table(
+        "speed",
+        "Speed",
+        ("", "bound", "estimate"),
+        rows,
+        speed.assumptions,
+        f"bound by {speed.binding}",
+    )
 
     units = {"compute": 1e12}
     rows = [
-        (term.resource, term.of, Number(term.amount, 2, units.get(term.resource, 1e9)), Number(term.seconds, 3))
+        (
+            term.resource,
+            term.of,
+            Number(term.amount, 2, units.get(term.resource, 1e9)),
+            Number(term.seconds, 3),
+        )
         for term in speed.terms
     ]
     yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
@@ -121,15 +173,28 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
 
     def row(number: int, one: Candidate) -> list[str | Number]:
         seconds = [one.measured or nan, one.speed.estimate, one.speed.bound][unmeasured:]
-        return [Number(number), gib(one.peak), *(Number(time, 3) for time in seconds), one.speed.binding, _name(one)]
+        return [
+            Number(number),
+            gib(one.peak),
+            *(Number(time, 3) for time in seconds),
+            one.speed.binding,
+            _name(one),
+        ]
 
     unmeasured = not any(candidate.measured for candidate in found.best)
     header = ("", "GiB", *("measured s", "estimate s", "bound s")[unmeasured:], "by", "plan")
     rows = [row(number, candidate) for number, candidate in enumerate(found.best, 1)]
-    assumed = dict.fromkeys(text for candidate in found.best for text in candidate.speed.assumptions)
+    assumed = dict.fromkeys(
+        text for candidate in found.best for text in candidate.speed.assumptions
+    )
     title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
     return Table(
-        "search", title, header, rows, [reserve_text(hardware), *assumed], fill(_KEYS, 98, subsequent_indent="  ")
+        "search",
+        title,
+        header,
+        rows,
+        [reserve_text(hardware), *assumed],
+        fill(_KEYS, 98, subsequent_indent="  "),
     )
 
 
@@ -138,16 +203,21 @@ def _name(one: Candidate) -> str:
     layout, batch, config = one.job.layout, one.job.batch, one.job.config
     degrees = {"replicate": layout.dp_replicate, "dp": layout.dp_shard, "tp": layout.tp}
     mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-    parts = [mesh, f"batch {batch.local}", config.activation_checkpoint.mode.replace("none", "no recompute")]
+    parts = [
+        mesh,
+        f"batch {batch.local}",
+        config.activation_checkpoint.mode.replace("none", "no recompute"),
+    ]
     parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
     parts += [f"{config.training.loss_chunks} chunks"] if config.training.loss_chunks > 1 else []
     return ", ".join(filter(None, parts))
 
 
 _KEYS = """\
-dp is parallelism.data_parallel_shard_degree, replicate parallelism.data_parallel_replicate_degree, tp
-parallelism.tensor_parallel_degree, batch training.local_batch_size; full, selective or no recompute is
-activation_checkpoint.mode, kept parallelism.fsdp_reshard_after_forward = "never", chunks training.loss_chunks.
+dp is parallelism.data_parallel_shard_degree, replicate
+parallelism.data_parallel_replicate_degree, tp parallelism.tensor_parallel_degree, batch
+training.local_batch_size; full, selective or no recompute is activation_checkpoint.mode, kept
+parallelism.fsdp_reshard_after_forward = "never", chunks training.loss_chunks.
 training.global_batch_size stays as it is. --out writes the first as a config."""
 
 

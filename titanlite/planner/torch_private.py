@@ -1,4 +1,6 @@
-"""The private names of torch that only the planner needs, once each, with the versions they were tried on."""
+"""The private names of torch that only the planner needs, once each, with the versions they were
+tried on.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 and 2.14; no public name
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)  # 2.11 and 2.14; no public name
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,7 +35,8 @@ def forget_meshes() -> None:
 
 def is_wrapper_subclass(kind: type) -> bool:
     """Return whether tensors of this class hold other tensors that do the work, as DTensors do."""
-    # torch 2.11 and 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private module.
+    # torch 2.11 and 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private
+    # module.
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
     return is_traceable_wrapper_subclass_type(kind)
@@ -58,12 +63,19 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """
     arguments = enumerate(operation._schema.arguments)
     written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
-    return tuple((i, name) for i, name in written if name != "grads")  # an optimizer's, written only when it unscales
+    return tuple(
+        (i, name) for i, name in written if name != "grads"
+    )  # an optimizer's, written only when it unscales
 
 
-def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """Put a context around each of DTensor's own computations of what a result's shape and type will be."""
-    # torch 2.11 and 2.14 (2.13 read). It computes them with fake tensors of the whole tensors' sizes; no public way.
+def around_sharding_propagation(
+    around: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[Any]:
+    """Put a context around each of DTensor's own computations of what a result's shape and type
+    will be.
+    """
+    # torch 2.11 and 2.14 (2.13 read). It computes them with fake tensors of the whole tensors'
+    # sizes; no public way.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -80,15 +92,18 @@ def around_sharding_propagation(around: Callable[[], AbstractContextManager[Any]
 def waiting_as_on_a_device() -> Iterator[None]:
     """Let DTensor's collectives wait where results are used, as they do on real tensors.
 
-    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing. torch 2.11 and 2.14
-    (2.13 uses the same function); no public way.
-    """
+    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing.
+    torch 2.11 and 2.14 (2.13 uses the same function); no public way."""
     from torch.distributed import _functional_collectives as functional
 
-    loaded = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
+    loaded = [
+        module for name, module in sys.modules.items() if name.startswith("torch.distributed")
+    ]
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
                 patches.enter_context(patch.object(module, "_are_we_tracing", lambda: False))
-        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor))
+        patches.enter_context(
+            patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
+        )
         yield

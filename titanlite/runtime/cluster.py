@@ -1,4 +1,6 @@
-"""A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No torch."""
+"""A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No
+torch.
+"""
 
 import math
 import os
@@ -45,7 +47,9 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
     """Set up torch's allocator and Triton, before they are imported, where the user has not."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 changes it, and with it compiled numbers
+    environ.setdefault(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # Triton 3.10 changes it, and with it compiled numbers
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:
@@ -63,15 +67,23 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the first node of the job, and a port that other jobs on it are unlikely to use."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
-    address = environ.get("MASTER_ADDR") or (first.group(1) + (first.group(2) or "") if first else "")
+    address = environ.get("MASTER_ADDR") or (
+        first.group(1) + (first.group(2) or "") if first else ""
+    )
     if not address:
-        raise UserError("SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set")
+        raise UserError(
+            "SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set"
+        )
     job = read_number(environ, "SLURM_JOB_ID", 0)
     return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000, *PORTS)
 
 
-def read_number(environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf) -> int:
-    """Return a variable as a whole number; raise UserError where it is anything else or out of range."""
+def read_number(
+    environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf
+) -> int:
+    """Return a variable as a whole number; raise UserError where it is anything else or out of
+    range.
+    """
     text = environ.get(name, "")
     if not text:
         return default
@@ -91,33 +103,44 @@ def shown_ranks(environ: Mapping[str, str]) -> set[int]:
 
 def cores() -> int:
     """Return the cores that this process may use, by its affinity and its container's quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     limit = Path("/sys/fs/cgroup/cpu.max")
     quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
     return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many open files as the system does, such as a connection for each rank."""
+    """Allow this process as many open files as the system does, such as a connection for each
+    rank.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
 
 
 def check_torch() -> None:
-    """Refuse a torch older than pyproject.toml allows, before its import fails in some other way; warn of a newer."""
+    """Refuse a torch older than pyproject.toml allows, before its import fails in some other way;
+    warn of a newer.
+    """
     try:
         installed, requirements = version("torch"), requires("titanlite") or ()
     except PackageNotFoundError as error:
         if error.name == "torch":
-            raise UserError(f"torch is not installed in this environment: {install_command('torch')}") from None
+            raise UserError(
+                f"torch is not installed in this environment: {install_command('torch')}"
+            ) from None
         return  # a checkout on PYTHONPATH, not installed: there is no range
     requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
     if _major_minor(installed) < low:
         raise UserError(f"torch {installed} is too old: titanlite needs {requirement}")
     if _major_minor(installed) >= high:
-        print(f"titanlite: torch {installed} is newer than any that was tested ({requirement})", file=sys.stderr)
+        print(
+            f"titanlite: torch {installed} is newer than any that was tested ({requirement})",
+            file=sys.stderr,
+        )
 
 
 def _major_minor(version_text: str) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""Seeds: everything random is a function of names and numbers of the job, never of a rank's history."""
+"""Seeds: everything random is a function of names and numbers of the job, never of a rank's
+history.
+"""
 
 import hashlib
 import os
@@ -22,10 +24,14 @@ def agree_on_seed(configured: int | None) -> int:
 
 
 def reseed(seed: int, step: int, micro_batch: int, *coordinates: int) -> None:
-    """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no generator state."""
+    """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no
+    generator state.
+    """
     derived = derive_seed("dropout", seed, step, micro_batch, *coordinates)
     torch.default_generator.manual_seed(derived)
-    if torch.cuda.is_initialized():  # torch.manual_seed would format the stack for each kind of device that is not
+    if (
+        torch.cuda.is_initialized()
+    ):  # torch.manual_seed would format the stack for each kind of device that is not
         torch.cuda.manual_seed(derived)
 
 

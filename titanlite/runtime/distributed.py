@@ -30,7 +30,9 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     if torch.cuda.device_count() == 1:  # srun can give each task only its own GPU
         local_rank = 0
     if local_rank >= torch.cuda.device_count():
-        raise UserError(f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}")
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -45,13 +47,19 @@ def process_group(
         backend, gpu = "cuda:nccl,cpu:gloo", device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # an older name, which a newer one overrides
+        if (
+            "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+        ):  # an older name, which a newer one overrides
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
         if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces / "rank_"))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":  # the elastic agent's default, not NCCL's;
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1 the record can be lost (pytorch#121055)
+        if (
+            os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1"
+        ):  # the elastic agent's default, not NCCL's;
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
+                "3"  # with 1 the record can be lost (pytorch#121055)
+            )
     raise_file_limit()
     if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
         # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
@@ -79,20 +87,23 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
     if address is None:
         return dist.HashStore()
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store outlives an attempt: without a prefix of its own, the next would find stale addresses.
+        # The agent's store outlives an attempt: without a prefix of its own, the next would find
+        # stale addresses.
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         return dist.PrefixStore(attempt_prefix(environ), store)
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)
 
 
 def collective_timeout(seconds: float) -> timedelta:
-    """Return the collective timeout for a phase limit: longer than the limit, so that the report of a hang, which
-    names the rank, comes first."""
+    """Return the collective timeout for a phase limit: longer than the limit, so that the report of
+    a hang, which names the rank, comes first."""
     return timedelta(seconds=seconds + WATCH_SECONDS)
 
 
 def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every process group but one, also of those that FSDP2 creates itself."""
+    """Change the timeout of every process group but one, also of those that FSDP2 creates
+    itself.
+    """
     for group in torch_private.process_groups():
         if group is not excluded:
             group.set_timeout(collective_timeout(seconds))
@@ -103,7 +114,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's value, on every rank of the group; without one there is only this process."""
+    """Return every rank's value, on every rank of the group; without one there is only this
+    process.
+    """
     values = [value]
     if group:
         values *= dist.get_world_size(group)

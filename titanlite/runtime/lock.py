@@ -1,7 +1,8 @@
-"""One run a folder: a POSIX record lock on a file, which the system releases when its holder ends. No torch.
+"""One run a folder: a POSIX record lock on a file, which the system releases when its holder ends.
+No torch.
 
-Network file systems pass it on, and children that a holder forks, such as data loaders, do not inherit it. Closing
-any descriptor of the file would release it, so a holder leaves the file alone.
+Network file systems pass it on, and children that a holder forks, such as data loaders, do not
+inherit it. Closing any descriptor of the file would release it, so a holder leaves the file alone.
 """
 
 import fcntl
@@ -18,29 +19,45 @@ _PATIENCE_SECONDS = 1.5  # the ranks of a killed launcher exit in less
 
 
 def take(path: Path, folder: str) -> None:
-    """Lock a file until this process ends, or raise a UserError that names the process that has locked it."""
+    """Lock a file until this process ends, or raise a UserError that names the process that has
+    locked it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, deadline = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic() + _PATIENCE_SECONDS
+    file, deadline = (
+        os.open(path, os.O_RDWR | os.O_CREAT, 0o666),
+        time.monotonic() + _PATIENCE_SECONDS,
+    )
     while (fault := _lock(file, fcntl.LOCK_EX)) == _BUSY:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{folder} is in use by another run: {path.read_text()}; wait for it, or use another folder"
+                f"{folder} is in use by another run: {path.read_text()}; "
+                "wait for it, or use another folder"
             )
         time.sleep(0.1)
     if fault:
         why = f"the file system has no locks ({fault}): a second run is not refused"
-        print(f"titanlite: {folder}: {why}, and the remains of killed saves are not deleted", file=sys.stderr)
+        print(
+            f"titanlite: {folder}: {why}, and the remains of killed saves are not deleted",
+            file=sys.stderr,
+        )
     os.truncate(file, 0)
-    os.write(file, f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode())
+    os.write(
+        file,
+        f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}".encode(),
+    )
     _lock(file, fcntl.LOCK_SH)  # so that rank 0 can join; no other run can take it
 
 
 def join(path: Path) -> None:
-    """Share the lock on rank 0: when the launcher that took it is killed, the folder is in use until rank 0 ends."""
+    """Share the lock on rank 0: when the launcher that took it is killed, the folder is in use
+    until rank 0 ends.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     if _lock(file, fcntl.LOCK_SH) == _BUSY:
         raise UserError(f"{path.parent}: the launcher has ended, and another run starts there")
-    launcher = os.pread(file, 4096, 0).partition(b",")[0]  # without the rank 0 of an earlier attempt
+    launcher = os.pread(file, 4096, 0).partition(b",")[
+        0
+    ]  # without the rank 0 of an earlier attempt
     os.truncate(file, len(launcher))
     os.write(file, f", its rank 0 is pid {os.getpid()}".encode())
 

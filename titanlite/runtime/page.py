@@ -1,4 +1,5 @@
-"""A rank's page: its process, the place of its main thread, its request to stop and its early exit, in a mapped file.
+"""A rank's page: its process, the place of its main thread, its request to stop and its early exit,
+in a mapped file.
 
 One value for the process, with the names of the profiler's regions. The file is readable while the
 process is stopped, keeps the GIL, or is dead. No torch before the first phase.
@@ -19,7 +20,9 @@ from pathlib import Path
 from titanlite.runtime.rank_files import PAGE, STACK, own_file
 
 HALF_BYTES = 2048
-"""A page is two halves, written in turn: a process that is stopped or killed while it writes leaves one whole."""
+"""A page is two halves, written in turn: a process that is stopped or killed while it writes leaves
+one whole.
+"""
 MOST_CHARACTERS = 150
 
 
@@ -70,7 +73,9 @@ _FIELDS = [each.name for each in fields(Page) if each.name != "ending"]
 
 
 class OwnPage(Page):
-    """This process's page. The main thread changes it; other threads only `saved`, `heartbeat`, `asked`, `ending`."""
+    """This process's page. The main thread changes it; other threads only `saved`, `heartbeat`,
+    `asked`, `ending`.
+    """
 
     _file: mmap.mmap | None = None
     _lock = threading.Lock()
@@ -113,7 +118,9 @@ class OwnPage(Page):
             self._writes += 1
             values = [getattr(self, name) for name in _FIELDS]
             ending = vars(self.ending) if self.ending else None
-            text = json.dumps([self._writes, values, ending, self._writes], ensure_ascii=False).encode()
+            text = json.dumps(
+                [self._writes, values, ending, self._writes], ensure_ascii=False
+            ).encode()
             assert len(text) <= HALF_BYTES, text
             start = HALF_BYTES * (self._writes % 2)
             self._file[start : start + HALF_BYTES] = text.ljust(HALF_BYTES)
@@ -123,7 +130,9 @@ OWN_PAGE = OwnPage()
 
 
 def share_own_page(environ: Mapping[str, str]) -> None:
-    """Show this worker's page to its launcher, which signals processes that have one for their stacks."""
+    """Show this worker's page to its launcher, which signals processes that have one for their
+    stacks.
+    """
     page, stack = own_file(environ, PAGE), own_file(environ, STACK)
     if page and stack:
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
@@ -144,7 +153,10 @@ def read_page(file: Path) -> Page | None:
             continue
         if first == last and first > newest:
             newest = first
-            page = Page(**dict(zip(_FIELDS, values, strict=True)), ending=EarlyExit(**ending) if ending else None)
+            page = Page(
+                **dict(zip(_FIELDS, values, strict=True)),
+                ending=EarlyExit(**ending) if ending else None,
+            )
     return page
 
 
@@ -161,7 +173,9 @@ def early_exits(private: Path) -> list[EarlyExit]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name a part of a step, for the profiler too; an error leaves the name as it is, for its report."""
+    """Name a part of a step, for the profiler too; an error leaves the name as it is, for its
+    report.
+    """
     from torch.profiler import record_function
 
     around = OWN_PAGE.phase

@@ -10,8 +10,8 @@ from multiprocessing import parent_process
 def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
     """End this process soon after its parent `pid`; `notice` goes to stderr first.
 
-    Without a pid: after the process that started this multiprocessing worker, which is not its fork server.
-    """
+    Without a pid: after the process that started this multiprocessing worker, which is not its fork
+    server."""
 
     def watch() -> None:
         if not pid and (parent := parent_process()):

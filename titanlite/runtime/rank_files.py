@@ -1,4 +1,6 @@
-"""Between a launcher and its workers: variables, signals, and files in a folder of the launcher's. No torch."""
+"""Between a launcher and its workers: variables, signals, and files in a folder of the launcher's.
+No torch.
+"""
 
 import os
 import signal
@@ -6,11 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LAUNCHED = "TITANLITE_LAUNCHED"
-"""Environment variable with the process id of the launcher that writes each rank's output to its log file."""
+"""Environment variable with the process id of the launcher that writes each rank's output to its
+log file.
+"""
 RESOLVED_CONFIG, DEVICE = "TITANLITE_CONFIG", "TITANLITE_DEVICE"
-"""Environment variables with the path of the config that the launcher checked for its workers, and the device."""
+"""Environment variables with the path of the config that the launcher checked for its workers, and
+the device.
+"""
 ATTEMPT = "TITANLITE_ATTEMPT"
-"""Environment variable with the number of the attempt, from 1: every attempt has keys of its own in the store."""
+"""Environment variable with the number of the attempt, from 1: every attempt has keys of its own in
+the store.
+"""
 STARTED = "TITANLITE_STARTED"
 """Environment variable with the start time of the launcher, in seconds since 1970."""
 
@@ -19,12 +27,16 @@ STOP = "stop"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a stop request, to a launcher or to a rank."""
 SAME_REQUEST_SECONDS = 1
-"""Signals within this time are one request: schedulers signal a launcher and its ranks, and some do so twice."""
+"""Signals within this time are one request: schedulers signal a launcher and its ranks, and some do
+so twice.
+"""
 
 FAILED_MARK = "titanlite: this rank failed"
 """Line of a rank's log before its error; a launcher shows the one of the rank that failed first."""
 ERROR, STACK, PAGE = "json", "stack", "page"
-"""Kinds of files: the error that ended a rank, its stack (after SIGUSR2), and its page (runtime/page.py)."""
+"""Kinds of files: the error that ended a rank, its stack (after SIGUSR2), and its page
+(runtime/page.py).
+"""
 
 
 def attempt_number(environ: Mapping[str, str]) -> str:
@@ -42,7 +54,9 @@ def rank_file(private: Path, rank: int, kind: str) -> Path:
 
 
 def launcher_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of this worker's launcher; None if titanlite's launcher did not start it."""
+    """Return the folder of this worker's launcher; None if titanlite's launcher did not start
+    it.
+    """
     if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run
         return None
     return Path(environ[RESOLVED_CONFIG]).parent

@@ -1,8 +1,9 @@
-"""Every file-system call of checkpoints outside DCP and safetensors, for a folder that all ranks share.
+"""Every file-system call of checkpoints outside DCP and safetensors, for a folder that all ranks
+share.
 
-`checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they return, the same
-holds for the new name that `rename` gives, and `rename` is atomic. A bucket could replace this file.
-"""
+`checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they
+return, the same holds for the new name that `rename` gives, and `rename` is atomic. A bucket could
+replace this file."""
 
 import os
 import shutil
@@ -67,7 +68,9 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a file that a library made private the permissions of its folder, which follow the umask."""
+    """Give a file that a library made private the permissions of its folder, which follow the
+    umask.
+    """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

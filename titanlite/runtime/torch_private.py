@@ -1,8 +1,8 @@
 """Every private name of torch and torchao that titanlite uses, once each.
 
-Promises: no other file names one but verify/pool.py and, for the planner alone, planner/torch_private.py.
-Each entry has the versions it was tried on, and the public name to move to where one exists. Imports are
-late where they are slow, so that anything may import this file.
+Promises: no other file names one but verify/pool.py and, for the planner alone,
+planner/torch_private.py. Each entry has the versions it was tried on, and the public name to move
+to where one exists. Imports are late where they are slow, so that anything may import this file.
 """
 
 import sys
@@ -32,15 +32,17 @@ REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.defa
 
 def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Attend causally from the last tokens, on a GPU and in 16 bits, without a mask."""
-    # torch 2.14, read only (no GPU): called by torch.nn.attention.bias.causal_lower_right, but its subclass of Tensor
-    # breaks compiled blocks and recomputation by operation. It takes fewer heads of keys and values as they are.
+    # torch 2.14, read only (no GPU): called by torch.nn.attention.bias.causal_lower_right, but its
+    # subclass of Tensor breaks compiled blocks and recomputation by operation. It takes fewer heads
+    # of keys and values as they are.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q, k, v, dropout, is_causal=True)[0]
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each tensor by the factor, in one kernel."""
-    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does so too, but is slow on a list of DTensors.
+    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does so too, but is slow on a list
+    # of DTensors.
     torch._foreach_mul_(tensors, factor)
 
 
@@ -49,7 +51,11 @@ def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+    return tuple(
+        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
+            1
+        ]
+    )
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -61,7 +67,9 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def flight_record() -> bytes:
-    """Return NCCL's record of this process's last collectives, also while a thread waits for one."""
+    """Return NCCL's record of this process's last collectives, also while a thread waits for
+    one.
+    """
     # torch 2.14, and 2.15, whose "nccl" is another implementation; 2.11 read only. No public name.
     c10d: Any = torch._C._distributed_c10d
     try:
@@ -72,7 +80,9 @@ def flight_record() -> bytes:
 
 @contextmanager
 def share_reshard_meshes() -> Iterator[None]:
-    """Let fully_shard make one mesh for reshard_after_forward = n: its own has two communicators for each group."""
+    """Let fully_shard make one mesh for reshard_after_forward = n: its own has two communicators
+    for each group.
+    """
     # torch 2.14; 2.11 read only. No public name.
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
@@ -94,9 +104,12 @@ def share_reshard_meshes() -> Iterator[None]:
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Let inductor split matrix products into pieces that overlap with the group's communication."""
-    # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is deprecated in 2.13, where
-    # inductor still calls is_symm_mem_enabled_for_group before it fuses: drop it once that is gone.
+    """Let inductor split matrix products into pieces that overlap with the group's
+    communication.
+    """
+    # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is
+    # deprecated in 2.13, where inductor still calls is_symm_mem_enabled_for_group before it fuses:
+    # drop it once that is gone.
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -106,11 +119,14 @@ def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
 
 def set_activation_memory_budget(budget: float) -> None:
     """Set the fraction of activations that graphs compiled from now on may keep; 1.0 means all."""
-    # torch 2.11 and 2.13. Move to torch.autograd.graph.region_activation_memory_budget, which 2.11 lacks.
+    # torch 2.11 and 2.13. Move to torch.autograd.graph.region_activation_memory_budget, which 2.11
+    # lacks.
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # a device mesh in a graph has no size
+    if hasattr(
+        config, "unsafe_treat_script_objects_as_zero_size"
+    ):  # a device mesh in a graph has no size
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
@@ -123,15 +139,19 @@ def round_between_fused_operations() -> None:
 
 
 def accumulate_gradients(part: "nn.Module") -> None:
-    """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for reductions."""
-    # torch 2.11, 2.13, 2.14 and 2.15; since 2.14 a module may have several groups of parameters. FSDP2 does so in
-    # hooks of the backward pass.
+    """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for
+    reductions.
+    """
+    # torch 2.11, 2.13, 2.14 and 2.15; since 2.14 a module may have several groups of parameters.
+    # FSDP2 does so in hooks of the backward pass.
     from torch.distributed.fsdp import FSDPModule
 
     for module in part.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(
+                None, [state._fsdp_param_group]
+            ):
                 if hasattr(group, "_set_unsharded_grad_dtypes"):  # 2.15
                     group._set_unsharded_grad_dtypes(defer_upcast=False)
                     continue
@@ -142,63 +162,86 @@ def accumulate_gradients(part: "nn.Module") -> None:
 
 
 def begin_backward(module: "nn.Module") -> None:
-    """Run FSDP2's hook before a module's backward pass; a repeated forward pass then is not taken for a new one."""
+    """Run FSDP2's hook before a module's backward pass; a repeated forward pass then is not taken
+    for a new one.
+    """
     # torch 2.11 and 2.14. FSDP2 calls this hook for gradients of the module's outputs.
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state._pre_backward(torch.empty(0))
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward pass is part of a backward pass: a repetition, by activation checkpointing."""
+    """Return whether this forward pass is part of a backward pass: a repetition, by activation
+    checkpointing.
+    """
     # torch 2.11 and 2.14; activation checkpointing itself does so.
     return torch._C._current_graph_task_id() != -1
 
 
 def keep_buffers_of_compiled_graphs() -> None:
-    """Let a backward pass run in two halves that both read the saved tensors of a compiled graph."""
-    # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so for DualPipeV.
+    """Let a backward pass run in two halves that both read the saved tensors of a compiled
+    graph.
+    """
+    # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so
+    # for DualPipeV.
     from torch._functorch import config
 
     config.donated_buffer = False
 
 
 def send_nothing_to_this_rank(stage: Any) -> None:
-    """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which gloo can't do."""
-    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a V. 2.15 has none.
+    """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which
+    gloo can't do.
+    """
+    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a
+    # V. 2.15 has none.
     if operations := getattr(stage, "_get_init_p2p_neighbors_ops", None):
         to_others = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
         stage._get_init_p2p_neighbors_ops = to_others
 
 
 def schedule_of_rows(
-    stages: "Sequence[PipelineStage]", micro_batches: int, rows: Sequence[Sequence[str]], options: dict[str, Any]
+    stages: "Sequence[PipelineStage]",
+    micro_batches: int,
+    rows: Sequence[Sequence[str]],
+    options: dict[str, Any],
 ) -> Any:
     """Return a pipeline schedule that runs these actions, a row for each rank."""
     # torch 2.11, 2.13 and 2.14. The public way is a file in torch's format.
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)
-    schedule.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    schedule.pipeline_order = {
+        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
+    }
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
 
 
 def default_all_gather() -> type:
-    """Return the class of FSDP2's own all-gather, for set_custom_all_gather. torch 2.11 and 2.13; no public name."""
+    """Return the class of FSDP2's own all-gather, for set_custom_all_gather. torch 2.11 and 2.13;
+    no public name.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
     return DefaultAllGather
 
 
 def gather_float8_as_bytes() -> None:
-    """Let DTensor gather torchao's float8 tensors as bytes in this process, for backends without the type."""
+    """Let DTensor gather torchao's float8 tensors as bytes in this process, for backends without
+    the type.
+    """
     # torchao 0.18. Nothing else reaches a collective inside DTensor's redistribution.
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
-    def all_gather(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def all_gather(
+        operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
         shard, options = args[0], kwargs or {}
         data = shard._data.contiguous()
-        gathered = torch.ops._c10d_functional.wait_tensor(operation(data.view(torch.uint8), *args[1:], **options))
+        gathered = torch.ops._c10d_functional.wait_tensor(
+            operation(data.view(torch.uint8), *args[1:], **options)
+        )
         fields = shard._scale, shard._orig_dtype, shard._linear_mm_config, shard._gemm_input_role
         return type(shard)(gathered.view(data.dtype), *fields)
 
@@ -206,7 +249,9 @@ def gather_float8_as_bytes() -> None:
 
 
 def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside torchao's class for weights that are gathered in float8; any other as it is."""
+    """Return the tensor inside torchao's class for weights that are gathered in float8; any other
+    as it is.
+    """
     # torchao 0.18; no public way.
     return weight._tensor if type(weight).__module__ == "torchao.float8.fsdp_utils" else weight  # type: ignore
 
@@ -220,7 +265,8 @@ def compiled_graphs() -> int:
 
 def record_memory_history(enable: bool) -> None:
     """Keep the GPU allocator's last 100,000 events, or stop doing so."""
-    # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation names this function and the next.
+    # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation names this function and the
+    # next.
     torch.cuda.memory._record_memory_history("all" if enable else None, max_entries=100_000)
 
 

@@ -1,4 +1,5 @@
-"""The commands around training: a module each, with `add_arguments(parser)` and `run(arguments, overrides)`.
+"""The commands around training: a module each, with `add_arguments(parser)` and `run(arguments,
+overrides)`.
 
-May import everything but cli, and torch only inside functions. Never holds anything that training needs.
-"""
+May import everything but cli, and torch only inside functions. Never holds anything that training
+needs."""

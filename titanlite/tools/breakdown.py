@@ -1,10 +1,11 @@
-"""Divide a traced step's time by kind of work, from a rank's chrome trace; the kinds add up to the step.
+"""Divide a traced step's time by kind of work, from a rank's chrome trace; the kinds add up to the
+step.
 
-On a GPU the device's timeline is divided: computation, communication while nothing is computed, and gaps while the
-device is idle. On a CPU the main thread's is: each operation's own time without that of the operations it calls,
-including the wait for a collective. gloo records no wait, but when each send, receive or collective ended: where that
-is between two operations of the main thread, it had waited since the first of them.
-"""
+On a GPU the device's timeline is divided: computation, communication while nothing is computed, and
+gaps while the device is idle. On a CPU the main thread's is: each operation's own time without that
+of the operations it calls, including the wait for a collective. gloo records no wait, but when each
+send, receive or collective ended: where that is between two operations of the main thread, it had
+waited since the first of them."""
 
 import json
 import math
@@ -27,7 +28,12 @@ _OPERATIONS = (
     (re.compile(r"c10d::|_c10d_functional::|gloo:|nccl"), COMMUNICATION),
     (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
     (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), ATTENTION),
-    (re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|nvjet|cutlass|xmma|_mm_"), MATMUL),
+    (
+        re.compile(
+            r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|nvjet|cutlass|xmma|_mm_"
+        ),
+        MATMUL,
+    ),
     (re.compile(r"aten::|triton|torch-compiled region", re.IGNORECASE), OTHER),
 )
 
@@ -51,11 +57,22 @@ def read(path: Path) -> Breakdown:
     """Return the mean step of a rank's trace."""
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [_span(event) for event in _named(events, r"ProfilerStep#\d+") if event["cat"] == "user_annotation"]
+    steps = [
+        _span(event)
+        for event in _named(events, r"ProfilerStep#\d+")
+        if event["cat"] == "user_annotation"
+    ]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not steps or (trace.get("deviceProperties") and not kernels):
-        raise RunFailed(f"{path} has no {'kernels of the GPU: may this process use CUPTI?' if steps else 'steps'}")
-    kinds, hidden = _divide_device(events, kernels, steps) if kernels else (_divide_main_thread(events, steps), 0.0)
+        raise RunFailed(
+            f"{path} has no "
+            f"{'kernels of the GPU: may this process use CUPTI?' if steps else 'steps'}"
+        )
+    kinds, hidden = (
+        _divide_device(events, kernels, steps)
+        if kernels
+        else (_divide_main_thread(events, steps), 0.0)
+    )
     total = sum(end - start for start, end in steps)
     kinds[HOST] = total - sum(kinds[kind] for kind in KINDS if kind != HOST)
     scale = 1e6 * len(steps)
@@ -66,10 +83,19 @@ def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, floa
     """Return the own time of the operations in the thread that runs the steps, by kind."""
     (thread,) = {event["tid"] for event in _named(events, r"ProfilerStep#\d+")}
     # Of any thread; those of sends and receives are in the main one, where they are no calls.
-    ends = [event | {"ts": event["ts"] + event["dur"], "dur": 0} for event in _named(events, r"gloo:\w+")]
-    calls = [event for event in events if event["tid"] == thread and not event["name"].startswith("gloo:")]
+    ends = [
+        event | {"ts": event["ts"] + event["dur"], "dur": 0}
+        for event in _named(events, r"gloo:\w+")
+    ]
+    calls = [
+        event
+        for event in events
+        if event["tid"] == thread and not event["name"].startswith("gloo:")
+    ]
     kinds = dict.fromkeys(KINDS, 0.0)
-    callers: list[tuple[float, str]] = [(math.inf, HOST)]  # the calls that have not returned: end and kind
+    callers: list[tuple[float, str]] = [
+        (math.inf, HOST)
+    ]  # the calls that have not returned: end and kind
     idle_since = 0.0
     inside = [event for event in [*calls, *ends] if _inside(event, steps)]
     for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):
@@ -90,22 +116,36 @@ def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, floa
     return kinds
 
 
-def _divide_device(events: Events, kernels: Events, steps: Sequence[Span]) -> tuple[dict[str, float], float]:
+def _divide_device(
+    events: Events, kernels: Events, steps: Sequence[Span]
+) -> tuple[dict[str, float], float]:
     """Return the device's time by the kind of its kernels, and the time of hidden communication."""
     phases = {
-        kind: [_span(event) for event in _named(events, re.escape(name)) if event["cat"] == "gpu_user_annotation"]
+        kind: [
+            _span(event)
+            for event in _named(events, re.escape(name))
+            if event["cat"] == "gpu_user_annotation"
+        ]
         for name, kind in _PHASES.items()
     }
     spans: dict[str, list[Span]] = {kind: [] for kind in KINDS}
     for kernel in kernels:
         if _inside(kernel, steps):
-            phase = next((kind for kind, phase_spans in phases.items() if _inside(kernel, phase_spans)), OTHER)
+            phase = next(
+                (kind for kind, phase_spans in phases.items() if _inside(kernel, phase_spans)),
+                OTHER,
+            )
             spans[_kind(kernel["name"], phase)].append(_span(kernel))
     communication = spans.pop(COMMUNICATION)
-    waits = [_span(e) for e in _named(events, "data") if e["cat"] == "user_annotation" and _inside(e, steps)]
+    waits = [
+        _span(e)
+        for e in _named(events, "data")
+        if e["cat"] == "user_annotation" and _inside(e, steps)
+    ]
     kinds = dict.fromkeys(KINDS, 0.0)
     busy: list[Span] = []
-    # Time that is covered twice counts once, for the first of: computation, communication, waiting for data.
+    # Time that is covered twice counts once, for the first of: computation, communication, waiting
+    # for data.
     for kind, kind_spans in [*spans.items(), (COMMUNICATION, communication), (DATA, waits)]:
         kinds[kind] += _length([*busy, *kind_spans]) - _length(busy)
         busy += kind_spans
@@ -113,8 +153,12 @@ def _divide_device(events: Events, kernels: Events, steps: Sequence[Span]) -> tu
 
 
 def _kind(name: str, caller: str) -> str:
-    """Return the kind of an operation: communication anywhere, else the phase it is in, else the operation's own."""
-    kind = _PHASES.get(name) or next((kind for pattern, kind in _OPERATIONS if pattern.search(name)), caller)
+    """Return the kind of an operation: communication anywhere, else the phase it is in, else the
+    operation's own.
+    """
+    kind = _PHASES.get(name) or next(
+        (kind for pattern, kind in _OPERATIONS if pattern.search(name)), caller
+    )
     if COMMUNICATION in (kind, caller):
         return COMMUNICATION
     if caller in _PHASES.values():

@@ -1,20 +1,17 @@
-"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export, import and remove them, without process groups.
+"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export, import and remove them,
+without process groups.
 
-Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its config names is
-imported only if the command line names it too.
-"""
+Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its
+config names is imported only if the command line names it too."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +19,6 @@ from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
-    CorruptCheckpoint,
     Manifest,
     committed,
     faults,
@@ -33,27 +29,24 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.resume import saved_model
-from titanlite.config.config_json import read_config
-from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
 from titanlite.config.options import Options, declare_commands
-from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
-from titanlite.tools.exclusive import hold_run, writing
+from titanlite.tools.checkpoint_hf import export, import_folder
+from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import DOCUMENTS, find_checkpoint, find_checkpoints, whole_manifest
 
 if TYPE_CHECKING:
-    import torch
-
-    from titanlite.checkpoint.hf.names import HFTensor
-    from titanlite.data.tokenizer import Tokenizer
+    pass
 
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
-_FOLDER = "a checkpoint (…/step-N), a folder of them (its latest complete one is used), or a run's dump folder", Path
+_FOLDER = (
+    "a checkpoint (…/step-N), a folder of them (its latest complete one is used), "
+    "or a run's dump folder",
+    Path,
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -72,8 +65,14 @@ def _ls(arguments: Namespace) -> int:
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
         weights = ", weights" if manifest and manifest.weights_only else ""
-        size, mesh = (format_bytes(manifest.size) + weights, _environment(folder)[0]) if manifest else ("?", "?")
-        state = f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
+        size, mesh = (
+            (format_bytes(manifest.size) + weights, _environment(folder)[0])
+            if manifest
+            else ("?", "?")
+        )
+        state = (
+            f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
+        )
         rows.append((folder.name, size, mesh, _age(time.time() - store.modified(folder)), state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
@@ -109,11 +108,16 @@ def _show(arguments: Namespace) -> int:
     folder = find_checkpoint(arguments.folder)
     manifest, (mesh, versions) = whole_manifest(folder), _environment(folder)
     position = read_state(folder)["position"]
-    position = {name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()}
+    position = {
+        name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()
+    }
     model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     optimizer = manifest.tensors.keys() - model.keys()
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
-    print(f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} in {len(manifest.files)} files")
+    print(
+        f"{folder}: step {manifest.step}, {format_bytes(manifest.size)} "
+        f"in {len(manifest.files)} files"
+    )
     rows = [
         ("data", ", ".join(f"{name} {value}" for name, value in position.items())),
         ("mesh", mesh),
@@ -122,7 +126,10 @@ def _show(arguments: Namespace) -> int:
     ]
     _print_table((), rows)
     print()
-    rows = [(name, tensor.dtype, str([*tensor.shape]), tensor.placement) for name, tensor in model.items()]
+    rows = [
+        (name, tensor.dtype, str([*tensor.shape]), tensor.placement)
+        for name, tensor in model.items()
+    ]
     _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
     return 0
@@ -156,142 +163,34 @@ def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest])
         kinds.append(f"{manifest.tensors[name].dtype} {[*manifest.tensors[name].shape]}")
     if kinds[0] != kinds[1]:
         return ", ".join(kinds)
-    a, b = (load_tensors(side, [name], manifest)[name] for side, manifest in zip(sides, manifests, strict=True))
+    a, b = (
+        load_tensors(side, [name], manifest)[name]
+        for side, manifest in zip(sides, manifests, strict=True)
+    )
     if a.equal(b):
         return ""
     distance = (a.double() - b.double()).abs()
-    return f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers, by {distance.max():.3g} at most"
-
-
-def _export(arguments: Namespace) -> int:
-    folder, target = find_checkpoint(arguments.folder), arguments.out
-    _refuse_existing(target)
-    if committed(target.absolute().parent):
-        hold_run(target)
-    manifest = whole_manifest(folder, None if arguments.verify == "full" else (), "; nothing was exported")
-    import torch
-
-    from titanlite.checkpoint.commit import clear_leftovers
-    from titanlite.checkpoint.hf.export import export, plain_tensors
-    from titanlite.checkpoint.load import load_tensors
-
-    def fetch(name: str, owner: int) -> torch.Tensor:
-        return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
-
-    config = _load_config(["--config", str(folder / CONFIG)], {})
-    dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
-    if arguments.format == "hf":
-        tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
-    else:
-        tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
-    with writing(target):
-        _refuse_existing(target)
-        clear_leftovers(target.parent, re.escape(target.name))
-        export(target, tensors, documents, fetch)
-    print(f"exported step {manifest.step}: {target}")
-    return 0
-
-
-def _refuse_existing(target: Path) -> None:
-    if store.exists(target):
-        raise UserError(f"{target} exists, and an export overwrites nothing")
-
-
-def _hf_folder(
-    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace, dtype: torch.dtype
-) -> tuple[list[HFTensor], dict[str, bytes]]:
-    """Return the tensors and documents of the model's Hugging Face folder."""
-    from titanlite.checkpoint.hf.names import Translation, documents
-    from titanlite.checkpoint.load import load_tensors
-    from titanlite.registry import get_model
-
-    if config.model.package and not arguments.package:
-        raise UserError(
-            f'{folder}: the model is in the package "{config.model.package}", which is imported only if you name it: '
-            f"--model.package {config.model.package}"
-        )
-    spec = get_model(config.model.name, arguments.package)
-    overrides = {**config.model.overrides, **saved_model(folder, spec)}  # a flavor may have been edited since
-    flavor = spec.configure(config.model.flavor, overrides)
-    translation = Translation(spec, flavor)
-    buffers = {name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors}
-    values = load_tensors(folder, buffers.values(), manifest)
-    translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
-    saved = {
-        name.removeprefix("model."): t.shape for name, t in manifest.tensors.items() if name.startswith("model.")
-    }
-    saved = {name: shape for name, shape in saved.items() if name not in buffers}
-    if wrong := [name for name in {**translation.shapes, **saved} if translation.shapes.get(name) != saved.get(name)]:
-        raise CorruptCheckpoint(f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}")
-    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
-    return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
-
-
-def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is not here."""
-    from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
-
-    if named:
-        return load_tokenizer(named, "--tokenizer")
-    sources, assets = config.training.sources, config.model.hf_assets_path
-    folders = [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
-    here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
-    is_known = here or (not assets and all(map(os.path.exists, folders)))
-    if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
-        return tokenizer
-    what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
-    print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
-    return None
-
-
-def _import(arguments: Namespace, *overrides: str) -> int:
-    import torch
-
-    from titanlite.checkpoint.commit import clear_leftovers
-    from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
-    from titanlite.observe.run_folder import versions
-    from titanlite.registry import get_model
-
-    source, target = arguments.hf_folder, arguments.out
-    if committed(target):
-        raise UserError(f"{target} has checkpoints already; import into another folder")
-    read_config(source)  # without one the error would name model.flavor
-    config = _load_config(_of_folder(source, [*overrides], os.environ), os.environ)
-    if config.checkpoint.initial_load_path == str(source):
-        unset = {"initial_load_path": "", "initial_load_in_hf": False}
-        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=unset)})
-    spec = get_model(config.model.name, config.model.package)
-    flavor = spec.configure(config.model.flavor, config.model.overrides)
-    weights = HuggingFaceFolder(source, spec, flavor)
-    environment = {"versions": versions(), "mesh": {}, "model": asdict(flavor), "imported_from": str(source)}
-    dtype = getattr(torch, config.training.dtype)
-    with writing(target):
-        clear_leftovers(target)
-        folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
-    print(f"imported {len(weights.names)} tensors: {folder}")
-    options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
-    print(f"to start from them: {shlex.join(options)}")
-    return 0
-
-
-def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a command line with the folder's own model, unless a config or a flavor is given."""
-    line = parse_command_line(argv, environ)
-    is_default = line.files == [DEFAULT_CONFIG] and not any(word.startswith("--config") for word in argv)
-    if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
-        return argv
-    return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
+    count = f"{int((distance != 0).sum()):,} of {distance.numel():,} numbers"
+    return f"{count}, by {distance.max():.3g} at most"
 
 
 def _rm(arguments: Namespace) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
-    folders = [Path(os.path.abspath(path)) for path in arguments.step_folder]  # a link is removed, not its target
+    folders = [
+        Path(os.path.abspath(path)) for path in arguments.step_folder
+    ]  # a link is removed, not its target
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
-            raise UserError(f"{folder} is not a complete checkpoint: it must be named step-N and have a {MANIFEST}")
+            raise UserError(
+                f"{folder} is not a complete checkpoint: "
+                f"it must be named step-N and have a {MANIFEST}"
+            )
     for root in {folder.parent for folder in folders}:
-        for resumable, what in ((False, "complete checkpoint"), (True, "checkpoint that can be resumed")):
+        for resumable, what in (
+            (False, "complete checkpoint"),
+            (True, "checkpoint that can be resumed"),
+        ):
             steps = (step_folder(root, step) for step in committed(root))
             of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
             if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
@@ -310,20 +209,15 @@ def _rm(arguments: Namespace) -> int:
     return 0
 
 
-def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
-    loaded = load(parse_command_line(argv, environ))
-    if loaded.faults:
-        raise ConfigError(loaded.faults)
-    return loaded.config
-
-
 def _environment(folder: Path) -> tuple[str, str]:
     """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
         environment = json.loads(store.read(folder / ENVIRONMENT))
     except (OSError, ValueError):
         environment = {}
-    mesh = ", ".join(f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1)
+    mesh = ", ".join(
+        f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1
+    )
     return mesh or "1 rank", ", ".join(
         f"{name} {version}" for name, version in environment.get("versions", {}).items()
     )
@@ -331,7 +225,9 @@ def _environment(folder: Path) -> tuple[str, str]:
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, on a terminal with damaged checkpoints in red."""
-    for line in format_table([[printable(cell) for cell in row] for row in rows], header).splitlines():
+    for line in format_table(
+        [[printable(cell) for cell in row] for row in rows], header
+    ).splitlines():
         print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)
 
 
@@ -361,7 +257,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {"A": _FOLDER, "B": _FOLDER},
     ),
     "export": (
-        _export,
+        export,
         "write the weights in Hugging Face's format, or as plain safetensors",
         "export outputs hf",
         {
@@ -379,11 +275,14 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         },
     ),
     "import": (
-        _import,
+        import_folder,
         "read a Hugging Face folder into a checkpoint for checkpoint.initial_load_path",
-        "import Llama-3.2-1B start\n\nThe model is that of config.json, unless config keys name it: "
-        "[--config FILE.toml …] [--model.KEY VALUE …]",
-        {"HF_FOLDER": ("config.json and *.safetensors", Path), "OUT": ("where step-0 is written", Path)},
+        "import Llama-3.2-1B start\n\nThe model is that of config.json, "
+        "unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]",
+        {
+            "HF_FOLDER": ("config.json and *.safetensors", Path),
+            "OUT": ("where step-0 is written", Path),
+        },
     ),
     "rm": (
         _rm,

@@ -11,18 +11,21 @@ from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 
-_ABOUT = """Print the config that `titanlite train` would run with the same options: files and command line merged,
-checked, with all defaults. Or print the part that an option below selects. No process is started and no GPU is
+_ABOUT = """Print the config that `titanlite train` would run with the same options: \
+files and command line merged,
+checked, with all defaults. Or print the part that an option below selects. \
+No process is started and no GPU is
 needed, so a laptop can judge the layout of a cluster."""
 
 
 _SHOWS = {
-    "--schedule": "print which groups of parameters FSDP2 gathers ahead of their turn, forward and backward: what "
-    "the fsdp_ keys of [parallelism] lead to",
-    "--placements": "print the mesh: groups of ranks, and how many nodes they cross (NGPU: ranks of a node, default "
-    "8); then the techniques that are applied, and each parameter's split and shape on rank 0",
-    "--pipeline": "print the stages of pipeline parallel: their modules, each rank's actions in a step, and "
-    "the bubble",
+    "--schedule": "print which groups of parameters FSDP2 gathers ahead of their turn, "
+    "forward and backward: what the fsdp_ keys of [parallelism] lead to",
+    "--placements": "print the mesh: groups of ranks, and how many nodes they cross "
+    "(NGPU: ranks of a node, default 8); then the techniques that are applied, "
+    "and each parameter's split and shape on rank 0",
+    "--pipeline": "print the stages of pipeline parallel: their modules, "
+    "each rank's actions in a step, and the bubble",
     "--schema": "print the JSON schema for editors that complete and check configs: "
     "titanlite/config/config.schema.json",
     "--markdown": "print every key with its default, legal values and meaning: docs/config.md",
@@ -49,7 +52,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule
 
-        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model))))
+        print(
+            fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model)))
+        )
     elif arguments.pipeline:
         print(_pipeline(job))
     elif arguments.placements:
@@ -70,7 +75,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def _pipeline(job: Job) -> str:
     """Describe the stages of a job, and their order."""
     if job.layout.pp == 1:
-        raise UserError("--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it")
+        raise UserError(
+            "--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it"
+        )
     from titanlite.parallel.pipeline_parallel import orders
 
     return describe(job.stages, orders(job.stages))

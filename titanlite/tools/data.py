@@ -34,7 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     example = "prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
     shown = "print the counts, the share of each source, and a few decoded windows"
     folder: Options = {"FOLDER": ("made by `titanlite data prepare`", Path)}
-    commands = {"prepare": (_prepare, about, example, making), "show": (_show, shown, "show shards", folder)}
+    commands = {
+        "prepare": (_prepare, about, example, making),
+        "show": (_show, shown, "show shards", folder),
+    }
     declare_commands(parser, commands, title="commands")
 
 
@@ -50,7 +53,9 @@ def _prepare(arguments: Namespace) -> int:
     for notice in filter(None, (found.notice for found in documents.values())):
         _print_notice(notice)
     with writing(arguments.out), _progress_bar() as report:
-        manifest = prepare(documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice)
+        manifest = prepare(
+            documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice
+        )
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]
@@ -61,8 +66,12 @@ def _prepare(arguments: Namespace) -> int:
 
 def counts_line(manifest: dict[str, Any]) -> str:
     """Return the numbers of tokens, documents and shards of a manifest."""
-    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {"shards": len(manifest["shards"])}
-    return ", ".join(f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items())
+    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {
+        "shards": len(manifest["shards"])
+    }
+    return ", ".join(
+        f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items()
+    )
 
 
 def _print_notice(text: str) -> None:
@@ -85,14 +94,26 @@ def _show(arguments: Namespace) -> int:
     folder = arguments.folder
     manifest = read_manifest(folder)
     if manifest is None:
-        raise UserError(f"{folder} was not made by `titanlite data prepare`: it has no manifest.json")
-    tokenizer: Tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
+        raise UserError(
+            f"{folder} was not made by `titanlite data prepare`: it has no manifest.json"
+        )
+    tokenizer: Tokenizer = (
+        load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
+    )
     total, vocab_size = manifest["tokens"], manifest["vocab_size"]
     source = ShardSource("data show", folder, vocab_size, manifest["end"])
     print(counts_line(manifest))
-    print(f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, fingerprint {source.fingerprint}")
+    print(
+        f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, "
+        f"fingerprint {source.fingerprint}"
+    )
     rows = [
-        (f"{part['tokens'] / total:.1%}", f"{part['tokens']:,} tokens", f"{part['documents']:,} documents", name)
+        (
+            f"{part['tokens'] / total:.1%}",
+            f"{part['tokens']:,} tokens",
+            f"{part['documents']:,} documents",
+            name,
+        )
         for name, part in manifest["sources"].items()
     ]
     print(format_table(rows, align=">>>", indent=2))

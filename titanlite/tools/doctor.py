@@ -1,4 +1,5 @@
-"""`titanlite doctor`: the preflight of a run by itself, for a bug report; and the verdict on flight recorder dumps.
+"""`titanlite doctor`: the preflight of a run by itself, for a bug report; and the verdict on flight
+recorder dumps.
 
 The module is also what the workers run.
 """
@@ -23,6 +24,7 @@ from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
+from titanlite.launch.nodes import worker_environment
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
 from titanlite.runtime.page import OWN_PAGE, share_own_page
@@ -32,11 +34,15 @@ if TYPE_CHECKING:
     from titanlite.config.job import Job
     from titanlite.train.rank_facts import Facts
 
-_SHOWN = r"(NCCL|GLOO|TORCH|PYTORCH|SLURM|PET|CUDA|OMP|UCX|FI|MASTER)_\w+|NGPU|NNODES|NODE_RANK|LOG_RANK"
+_SHOWN = (
+    r"(NCCL|GLOO|TORCH|PYTORCH|SLURM|PET|CUDA|OMP|UCX|FI|MASTER)_\w+|NGPU|NNODES|NODE_RANK|LOG_RANK"
+)
 _SECRET = "TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH"
 _DUMP = "rank_"
-_ABOUT = """Start the workers as `titanlite train` would with the same options and environment, compare what the ranks
-have, time their network, and print it all with what looks wrong, for a bug report. Nothing is trained, nothing is
+_ABOUT = """Start the workers as `titanlite train` would with the same options and environment, \
+compare what the ranks
+have, time their network, and print it all with what looks wrong, for a bug report. \
+Nothing is trained, nothing is
 written into the dump folder, and variables that may hold a secret are not shown."""
 
 
@@ -49,7 +55,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--traces",
         type=Path,
         metavar="DIR",
-        help="print torch's verdict on the dumps of NCCL's flight recorder in DIR, such as outputs/comm_traces",
+        help=(
+            "print torch's verdict on the dumps of NCCL's flight recorder in DIR, "
+            "such as outputs/comm_traces"
+        ),
     )
 
 
@@ -60,14 +69,20 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             raise UserError(f"--traces takes no config: remove {' '.join(overrides)}")
         return _read_traces(arguments.traces)
     environ = dict(os.environ)
-    job, nodes, device, processes = launcher.find_job(load(parse_command_line(overrides, environ)), environ)
+    job, nodes, device, processes = launcher.find_job(
+        load(parse_command_line(overrides, environ)), environ
+    )
     from titanlite.fault.status import Ended
     from titanlite.launch.attempts import Attempt, Attempts, leaving
     from titanlite.launch.failure import first_failure
     from titanlite.launch.node import Node
     from titanlite.launch.workers import Signaled, Workers
 
-    environ = {DEVICE: device, ATTEMPT: "1", **launcher.worker_environment(nodes, processes, environ)}
+    environ = {
+        DEVICE: device,
+        ATTEMPT: "1",
+        **worker_environment(nodes, processes, environ),
+    }
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
         folder = Path(name)
         here = job.config.job.model_copy(update={"dump_folder": name})
@@ -109,7 +124,10 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     from titanlite.train.network import check_network
     from titanlite.train.rank_facts import facts_of, gather_facts, notable, require_equal
 
-    device, private = pick_device(job.config.job.device, rank.local_rank), Path(environ[RESOLVED_CONFIG]).parent
+    device, private = (
+        pick_device(job.config.job.device, rank.local_rank),
+        Path(environ[RESOLVED_CONFIG]).parent,
+    )
     with process_group(rank, device, job.config.comm, private, dict(environ)):
         heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
         heart.start()
@@ -117,17 +135,35 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
         facts = gather_facts(facts_of(job, rank, device, revision, machine), rank.world)
         if rank.rank == 0:
-            build = [line for line in torch.__config__.show().strip().splitlines() if "Build settings" not in line]
+            build = [
+                line
+                for line in torch.__config__.show().strip().splitlines()
+                if "Build settings" not in line
+            ]
             build = [f"{sys.executable}, {platform.platform()}", *build]
-            print(f"titanlite doctor, {time.strftime('%F %T %z')}\n\n{facts_table(facts)}\n\nenvironment of rank 0")
-            print("\n".join(f"  {line}" for line in (*shown_variables(environ), "", *build)), end="\n\n")
+            print(
+                f"titanlite doctor, {time.strftime('%F %T %z')}\n\n{facts_table(facts)}\n\n"
+                "environment of rank 0"
+            )
+            print(
+                "\n".join(f"  {line}" for line in (*shown_variables(environ), "", *build)),
+                end="\n\n",
+            )
         require_equal(facts, rank.world)
         mesh = build_mesh(job.layout, device.type).world
         OWN_PAGE.enter("network")
-        lines = check_network(mesh, device, facts) if rank.world > 1 else [f"warning: {x}" for x in notable(facts)]
+        lines = (
+            check_network(mesh, device, facts)
+            if rank.world > 1
+            else [f"warning: {x}" for x in notable(facts)]
+        )
         if rank.rank == 0:
             wrong = any(line.startswith("warning") for line in lines)
-            print("\n".join([f"mesh       {job.layout}", *lines, *["nothing looks wrong"] * (not wrong)]))
+            print(
+                "\n".join(
+                    [f"mesh       {job.layout}", *lines, *["nothing looks wrong"] * (not wrong)]
+                )
+            )
     heart.end()
 
 
@@ -135,13 +171,27 @@ def facts_table(facts: Sequence[Facts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
     from titanlite.train.rank_facts import by, named
 
-    header = "ranks", "host", "device", "software", "Python", "revision", "config", "machine", "free", "clock"
+    header = (
+        "ranks",
+        "host",
+        "device",
+        "software",
+        "Python",
+        "revision",
+        "config",
+        "machine",
+        "free",
+        "clock",
+    )
     rows = [header]
     for group in by(
         lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
     ).values():
         first, free = group[0], format_bytes(min(own.free_bytes for own in group))
-        revision, clock = first.revision[:10] + first.revision[40:], min(own.clock for own in group) - facts[0].clock
+        revision, clock = (
+            first.revision[:10] + first.revision[40:],
+            min(own.clock for own in group) - facts[0].clock,
+        )
         ranks, device = named(group).split()[1:-2], first.gpu or first.device
         what = device, first.software, first.python, revision, first.config_hash, first.machine
         rows.append((" ".join(ranks), first.host, *what, free, f"{clock:+.1f} s"))
@@ -149,8 +199,14 @@ def facts_table(facts: Sequence[Facts]) -> str:
 
 
 def shown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that matter to a run, without those that may be secrets, nor passwords in addresses."""
-    names = [name for name in sorted(environ) if re.fullmatch(_SHOWN, name) and not re.search(_SECRET, name)]
+    """Return the variables that matter to a run, without those that may be secrets, nor passwords
+    in addresses.
+    """
+    names = [
+        name
+        for name in sorted(environ)
+        if re.fullmatch(_SHOWN, name) and not re.search(_SECRET, name)
+    ]
     return [f"{name}={re.sub('//[^/@]+@', '//…@', environ[name])}" for name in names]
 
 
@@ -158,9 +214,14 @@ def _read_traces(folder: Path) -> int:
     """Print torch's analysis of a folder of dumps."""
     dumps = [path.name for path in folder.glob(f"{_DUMP}*")] if folder.is_dir() else []
     if not dumps:
-        expected = f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into comm.save_traces_folder of the dump folder"
+        expected = (
+            f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into "
+            "comm.save_traces_folder of the dump folder"
+        )
         why = "no such folder" if not folder.is_dir() else "no dumps there"
-        raise UserError(f"--traces {folder}: {why}; expected are {expected} when a collective times out")
+        raise UserError(
+            f"--traces {folder}: {why}; expected are {expected} when a collective times out"
+        )
     with redirect_stderr(sys.stdout):  # its logger writes there
         from torch.distributed.flight_recorder import fr_trace
     options = [str(folder), "--prefix", _DUMP]
@@ -170,10 +231,15 @@ def _read_traces(folder: Path) -> int:
         except AssertionError as error:
             if "Missing dump files" not in str(error):
                 raise
-            print(f"titanlite: {first_line(error)}: these never reached the timeout, or could not write")
+            print(
+                f"titanlite: {first_line(error)}: these never reached the timeout, "
+                "or could not write"
+            )
             fr_trace.main([*options, "--allow-incomplete-ranks"])
     except Exception as error:  # of whatever kind: the files are not torch's, or of another version
-        raise RunFailed(f"--traces {folder}: torch cannot read {', '.join(dumps)}: {error!r}") from None
+        raise RunFailed(
+            f"--traces {folder}: torch cannot read {', '.join(dumps)}: {error!r}"
+        ) from None
     return OK
 
 

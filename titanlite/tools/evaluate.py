@@ -1,4 +1,6 @@
-"""`titanlite evaluate`: the loss of a checkpoint of any mesh, in one process without process groups."""
+"""`titanlite evaluate`: the loss of a checkpoint of any mesh, in one process without process
+groups.
+"""
 
 import math
 import sys
@@ -14,7 +16,9 @@ from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
+    parser.epilog = (
+        "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
+    )
     about = "batches of validation.local_batch_size windows "
     about += "(default: all of --dataset, or the run's validation.steps)"
     options = {
@@ -29,10 +33,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the loss, the bits per byte, and the amount of data."""
     if arguments.dataset_path is not None and arguments.dataset is None:
-        raise UserError(f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"')
+        raise UserError(
+            f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"'
+        )
     if arguments.dataset is not None:
         path, steps = arguments.dataset_path or "", arguments.steps or "-1"
-        overrides += [f"--validation.dataset={arguments.dataset}", f"--validation.dataset_path={path}"]
+        overrides += [
+            f"--validation.dataset={arguments.dataset}",
+            f"--validation.dataset_path={path}",
+        ]
         overrides += ["--validation.enable", f"--validation.steps={steps}"]
     elif arguments.steps is not None:
         overrides.append(f"--validation.steps={arguments.steps}")
@@ -40,7 +49,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     settings = job.config.validation
     if not settings.enable:
         raise UserError(
-            f"{folder}: the run has no validation set (validation.enable is off); name one with --dataset"
+            f"{folder}: the run has no validation set (validation.enable is off); "
+            "name one with --dataset"
         )
     from titanlite.data.loader import build_loader
     from titanlite.data.shuffle import RankSlice
@@ -52,9 +62,18 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
     data = validation_data(job, tokenizer)
     model = load_model(job, folder, device)  # verifies the folder
-    everything, steps = RankSlice(0, 1, settings.local_batch_size), None if settings.steps == -1 else settings.steps
-    loader: Any = Counted(build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer)
-    print(f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(), file=sys.stderr, flush=True)
+    everything, steps = (
+        RankSlice(0, 1, settings.local_batch_size),
+        None if settings.steps == -1 else settings.steps,
+    )
+    loader: Any = Counted(
+        build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer
+    )
+    print(
+        f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(),
+        file=sys.stderr,
+        flush=True,
+    )
     loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
     assert loss is not None
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
@@ -78,7 +97,9 @@ class Counted:
 
         for batch in self._loader:
             predicted = [labels[labels != IGNORED].tolist() for labels in batch[:, 1]]
-            if isinstance(self._loader, StreamLoader) and not any(predicted):  # its end is padding without end
+            if isinstance(self._loader, StreamLoader) and not any(
+                predicted
+            ):  # its end is padding without end
                 return
             self.windows += sum(map(bool, predicted))
             self.tokens += sum(map(len, predicted))
@@ -86,8 +107,14 @@ class Counted:
             yield batch
 
     def _count_bytes(self, tokens: list[int]) -> int:
-        """Count the bytes of the text of tokens: an end of document has none, though its bits count."""
+        """Count the bytes of the text of tokens: an end of document has none, though its bits
+        count.
+        """
         if self._tokenizer is None:
             return 0
         text = [token for token in tokens if token != self._tokenizer.end]
-        return len(text) if isinstance(self._tokenizer, ByteTokenizer) else len(self._tokenizer.decode(text).encode())
+        return (
+            len(text)
+            if isinstance(self._tokenizer, ByteTokenizer)
+            else len(self._tokenizer.decode(text).encode())
+        )

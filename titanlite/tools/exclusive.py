@@ -10,7 +10,9 @@ from titanlite.runtime import lock
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Let one process at a time write a folder, by a lock file next to it that is removed on success."""
+    """Let one process at a time write a folder, by a lock file next to it that is removed on
+    success.
+    """
     path = target.parent / f".{target.name}.lock"
     _take(path, target)
     yield
@@ -18,7 +20,9 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def hold_run(folder: Path) -> None:
-    """Refuse to change files in the folder of a run in progress, and let none start there until this ends."""
+    """Refuse to change files in the folder of a run in progress, and let none start there until
+    this ends.
+    """
     for parent in folder.absolute().parents:
         if (parent / lock.RUN_LOCK).exists():
             _take(parent / lock.RUN_LOCK, parent)

@@ -1,4 +1,6 @@
-"""`titanlite generate`: text from a checkpoint of any mesh, in one process without process groups."""
+"""`titanlite generate`: text from a checkpoint of any mesh, in one process without process
+groups.
+"""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -11,15 +13,23 @@ from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, requi
 from titanlite.errors import UserError
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
-_KEYS = {"prompt": "generate.prompt", "tokens": "generate.tokens", "temperature": "generate.temperature"}
+_KEYS = {
+    "prompt": "generate.prompt",
+    "tokens": "generate.tokens",
+    "temperature": "generate.temperature",
+}
 _KEYS["seed"] = "debug.seed"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = 'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
+    parser.epilog = (
+        'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
+    )
     samples = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
-    nucleus = "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
+    nucleus = (
+        "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
+    )
     options = {
         "--prompt TEXT": "the text to continue",
         "--tokens N": "tokens to generate",
@@ -54,7 +64,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     forward = Forward([load_model(job, folder, device)], device)  # verifies the folder
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
-    print(f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}", file=sys.stderr)
+    print(
+        f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}",
+        file=sys.stderr,
+    )
     narrow = narrowing(settings.temperature, top_k, top_p)
     for number, seed in enumerate(range(first_seed, first_seed + count), start=1):
         if count > 1:
@@ -66,7 +79,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 class Show:
-    """Prints a text as its tokens come, without an end that the next token may change, such as half a character."""
+    """Prints a text as its tokens come, without an end that the next token may change, such as half
+    a character.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +95,9 @@ class Show:
 
 
 def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[Any], Any]:
-    """Return a filter that rules out all tokens but the `top_k` likeliest, and those that --top-p leaves out."""
+    """Return a filter that rules out all tokens but the `top_k` likeliest, and those that --top-p
+    leaves out.
+    """
 
     def narrow(logits: Any) -> Any:
         ranked, order = logits.sort(descending=True, stable=True)

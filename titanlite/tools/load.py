@@ -1,4 +1,6 @@
-"""`titanlite.load`, and the saved models of the commands that run one, in one process without process groups."""
+"""`titanlite.load`, and the saved models of the commands that run one, in one process without
+process groups.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,14 @@ DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Declare the option that names a saved model."""
     parser.set_defaults(takes_overrides=True)
-    about = "a checkpoint, a folder of them, or a run's dump folder (default: the latest complete one of ./outputs, "
-    about += "or of --config's job.dump_folder). It is read with its own config, unless there is --config"
+    about = (
+        "a checkpoint, a folder of them, or a run's dump folder "
+        "(default: the latest complete one of ./outputs, "
+    )
+    about += (
+        "or of --config's job.dump_folder). "
+        "It is read with its own config, unless there is --config"
+    )
     declare(parser, {"--checkpoint PATH": (about, Path)})
 
 
@@ -59,16 +67,22 @@ def load(
 
     from titanlite.data.tokenizer import open_tokenizer
 
-    job, folder = saved_job(Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)])
+    job, folder = saved_job(
+        Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)]
+    )
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
 def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
-    """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless one is named."""
+    """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
+    one is named.
+    """
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
-    names_config = any(word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides)
+    names_config = any(
+        word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides
+    )
     names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
     job = job_from(given, world=None, training=False) if names_config else None
     if checkpoint is None:
@@ -77,31 +91,43 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
         if not job and not committed(checkpoint):  # the run there may have set checkpoint.folder
             checkpoint = saved_root(Path(config.job.dump_folder))
         if not committed(checkpoint):
-            raise UserError(f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint")
+            raise UserError(
+                f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint"
+            )
     folder = find_checkpoint(checkpoint)
     whole_manifest(folder)
     if job:
         return job, folder
-    own = ["--config", str(folder / CONFIG), "--job.device=auto"]  # this machine may lack that one's device
+    own = [
+        "--config",
+        str(folder / CONFIG),
+        "--job.device=auto",
+    ]  # this machine may lack that one's device
     loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:
         raise UserError(
-            f'{folder}: the model is in the package "{package}", which is imported only if you name it: '
-            f'--model.package {package}, in Python package="{package}"'
+            f'{folder}: the model is in the package "{package}", which is imported only if '
+            f'you name it: --model.package {package}, in Python package="{package}"'
         )
     return job_from(loaded, world=None, training=False), folder
 
 
 def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """Return the job's model on one device with a checkpoint's weights, checked by checkpoint.verify_on_load."""
+    """Return the job's model on one device with a checkpoint's weights, checked by
+    checkpoint.verify_on_load.
+    """
     from titanlite.checkpoint.load import load_weights
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate
 
     whole_manifest(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
     check_model(
-        folder, saved_model(folder, job.spec), job.spec, job.model, job.config.checkpoint.exclude_from_loading
+        folder,
+        saved_model(folder, job.spec),
+        job.spec,
+        job.model,
+        job.config.checkpoint.exclude_from_loading,
     )
     model, _ = build_model(job)
     allocate(model, device)
@@ -137,12 +163,18 @@ def saved_root(dump_folder: Path) -> Path:
 def find_checkpoint(path: Path) -> Path:
     """Return a checkpoint, or the latest complete one of a folder or a run."""
     folders = find_checkpoints(path)
-    return folders[0] if len(folders) == 1 else next(filter(is_complete, reversed(folders)), folders[-1])
+    return (
+        folders[0]
+        if len(folders) == 1
+        else next(filter(is_complete, reversed(folders)), folders[-1])
+    )
 
 
-def whole_manifest(folder: Path, contents: Collection[str] | None = DOCUMENTS, then: str = "") -> Manifest:
-    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their sizes, and those in
-    `contents` (None: all) byte for byte."""
+def whole_manifest(
+    folder: Path, contents: Collection[str] | None = DOCUMENTS, then: str = ""
+) -> Manifest:
+    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their
+    sizes, and those in `contents` (None: all) byte for byte."""
     manifest = read_manifest(folder)
     if damage := faults(folder, manifest, manifest.files if contents is None else contents):
         raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")

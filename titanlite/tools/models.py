@@ -1,4 +1,6 @@
-"""`titanlite models`: the registered models, their flavors and the fields that model.overrides sets. No torch."""
+"""`titanlite models`: the registered models, their flavors and the fields that model.overrides
+sets. No torch.
+"""
 
 import dataclasses
 import sys
@@ -16,20 +18,25 @@ _INTRODUCTION = """# Models
 
 Written by `titanlite models --markdown`; `titanlite models NAME` shows one model in a terminal.
 
-A run takes a flavor with `--model.name NAME --model.flavor FLAVOR`, any field with `--model.overrides.FIELD VALUE`,
-and with `--model.flavor hf` the fields of [a Hugging Face folder](checkpoints.md#hugging-face-export-and-import).
+A run takes a flavor with `--model.name NAME --model.flavor FLAVOR`, \
+any field with `--model.overrides.FIELD VALUE`,
+and with `--model.flavor hf` the fields of \
+[a Hugging Face folder](checkpoints.md#hugging-face-export-and-import).
 
 ## Compared with TorchTitan 0.2.2
 
-Flavors named by a size are the same models, but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
-flavors are others: small enough here for a laptop and the byte tokenizer, with a vocabulary of 256 for 2,048. Losses
+Flavors named by a size are the same models, \
+but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
+flavors are others: small enough here for a laptop and the byte tokenizer, \
+with a vocabulary of 256 for 2,048. Losses
 of TorchTitan's `debug_model.toml` do not carry over.
 
 | | TorchTitan | here |
 | --- | --- | --- |
 | llama3 debugmodel | dim 256, 6 layers, 16 heads | dim 128, 4 layers, 8 heads |
 | qwen3 debugmodel | dim 256, 8 layers, 16 heads, tied | dim 128, 4 layers, 8 heads, untied |
-| qwen3 debugmodel_moe | dim 256, 8 layers, 64 experts, top_k 8 | dim 128, 4 layers, 8 experts, top_k 2 |
+| qwen3 debugmodel_moe | dim 256, 8 layers, 64 experts, top_k 8 \
+| dim 128, 4 layers, 8 experts, top_k 2 |
 
 Initial values have the same distributions but for these:
 
@@ -37,11 +44,15 @@ Initial values have the same distributions but for these:
 | --- | --- | --- |
 | `w3` | 0.02 / sqrt(2 (layer + 1)), as `w2` | 0.02: it does not write into the residual stream |
 | a router | 0.02 / sqrt(2 (layer + 1)) | 0.02, for the same reason |
-| output layer, untied | dim^-0.5, cut at 3 deviations | dim^-0.5, not cut (1 value in 370 is beyond) |
-| embedding with a tied output layer | dim^-0.5, cut at 3 deviations | 0.02, as in Hugging Face's models |
+| output layer, untied | dim^-0.5, cut at 3 deviations \
+| dim^-0.5, not cut (1 value in 370 is beyond) |
+| embedding with a tied output layer | dim^-0.5, cut at 3 deviations \
+| 0.02, as in Hugging Face's models |
 
-Neither was compared with the other over a long run, and a change would give every config other first weights, so they
-stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights have none of these differences.
+Neither was compared with the other over a long run, \
+and a change would give every config other first weights, so they
+stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights \
+have none of these differences.
 """
 
 
@@ -69,7 +80,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
                 raise
             print(f"titanlite: {error}", file=sys.stderr)
     if arguments.markdown:
-        print(markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end="")
+        print(
+            markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end=""
+        )
     else:
         print("\n\n".join(map(_describe, specs)))
     return 0
@@ -82,24 +95,32 @@ def markdown(specs: list[ModelSpec]) -> str:
         for title, rows in (("flavor", _flavors(spec)), ("field", _fields(spec))):
             header, *lines = rows
             out += [f"## {spec.name}\n"] if title == "flavor" else []
-            out += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)]
+            out += [
+                "| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)
+            ]
             out.append("")
     return "\n".join(out)
 
 
 def _describe(spec: ModelSpec) -> str:
-    tables = [format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))]
+    tables = [
+        format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))
+    ]
     return "\n\n".join([spec.name, *tables])
 
 
 def _flavors(spec: ModelSpec) -> list[list[str]]:
-    """Return a header and a row per flavor: parameters, and the fields that are not at their defaults."""
+    """Return a header and a row per flavor: parameters, and the fields that are not at their
+    defaults.
+    """
     rows = [["flavor", "parameters", "fields other than the defaults"]]
     for name, flavor in spec.flavors.items():
         values = ", ".join(f"{field} {value}" for field, value in _set_fields(flavor))
         count = spec.parameters(flavor) if spec.parameters else 0
         active = spec.active_parameters(flavor) if spec.active_parameters else count
-        rows.append([name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values])
+        rows.append(
+            [name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values]
+        )
     return rows
 
 
@@ -115,14 +136,20 @@ def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:
         if value == field.default:
             continue
         leaves = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {"": value}
-        yield from ((f"{field.name}.{leaf}".rstrip("."), toml_value(leaves[leaf])) for leaf in leaves)
+        yield from (
+            (f"{field.name}.{leaf}".rstrip("."), toml_value(leaves[leaf])) for leaf in leaves
+        )
 
 
 def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted fields of a flavor's class and their defaults, those of a nested class as well."""
+    """Yield the dotted fields of a flavor's class and their defaults, those of a nested class as
+    well.
+    """
     types = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         has_none = field.default is dataclasses.MISSING
         yield f"{path}{field.name}", "required" if has_none else toml_value(field.default)
-        for nested in filter(dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))):
+        for nested in filter(
+            dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))
+        ):
             yield from _defaults(nested, f"{path}{field.name}.")

@@ -1,4 +1,6 @@
-"""`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, found out on this machine."""
+"""`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, found out
+on this machine.
+"""
 
 import json
 import os
@@ -23,8 +25,10 @@ from titanlite.planner.hardware import Hardware, load_hardware, recognize
 
 MEASURED = 5
 """Steps that --measure times, after as many that warm up."""
-DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, and print whether it
-fits into the memory of a GPU, what it communicates, and how fast it can be. Nothing is trained, no data is read.
+DESCRIPTION = """Rehearse one training step of a config, without its processes and without a GPU, \
+and print whether it
+fits into the memory of a GPU, what it communicates, and how fast it can be. \
+Nothing is trained, no data is read.
 The exit code is 0 if it fits and 2 if not; then changes that would fit are listed."""
 EPILOG = """examples:
   titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
@@ -66,7 +70,8 @@ def add_arguments(parser: ArgumentParser) -> None:
             "with --search: train the best K for a few steps on this machine, and rank by that",
             positive_int,
         ),
-        "--selftest": "compare plans with real steps of small models on this machine's CPU, to the byte",
+        "--selftest": "compare plans with real steps of small models "
+        "on this machine's CPU, to the byte",
     }
     declare(parser, options)
 
@@ -87,7 +92,12 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         if (path := getattr(arguments, option)) and not path.parent.is_dir():
             raise UserError(f"--{option} {path}: there is no folder {path.parent}")
     hardware = _hardware(arguments.gpu, arguments.hardware)
-    job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=True, device="cuda")
+    job = job_from(
+        parse_command_line(overrides, os.environ),
+        world=arguments.world,
+        training=True,
+        device="cuda",
+    )
     if arguments.search:
         return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
@@ -108,7 +118,10 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     from titanlite.planner.tables import search_table
 
     if arguments.html or arguments.json or arguments.tokens:
-        raise UserError("--html, --json and --tokens show one plan: give them without --search, with what it found")
+        raise UserError(
+            "--html, --json and --tokens show one plan: give them without --search, "
+            "with what it found"
+        )
     found = search(job, hardware, arguments.max_seconds or 60)
     if arguments.measure:
         found = measured(found, arguments.measure, partial(_measure, overrides, job.layout.world))
@@ -116,7 +129,9 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     if not found.best:
         return 2
     if arguments.out:
-        title = f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
+        title = (
+            f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
+        )
         arguments.out.write_text(title + overlay(found.best[0].settings), encoding="utf-8")
         print(f"wrote {arguments.out}")
     return 0
@@ -126,14 +141,25 @@ def _measure(overrides: list[str], world: int, settings: dict[str, Any]) -> floa
     """Train a few steps on this machine; return the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
         own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
-        own += [f"--job.dump_folder={folder}", f"--training.steps={2 * MEASURED}", "--metrics.log_freq=1"]
-        own += ["--validation.no_enable", "--checkpoint.no_enable", "--generate.no_at_end", "--job.no_plan"]
+        own += [
+            f"--job.dump_folder={folder}",
+            f"--training.steps={2 * MEASURED}",
+            "--metrics.log_freq=1",
+        ]
+        own += [
+            "--validation.no_enable",
+            "--checkpoint.no_enable",
+            "--generate.no_at_end",
+            "--job.no_plan",
+        ]
         command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
         environ = {**os.environ, "NGPU": f"{world}"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise RunFailed(f"--measure: {' '.join(own[: len(settings)])} could not train: {''.join(last)}")
+            raise RunFailed(
+                f"--measure: {' '.join(own[: len(settings)])} could not train: {''.join(last)}"
+            )
         lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return median(json.loads(line)["step_seconds"] for line in lines[-MEASURED:])
 
@@ -146,4 +172,6 @@ def _hardware(name: str | None, files: list[Path]) -> Hardware:
     if known := recognize(found, gpu_bytes(), files) if found else "":
         return load_hardware(known, files)
     why = f"this machine's GPU, {found}, is unknown" if found else "this machine has no NVIDIA GPU"
-    raise UserError(f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}")
+    raise UserError(
+        f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}"
+    )

@@ -33,12 +33,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"--profiling.profile_freq={steps}",
         f"--profiling.profiler_warmup={WARM_UP - 1}",
         f"--profiling.profiler_active={TRACED}",
-        f"--lr_scheduler.total_steps={max(steps, config.lr_scheduler.total_steps or config.training.steps)}",
+        "--lr_scheduler.total_steps="
+        f"{max(steps, config.lr_scheduler.total_steps or config.training.steps)}",
         "--validation.no_enable",
         "--checkpoint.no_enable",
         "--generate.no_at_end",
     ]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # or the profiler prints when it starts and stops
     if code := launcher.run(arguments, [*overrides, *profiled]):
         return code
     if find_nodes(os.environ).rank > 0:
@@ -60,9 +63,16 @@ def step_table(ranks: Sequence[Breakdown]) -> str:
     rows.append(["the step", f"{1000 * step:.1f}", "100.0%", "", ""])
     columns = 5 if len(ranks) > 1 else 3
     header = ["where a step goes", "ms", "share", "most", "rank"]
-    lines = [format_table([row[:columns] for row in rows], header[:columns], align="<>>>>", indent=2)]
+    lines = [
+        format_table([row[:columns] for row in rows], header[:columns], align="<>>>>", indent=2)
+    ]
     if hidden := mean(rank.hidden for rank in ranks):
         exposed = mean(rank.kinds[COMMUNICATION] for rank in ranks)
-        lines.append(f"{100 * hidden / (hidden + exposed):.0f}% of the communication is hidden behind computation")
-    lines.append(f"Means of {TRACED} traced steps; tracing makes small operations look slower than they are.")
+        lines.append(
+            f"{100 * hidden / (hidden + exposed):.0f}% of the communication "
+            "is hidden behind computation"
+        )
+    lines.append(
+        f"Means of {TRACED} traced steps; tracing makes small operations look slower than they are."
+    )
     return "\n".join(lines)

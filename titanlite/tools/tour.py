@@ -1,7 +1,8 @@
-"""`titanlite tour`: check the main promises on this machine, in under three minutes on two cores, without network.
+"""`titanlite tour`: check the main promises on this machine, in under three minutes on two cores,
+without network.
 
-Every step is a command that a person could type, and prints what it proves; the first failed check ends the tour.
-"""
+Every step is a command that a person could type, and prints what it proves; the first failed check
+ends the tour."""
 
 import contextlib
 import json
@@ -22,9 +23,18 @@ from titanlite.config.options import declare
 from titanlite.errors import UserError, install_command
 
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
-RUN = f"--training.steps {STEPS} --training.seq_len 64 --training.global_batch_size 8 --training.local_batch_size 2"
-RUN += f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} --job.device cpu --generate.no_at_end"
-RUN += f" --validation.freq {STEPS} --validation.steps 5 --metrics.no_enable_tensorboard --job.dump_folder"
+RUN = (
+    f"--training.steps {STEPS} --training.seq_len 64 "
+    "--training.global_batch_size 8 --training.local_batch_size 2"
+)
+RUN += (
+    f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} "
+    "--job.device cpu --generate.no_at_end"
+)
+RUN += (
+    f" --validation.freq {STEPS} --validation.steps 5 "
+    "--metrics.no_enable_tensorboard --job.dump_folder"
+)
 SECONDS_TO_START = 300
 _COMPARE = """
 import sys, torch
@@ -34,7 +44,8 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.tools.load import find_checkpoint, load_model
 dump, exported = sys.argv[1:]
-job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), world=None, training=False)
+job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), \
+world=None, training=False)
 model = load_model(job, find_checkpoint(Path(dump)), torch.device("cpu"))
 exported_model = AutoModelForCausalLM.from_pretrained(exported)
 tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -66,7 +77,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _kill_and_resume(dump: Path) -> None:
-    _print("1  Train a Llama with a million parameters on 4 processes, FSDP 2 x tensor parallel 2; kill -9 all.")
+    _print(
+        "1  Train a Llama with a million parameters on 4 processes, "
+        "FSDP 2 x tensor parallel 2; kill -9 all."
+    )
     _train_and_kill(dump)
     killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
     newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
@@ -94,12 +108,14 @@ def _compare_with_one_process(dump: Path, single: Path) -> None:
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
     pairs = zip(_records(dump), _records(single), strict=True)
-    worst = max(abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a)
+    worst = max(
+        abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a
+    )
     _check(
         worst < 1e-4,
         f"training and validation losses differ by at most {worst:.1e}",
-        f"training or validation losses differ by {worst:.1e}, and may differ by 1e-04: compare {dump}/metrics.jsonl "
-        f"with {single}/metrics.jsonl",
+        f"training or validation losses differ by {worst:.1e}, and may differ by 1e-04: "
+        f"compare {dump}/metrics.jsonl with {single}/metrics.jsonl",
     )
 
 
@@ -151,7 +167,9 @@ def _python(*arguments: str, **environ: str) -> str:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """Return the step and validation records of metrics.jsonl; a killed run may have cut off the last line."""
+    """Return the step and validation records of metrics.jsonl; a killed run may have cut off the
+    last line.
+    """
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -159,7 +177,9 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _train_and_kill(run: Path) -> None:
-    """Start a run on 4 ranks, and kill all its processes at once when it has reached step KILL_AFTER."""
+    """Start a run on 4 ranks, and kill all its processes at once when it has reached step
+    KILL_AFTER.
+    """
     arguments = [*f"train --parallelism.tensor_parallel_degree 2 {RUN}".split(), str(run)]
     print(f"   NGPU=4 titanlite {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "titanlite", *arguments]
@@ -174,7 +194,9 @@ def _train_and_kill(run: Path) -> None:
         finally:
             _kill_all(process)
         log.seek(0)
-        raise UserError(f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}")
+        raise UserError(
+            f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}"
+        )
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

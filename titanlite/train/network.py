@@ -145,9 +145,13 @@ def slow_parts(
 
     def name(what: str, ranks: Iterable[int], those: Sequence[Timed]) -> None:
         least = min(those, key=lambda one: one.seconds)
-        took = f"{'at least ' * (len(those) > 1)}{1e3 * least.seconds:.3g} ms for {least.size / 1e6:.2g} MB"
+        took = (
+            f"{'at least ' * (len(those) > 1)}{1e3 * least.seconds:.3g} ms "
+            f"for {least.size / 1e6:.2g} MB"
+        )
         lines.append(
-            f"slow {what}: {named([facts[r] for r in ranks])}, {took}, peers {1e3 * least.typical:.3g} ms"
+            f"slow {what}: {named([facts[r] for r in ranks])}, {took}, "
+            f"peers {1e3 * least.typical:.3g} ms"
         )
 
     pairs = [pair for timed in rounds for pair in judge(timed)]

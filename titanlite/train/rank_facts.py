@@ -194,7 +194,10 @@ def named(facts: Sequence[Facts]) -> str:
         for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])
     ]
     listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
-    return f"rank{'s' * (len(facts) > 1)} {listed} on {', '.join(dict.fromkeys(own.host for own in facts))}"
+    return (
+        f"rank{'s' * (len(facts) > 1)} {listed} "
+        f"on {', '.join(dict.fromkeys(own.host for own in facts))}"
+    )
 
 
 def agreement(facts: Sequence[Facts]) -> str:
@@ -202,7 +205,10 @@ def agreement(facts: Sequence[Facts]) -> str:
     first, hosts = facts[0], len({own.host for own in facts})
     ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
     revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
-    return f"{ranks} agree: config {first.config_hash}, {first.software}, Python {first.python}{revision}"
+    return (
+        f"{ranks} agree: config {first.config_hash}, {first.software}, "
+        f"Python {first.python}{revision}"
+    )
 
 
 def notable(facts: Sequence[Facts]) -> list[str]:
@@ -221,7 +227,8 @@ def notable(facts: Sequence[Facts]) -> list[str]:
     if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
         late, early = clocks[max(clocks)], clocks[min(clocks)]
         lines.append(
-            f"the clock of {late} is {apart:.1f} s ahead of that of {early}, as times in their logs will be"
+            f"the clock of {late} is {apart:.1f} s ahead of that of {early}, "
+            "as times in their logs will be"
         )
     if len(folders := by(lambda own: own.folder, facts)) > 1:
         each = "; ".join(named(group) for group in folders.values())
@@ -253,7 +260,10 @@ def gpu_complaints(xml: str) -> list[str]:
         gpus = [*ElementTree.fromstring(xml).iter("gpu")]
     except ElementTree.ParseError:
         return []
-    bad = r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active|(remapped_row_(?:pending|failure)=Yes)"
+    bad = (
+        r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active"
+        r"|(remapped_row_(?:pending|failure)=Yes)"
+    )
     lines = []
     for gpu in gpus:
         counts = [

@@ -39,15 +39,17 @@ def describe_start(trainer: Trainer) -> list[str]:
     )
     decayed = sum(item.decays for item in whole)
     rows = {
-        "titanlite": f"{__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "titanlite": f"{__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
         "model": _describe_model(trainer),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
         "batch": _describe_batch(job),
         "data": _describe_data(trainer),
-        "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, {training.mixed_precision_param} "
-        f"(parameters {training.dtype}, reduction {training.mixed_precision_reduce})",
+        "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
+        f"{training.mixed_precision_param} (parameters {training.dtype}, "
+        f"reduction {training.mixed_precision_reduce})",
         "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
         + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
         "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
@@ -84,8 +86,9 @@ def _describe_batch(job: Job) -> str:
     batch, training = job.batch, job.config.training
     tokens = batch.total * training.seq_len
     text = (
-        f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} x accumulation "
-        f"{batch.accumulation:,}; {tokens:,} tokens a step, {tokens * training.steps:,} in all"
+        f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} "
+        f"x accumulation {batch.accumulation:,}; {tokens:,} tokens a step, "
+        f"{tokens * training.steps:,} in all"
     )
     as_data_parallel = batch.local * job.layout.world
     if training.global_batch_size == -1 and batch.total < as_data_parallel:

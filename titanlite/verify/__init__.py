@@ -1,4 +1,5 @@
-"""The proof that every layout and technique trains like one process: a table of rows, and what runs them.
+"""The proof that every layout and technique trains like one process: a table of rows, and what runs
+them.
 
-May import everything below tools; only cli, tools, tests and scripts import it. Never changes how training runs.
-"""
+May import everything below tools; only cli, tools, tests and scripts import it. Never changes how
+training runs."""

@@ -1,4 +1,6 @@
-"""`titanlite verify`: check that a model trains on every mesh and with every technique as in one process."""
+"""`titanlite verify`: check that a model trains on every mesh and with every technique as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ if TYPE_CHECKING:
     from titanlite.verify.runner import Result
 
 Rows = dict[int, Row]  # by their numbers in the printed table
-DESCRIPTION = """Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
-each row with the plain module in one process: initial values, gradients, their norm, and weights. No GPU is needed.
+DESCRIPTION = """\
+Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
+each row with the plain module in one process: initial values, gradients, their norm, and weights. \
+No GPU is needed.
 --optimizer.name of a registered optimizer of your own proves that one, in the rows in float64.
 The exit code is 0 if all rows are equal, 1 if one is not."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the command's options; of the config keys only [model]'s and optimizer.name are accepted."""
+    """Declare the command's options; of the config keys only [model]'s and optimizer.name are
+    accepted.
+    """
     parser.set_defaults(takes_overrides=True)
     parser.description = DESCRIPTION
     parser.epilog = "example: titanlite verify --model gpt2 --model.flavor 124M --full"
@@ -51,10 +57,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--model NAME": "same as --model.name (default flavor: the one to debug with)",
         "--full": "every layout with every recomputation, accumulation and variant; "
         "continues where a stopped run ended",
-        "--beyond": "all rows of the further layouts and of inductor; without options only the first of each runs",
+        "--beyond": "all rows of the further layouts and of inductor; "
+        "without options only the first of each runs",
         "--out FILE.md": ("page of --full (default: parity-MODEL.md)", Path),
-        "--only ROW,…": "run only these rows of the table: layouts or numbers, such as tp2,dp2,#40; "
-        "1 is the layout, #1 the row",
+        "--only ROW,…": "run only these rows of the table: layouts or numbers, "
+        "such as tp2,dp2,#40; 1 is the layout, #1 the row",
         "--fault NAME": "put in a known fault, to see it detected; list prints them",
     }
     declare(parser, options)
@@ -64,9 +71,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run the table's rows, those of --only, or those that can show a fault."""
     if arguments.out and not arguments.full:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
-    given = [name for name in ("only", "beyond", "fault", "full") if getattr(arguments, name) not in (None, False)]
+    given = [
+        name
+        for name in ("only", "beyond", "fault", "full")
+        if getattr(arguments, name) not in (None, False)
+    ]
     if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}")
+        raise UserError(
+            f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}"
+        )
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
@@ -87,9 +100,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def first_rows(rows: Rows) -> Rows:
-    """Return the rows that run without options: of each further layout, and of inductor, the first only."""
+    """Return the rows that run without options: of each further layout, and of inductor, the first
+    only.
+    """
     first = {_further(row): number for number, row in reversed(rows.items())}
-    return {number: row for number, row in rows.items() if not _further(row) or first[_further(row)] == number}
+    return {
+        number: row
+        for number, row in rows.items()
+        if not _further(row) or first[_further(row)] == number
+    }
 
 
 def further_rows(rows: Rows) -> Rows:
@@ -105,7 +124,9 @@ def _further(row: Row) -> str:
 
 
 def table(model: ModelUnderTest) -> Rows:
-    """Return the rows that cover every pair, those of single techniques, and those of the further layouts."""
+    """Return the rows that cover every pair, those of single techniques, and those of the further
+    layouts.
+    """
     rows = pairwise(_choices(model, LAYOUTS)) + _of_single_techniques(model)
     for layout in filter(model.layouts.get, BEYOND):
         rows += beyond(_choices(model, [layout]))
@@ -140,16 +161,23 @@ def numbered(rows: Sequence[Row]) -> Rows:
 
 
 def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
-    """Return the rows that --only names by number or layout, in the table's order and with their numbers there."""
+    """Return the rows that --only names by number or layout, in the table's order and with their
+    numbers there.
+    """
     names = {name.strip() for name in only.split(",")} - {""}
     layouts = [layout for layout in model.layouts if layout not in ONLY_FULL]
     meant = {name: {number} for number in rows for name in (f"#{number}", f"{number}")}
-    meant |= {layout: {number for number, row in rows.items() if row.layout == layout} for layout in layouts}
+    meant |= {
+        layout: {number for number, row in rows.items() if row.layout == layout}
+        for layout in layouts
+    }
     unknown = sorted(names - meant.keys())
     if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
-        what = f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
+        what = (
+            f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
+        )
         legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
     chosen = {number for name in names for number in meant[name]}
@@ -166,7 +194,9 @@ def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
         raise UserError(f"--fault: unknown fault '{fault}'; {hint}")
     rows = FAULTS[fault].rows
     if model.tied:
-        rows = tuple(replace(row, variant="plain") if row.variant == "tied" else row for row in rows)
+        rows = tuple(
+            replace(row, variant="plain") if row.variant == "tied" else row for row in rows
+        )
     allowed = [row for row in rows if row.layout in model.layouts and row.variant in model.variants]
     if not allowed:
         raise UserError(f"{model.name} has no row that can show {fault}: {rows[0]}")
@@ -187,7 +217,10 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     printer.head(_introduction(model, rows.values(), fault, len(cached), arguments.only is None))
     results: list[Result] = []
     told = False
-    with open_pool(max(row.mesh.world for row in rows.values())) as pool, row_runner(model, pool) as run:
+    with (
+        open_pool(max(row.mesh.world for row in rows.values())) as pool,
+        row_runner(model, pool) as run,
+    ):
         for number, row in rows.items():
             if row in cached:
                 results.append(cached[row])
@@ -202,7 +235,9 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
                 cache.add(result)
         printer.foot(results, time.monotonic() - start, pool.log)
     if cache:
-        out.write_text(page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8")
+        out.write_text(
+            page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8"
+        )
         print(f"wrote {out}")
     return 0 if all(result.passed for result in results) else 1
 
@@ -212,7 +247,10 @@ def _introduction(
 ) -> Iterator[str]:
     """Yield the lines above the rows; only a whole table names missing features of the model."""
     count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
-    yield f"titanlite verify: {model.name}, {count} on up to {max(r.mesh.world for r in rows)} processes"
+    yield (
+        f"titanlite verify: {model.name}, {count} "
+        f"on up to {max(r.mesh.world for r in rows)} processes"
+    )
     if fault:
         from titanlite.verify.known_faults import FAULTS
 
@@ -227,7 +265,9 @@ def _introduction(
 
 
 class ResultCache:
-    """Rows that passed, one a line, so that a stopped run continues; another model, torch or code starts over."""
+    """Rows that passed, one a line, so that a stopped run continues; another model, torch or code
+    starts over.
+    """
 
     def __init__(self, path: Path, model: ModelUnderTest) -> None:
         from titanlite.verify.runner import Result
@@ -249,7 +289,9 @@ class ResultCache:
 
 
 def _identity(model: ModelUnderTest) -> dict[str, object]:
-    """Return the inputs of the results: the model's overrides, torch, and the code of titanlite and of the model."""
+    """Return the inputs of the results: the model's overrides, torch, and the code of titanlite and
+    of the model.
+    """
     code = hashlib.sha256()
     for path in sorted(source_files(model)):
         code.update(path.read_bytes())
@@ -257,14 +299,22 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 
 
 def source_files(model: ModelUnderTest) -> set[Path]:
-    """Return the code and tables of titanlite and the model's packages; of a lone module, those in its folder too."""
+    """Return the code and tables of titanlite and the model's packages; of a lone module, those in
+    its folder too.
+    """
     files: set[Path] = set()
-    for module in ("titanlite", "titanlite.models", *model.modules):  # models is a link in a checkout
+    for module in (
+        "titanlite",
+        "titanlite.models",
+        *model.modules,
+    ):  # models is a link in a checkout
         package = find_spec(module if module.startswith("titanlite") else module.partition(".")[0])
         assert package is not None, "the model was imported"
         if package.submodule_search_locations is not None:
             for folder in package.submodule_search_locations:
-                files.update(path for path in Path(folder).rglob("*") if path.suffix in (".py", ".toml"))
+                files.update(
+                    path for path in Path(folder).rglob("*") if path.suffix in (".py", ".toml")
+                )
         elif package.origin:
             files.update(Path(package.origin).parent.glob("*.py"))
     return files

@@ -35,16 +35,22 @@ from titanlite.verify.table import Row
 
 
 def measure(
-    overrides: list[str], reference: str, row: Row, fault: str = "", role: tuple[str, Role] | None = None
+    overrides: list[str],
+    reference: str,
+    row: Row,
+    fault: str = "",
+    role: tuple[str, Role] | None = None,
 ) -> Mismatch:
-    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known fault if named.
+    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known
+    fault if named.
 
-    `role` is a row of the model's table and the role that it has instead.
-    A job that does not run raises RowFailed, so that the pool ends the ranks that wait for this one.
-    """
+    `role` is a row of the model's table and the role that it has instead. A job that does not run
+    raises RowFailed, so that the pool ends the ranks that wait for this one."""
     # Compile in the rank itself: a process that is killed would leave compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every block that is recomputed and compiled
+    logging.getLogger("torch").setLevel(
+        logging.ERROR
+    )  # it warns of every block that is recomputed and compiled
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
@@ -52,12 +58,18 @@ def measure(
         with FAULTS[fault].put_in() if fault else nullcontext():
             rank_info = RankInfo(rank, world, rank, f"rank{rank}")
             job = build_job(overrides, world)
-            trainer = InstrumentedTrainer(with_role(job, *role) if role else job, rank_info, row.batch)
+            trainer = InstrumentedTrainer(
+                with_role(job, *role) if role else job, rank_info, row.batch
+            )
             measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
-        raise RowFailed(f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}") from error
-    mismatch = measurements.compare(measured, torch.load(reference, mmap=True), row.precision, trainer.owns)
+        raise RowFailed(
+            f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}"
+        ) from error
+    mismatch = measurements.compare(
+        measured, torch.load(reference, mmap=True), row.precision, trainer.owns
+    )
     if mismatch[0] <= measurements.BOUNDS[row.precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
@@ -66,12 +78,17 @@ def measure(
 
 
 def with_role(job: Job, pattern: str, role: Role) -> Job:
-    """Return the job with another role in one row of the model's table, and in its bias's row what goes with it."""
+    """Return the job with another role in one row of the model's table, and in its bias's row what
+    goes with it.
+    """
     roles: dict[str, Role] = {
         pattern: role,
         f"{pattern.removesuffix('.weight')}.bias": "column" if role == "column" else "replicated",
     }
-    rules = tuple(replace(rule, tensor=roles.get(rule.pattern, rule.tensor)) for rule in job.spec.rules(job.model))
+    rules = tuple(
+        replace(rule, tensor=roles.get(rule.pattern, rule.tensor))
+        for rule in job.spec.rules(job.model)
+    )
     return replace(job, spec=replace(job.spec, rules=lambda flavor: rules))
 
 
@@ -101,35 +118,55 @@ class InstrumentedTrainer(Trainer):
         config = self.job.config
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
-            self.runner.optimizer = build_optimizer(self.trained, with_optimizer(config, name), stage=self.mesh.stage)
+            self.runner.optimizer = build_optimizer(
+                self.trained, with_optimizer(config, name), stage=self.mesh.stage
+            )
             for _ in range(steps):
                 self.step += 1
                 self.train_step()
-            self.measured[measurements.after_steps(name, steps)] = measurements.values(self.own_tensors())
+            self.measured[measurements.after_steps(name, steps)] = measurements.values(
+                self.own_tensors()
+            )
         return self.measured
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's parts by their names in the model."""
-        return {name: p for part in self.parts for name, p in named_parameters(part, self.runner.context.table)}
+        return {
+            name: p
+            for part in self.parts
+            for name, p in named_parameters(part, self.runner.context.table)
+        }
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return these, and the buffers that a checkpoint has."""
-        buffers = {name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()}
+        buffers = {
+            name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()
+        }
         return {**self.own_parameters(), **buffers}
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank should have a parameter or module: one of its stages, by either name of a tie."""
+        """Return whether this rank should have a parameter or module: one of its stages, by either
+        name of a tie.
+        """
         stages, rule = self.job.stages, self.runner.context.table.get(name)
         if self.job.layout.pp == 1:
             return True
-        modules = tuple(f"{path}." for stage in stages.ranks[self.record.stage_rank] for path in stages.names[stage])
+        modules = tuple(
+            f"{path}."
+            for stage in stages.ranks[self.record.stage_rank]
+            for path in stages.names[stage]
+        )
         return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
 
     def keep_first(self, step: int, values: Values, tags: dict[str, float]) -> None:
         """Keep what the first step logs."""
         if step == 1:
-            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(values["grad_norm"], dtype=torch.float64)
-            self.measured[measurements.LOSS] = {"": torch.tensor(values["loss"], dtype=torch.float64)}
+            self.measured[measurements.NORM]["(p = 2)"] = torch.tensor(
+                values["grad_norm"], dtype=torch.float64
+            )
+            self.measured[measurements.LOSS] = {
+                "": torch.tensor(values["loss"], dtype=torch.float64)
+            }
 
     def next_micro_batches(self) -> list[MicroBatch]:
         return self.micro_batches
@@ -141,13 +178,19 @@ class InstrumentedTrainer(Trainer):
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
-            self.measured[measurements.NORM] = {"(p = inf)": self.runner.clip_gradients(math.inf, math.inf)}
-            self.measured |= measurements.routed(*self.parts, add=partial(dist.all_reduce, group=self.mesh.stage))
+            self.measured[measurements.NORM] = {
+                "(p = inf)": self.runner.clip_gradients(math.inf, math.inf)
+            }
+            self.measured |= measurements.routed(
+                *self.parts, add=partial(dist.all_reduce, group=self.mesh.stage)
+            )
         return loss
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
-    """Return the name of the model's innermost module that an error passed through, or an empty string."""
+    """Return the name of the model's innermost module that an error passed through, or an empty
+    string.
+    """
     names, innermost = {id(module): name for name, module in model.named_modules()}, ""
     while trace is not None:
         innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost

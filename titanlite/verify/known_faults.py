@@ -1,8 +1,7 @@
 """Known faults: mistakes that real trainers shipped, and that the table must detect.
 
-Each replaces a function of the trainer on every rank, and never in the reference, in the rows that can show it. A
-replacement takes the original function, then its arguments.
-"""
+Each replaces a function of the trainer on every rank, never in the reference. A replacement takes
+the original function, then its arguments."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from titanlite.verify.table import Row
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: its description, the function it replaces, the rows that show it, and the replacement."""
+    """A mistake: in words, the function it replaces, its replacement, and the rows that show it."""
 
     summary: str
     target: str
@@ -111,7 +110,9 @@ def counts_per_rank(end_step, *call):
 @fault("train.step.StepRunner.forward_backward", "dp2", accumulation="3", variant="bias")
 def counts_per_microbatch(*call):
     """biases move after every micro-batch"""
-    return one_at_a_time(lambda runner: runner.balance.end_step(torch.zeros((), dtype=torch.bool)), *call)
+    return one_at_a_time(
+        lambda runner: runner.balance.end_step(torch.zeros((), dtype=torch.bool)), *call
+    )
 
 
 @fault("parallel.expert_parallel.is_recomputing", "dp2", recompute="full")

@@ -1,9 +1,9 @@
 """The measurements of a few steps of a model, and their comparison.
 
-The error of a tensor is ||actual - expected|| / ||expected||, of the full tensor. Where ||expected|| is less than
-FLOOR of the norm of all tensors of its kind, that takes its place: a tensor that is zero up to rounding, such as a
-key bias's gradient under softmax, has the error of the terms that were summed.
-"""
+The error of a tensor is ||actual - expected|| / ||expected||, of the full tensor. Where
+||expected|| is less than FLOOR of the norm of all tensors of its kind, that takes its place: a
+tensor that is zero up to rounding, such as a key bias's gradient under softmax, has the error of
+the terms that were summed."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +21,13 @@ from titanlite.parallel.expert_parallel import routers
 from titanlite.verify.table import SAMPLES, STEPS
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}
-"""Largest error of a row. bfloat16 mixed precision is compared with float32: by trial its 8 bits err by up to 5e-2 in
-the models here, on one rank as on many, where a sum that is dropped or doubled errs by 5e-1 and more. Where weights
-themselves are bfloat16, the reference's are too."""
+"""Largest error of a row. bfloat16 mixed precision is compared with float32: by trial its 8 bits
+err by up to 5e-2 in the models here, on one rank as on many, where a sum that is dropped or doubled
+errs by 5e-1 and more. Where weights themselves are bfloat16, the reference's are too."""
 LOSS_BOUNDS = BOUNDS | {"bfloat16": 5e-4}
-"""Of the loss, an average over tokens, with an error of 6e-5 where it is computed in float32 and 1e-3 in bfloat16."""
+"""Of the loss, an average over tokens, with an error of 6e-5 where it is computed in float32 and
+1e-3 in bfloat16.
+"""
 FLOOR = 1e-3
 INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
 CHOICES, BALANCE = "choices of experts in", "loss of balance in"
@@ -35,19 +37,22 @@ Measured = dict[str, dict[str, torch.Tensor]]
 
 
 Mismatch = tuple[float, str]
-"""The largest error of a row, infinite if it can't be measured, and the kind and name of its tensor."""
+"""The largest error of a row, infinite if it can't be measured, and the kind and name of its
+tensor.
+"""
 
 
 def with_optimizer(config: JobConfig, name: str) -> JobConfig:
     """Return the same config with another optimizer.
 
-    SGD steps tensor by tensor and without decay: DTensor searches how each new operation is split, for seconds on
-    three mesh dimensions, most of all for lists of tensors. AdamW's step is on lists, with decay.
+    SGD steps tensor by tensor and without decay: DTensor searches how each new operation is split,
+    for seconds on three mesh dimensions, most of all for lists of tensors. AdamW's step is on
+    lists, with decay.
 
-    AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for rounding, such as a key
-    bias's under softmax, moves its weight by the whole learning rate, in the direction of the rounding; 1e-3, about
-    the size of the gradients here, leaves errors about as large as they were.
-    """
+    AdamW divides by |gradient| + eps. With the usual 1e-8, a gradient that is zero but for
+    rounding, such as a key bias's under softmax, moves its weight by the whole learning rate, in
+    the direction of the rounding; 1e-3, about the size of the gradients here, leaves errors about
+    as large as they were."""
     plain = {"implementation": "for-loop", "weight_decay": 0.0} if name == "SGD" else {}
     settings = {"name": name, "eps": 1e-3, **plain}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=settings)})
@@ -67,11 +72,11 @@ def after_steps(optimizer: str, steps: int) -> str:
 
 
 def ragged_batch(vocab_size: int, tokens: int, kind: str = "") -> MicroBatch:
-    """Return SAMPLES samples of `tokens` tokens, some labels ignored, in the first half all of them.
+    """Return SAMPLES samples of `tokens` tokens, some labels ignored, in the first half all of
+    them.
 
-    As "one slice", no token is in the slice of the vocabulary that the second of two tensor-parallel ranks has; with
-    "documents" each sample has three.
-    """
+    As "one slice", no token is in the slice of the vocabulary that the second of two
+    tensor-parallel ranks has; with "documents" each sample has three."""
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(vocab_size, (SAMPLES, tokens + 1), generator=generator)
     if kind == "one slice":
@@ -89,7 +94,9 @@ def ragged_batch(vocab_size: int, tokens: int, kind: str = "") -> MicroBatch:
 
 
 def lengths_of(tokens: int, kind: str) -> list[int]:
-    """Return the lengths of the documents in a sample; the second of three lies on both sides of the middle."""
+    """Return the lengths of the documents in a sample; the second of three lies on both sides of
+    the middle.
+    """
     third, rest = tokens // 3, tokens % 3
     return [third, third + rest // 2, third + rest - rest // 2] if kind == "documents" else [tokens]
 
@@ -110,14 +117,20 @@ def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total:
     """Return the counts of a step's routers; `add` adds those of other ranks in place."""
     measured: Measured = {CHOICES: {}, BALANCE: {}}
     for name, router in routers(*parts).items():
-        measured[CHOICES][name], measured[BALANCE][name] = router.counts.double(), router.auxiliary.clone()
+        measured[CHOICES][name], measured[BALANCE][name] = (
+            router.counts.double(),
+            router.auxiliary.clone(),
+        )
         add(measured[CHOICES][name])
         add(measured[BALANCE][name])
     return measured
 
 
-def compare(actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]) -> Mismatch:
-    """Return the worst of the first kind beyond the bound (later kinds follow from it), else the worst of all.
+def compare(
+    actual: Measured, expected: Measured, precision: str, owns: Callable[[str], bool]
+) -> Mismatch:
+    """Return the worst of the first kind beyond the bound (later kinds follow from it), else the
+    worst of all.
 
     `owns(name)`: should this rank have the tensor? Without pipeline parallel it should have all.
     """
@@ -125,11 +138,21 @@ def compare(actual: Measured, expected: Measured, precision: str, owns: Callable
     for what, tensors in expected.items():
         names = set(filter(owns, tensors)) if what not in (NORM, LOSS) else tensors.keys()
         if unmatched := sorted(actual[what].keys() ^ names):
-            not_own = "belongs to another stage" if unmatched[0] in tensors else "is not in the plain model"
-            return math.inf, f"{what} {unmatched[0]}, which {'is missing' if unmatched[0] in names else not_own}"
-        error, name = max(_errors(what, actual[what], tensors), key=itemgetter(0), default=(0.0, ""))
+            not_own = (
+                "belongs to another stage"
+                if unmatched[0] in tensors
+                else "is not in the plain model"
+            )
+            why = "is missing" if unmatched[0] in names else not_own
+            return math.inf, f"{what} {unmatched[0]}, which {why}"
+        error, name = max(
+            _errors(what, actual[what], tensors), key=itemgetter(0), default=(0.0, "")
+        )
         if what == LOSS and LOSS_BOUNDS[precision] < error <= BOUNDS[precision]:
-            return math.inf, f"{what} differs by {error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}"
+            return (
+                math.inf,
+                f"{what} differs by {error:.1e}, more than {LOSS_BOUNDS[precision]:.0e}",
+            )
         found = error, f"{what} {name}".rstrip()
         if error > BOUNDS[precision]:
             return found

@@ -1,8 +1,7 @@
 """The model under test, from a command line, with its layouts and variants. Imports no torch.
 
-Only [model] is taken from a config; the table sets every other key. All that the flavor calls dropout is set to 0,
-since masks differ between meshes.
-"""
+Only [model] is taken from a config; the table sets every other key. All that the flavor calls
+dropout is set to 0, since masks differ between meshes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,9 @@ class ModelUnderTest:
 
     name: str
     modules: tuple[str, ...]
-    """Where it and the optimizer are defined, and the package that registers them if model.package is set."""
+    """Where it and the optimizer are defined, and the package that registers them if model.package
+    is set.
+    """
     overrides: tuple[str, ...]
     """Its [model] section, and the name of an optimizer of the user's own."""
     spec: ModelSpec
@@ -72,7 +73,10 @@ class ModelUnderTest:
     def variants(self) -> dict[str, list[str]]:
         """Return the further overrides of each variant that it has."""
         shape, blocks = self.spec.shape(self.flavor), self.spec.blocks
-        frozen = [*self.frozen, *(rule.pattern for rule in self.rules if rule.tensor == "embedding")]
+        frozen = [
+            *self.frozen,
+            *(rule.pattern for rule in self.rules if rule.tensor == "embedding"),
+        ]
         frozen.append(f"{blocks}.{min(1, shape.layers - 1)}.*")
         variants = {"plain": [], "frozen": [f"--model.freeze={toml_value(frozen)}"]}
         if hasattr(self.flavor, "tied"):
@@ -84,26 +88,39 @@ class ModelUnderTest:
 
     @property
     def kept_whole(self) -> list[str]:
-        """Return the override that replicates its small parameters, unless its table calls all of them so."""
+        """Return the override that replicates its small parameters, unless its table calls all of
+        them so.
+        """
         small = [rule.pattern for rule in self.rules if rule.tensor in ("norm", "replicated")]
-        return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"] * (len(small) < len(self.rules))
+        return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"] * (
+            len(small) < len(self.rules)
+        )
 
     @property
     def every_expert(self) -> list[str]:
-        """Return the override that sends each token to every expert, if there are any: with bfloat16's rounding a
-        router chooses others, and gradients are not comparable."""
+        """Return the override that sends each token to every expert, if there are any: with
+        bfloat16's rounding a router chooses others, and gradients are not comparable."""
         experts = self.spec.shape(self.flavor).experts
-        return [f"--model.overrides.top_k={experts}"] if experts and hasattr(self.flavor, "top_k") else []
+        return (
+            [f"--model.overrides.top_k={experts}"]
+            if experts and hasattr(self.flavor, "top_k")
+            else []
+        )
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
-        """Return the overrides that make the job of a row; `folder` holds the token shard, and gets a schedule."""
+        """Return the overrides that make the job of a row; `folder` holds the token shard, and gets
+        a schedule.
+        """
         line = [*self.overrides, *self.variants[row.variant]]
         if row.extra == "kept whole":
             line += self.kept_whole
         if row.is_narrow:
             line += self.every_expert
         line += [*row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}"]
-        line += [f"--training.dataset_path={folder / TOKENS}", f"--job.dump_folder={folder / 'run'}"]
+        line += [
+            f"--training.dataset_path={folder / TOKENS}",
+            f"--job.dump_folder={folder / 'run'}",
+        ]
         if row.extra == "imported":
             line.append(f"--checkpoint.initial_load_path={folder / IMPORTED}")
         return line
@@ -126,9 +143,13 @@ def build_job(overrides: list[str], world: int) -> Job:
 
 
 def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
-    """Return the model and optimizer that a command line names; ConfigError or UserError if there is a mistake."""
+    """Return the model and optimizer that a command line names; ConfigError or UserError if there
+    is a mistake.
+    """
     line = parse_command_line(argv, environ)
-    if not environ.get("CONFIG_FILE") and not any(argument.partition("=")[0] in CONFIG_FLAGS for argument in argv):
+    if not environ.get("CONFIG_FILE") and not any(
+        argument.partition("=")[0] in CONFIG_FLAGS for argument in argv
+    ):
         line.files = []  # not the debug config: without --config the defaults of [model] count
     reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
     for key in line.overrides:
@@ -158,11 +179,14 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     modules = [each.build.partition(":")[0] for each in (spec, optimizer)]
     modules += filter(None, [model.package])
     flavor = spec.configure(model.flavor, overrides)
-    return ModelUnderTest(name, (*modules,), section, spec, flavor, model.freeze, *_allowed_layouts(section))
+    return ModelUnderTest(
+        name, (*modules,), section, spec, flavor, model.freeze, *_allowed_layouts(section)
+    )
 
 
 def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:
-    """Return the layouts that the config allows, each with the choices of SPLIT_BY there, and why it refuses others.
+    """Return the layouts that the config allows, each with the choices of SPLIT_BY there, and why
+    it refuses others.
 
     A model refused on one process is an error of its own.
     """
@@ -176,7 +200,9 @@ def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict
             split[column] = tuple(choice for choice in choices if not reasons[choice])
         if all(split.values()):
             allowed[layout] = split
-            refused |= {f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason}
+            refused |= {
+                f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason
+            }
         else:
             refused[layout] = next(filter(None, reasons.values()))
     return allowed, refused
@@ -185,7 +211,12 @@ def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict
 def _refusal(overrides: tuple[str, ...], row: Row) -> str:
     """Return why the config refuses a row, or an empty string."""
     with TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        line = [*overrides, *row.overrides(), *_schedule(row, Path(folder)), "--training.dataset_path=."]
+        line = [
+            *overrides,
+            *row.overrides(),
+            *_schedule(row, Path(folder)),
+            "--training.dataset_path=.",
+        ]
         try:
             build_job(line, row.mesh.world)
         except ConfigError as error:

@@ -1,9 +1,10 @@
-"""Compare the planner's rehearsals with real processes: the bytes of the peak and every collective must be equal.
+"""Compare the planner's rehearsals with real processes: the bytes of the peak and every collective
+must be equal.
 
-`titanlite plan --selftest` runs the table: each row takes four steps of the real trainer on gloo processes of this
-machine, counted as a rehearsal is, and on its first and last rank a step after the first, when the optimizer has its
-state, must equal the rehearsal. A rehearsal runs the same code, so gathers are also compared with the table's.
-"""
+`titanlite plan --selftest` runs the table: each row takes four steps of the real trainer on gloo
+processes of this machine, counted as a rehearsal is, and on its first and last rank a step after
+the first, when the optimizer has its state, must equal the rehearsal. A rehearsal runs the same
+code, so gathers are also compared with the table's."""
 
 import logging
 import tempfile
@@ -44,14 +45,25 @@ class PlanRow:
     model: str
 
     def __str__(self) -> str:
-        chosen = [f"{key} {value}" for key, value in vars(self.row).items() if value != getattr(Row(""), key)]
+        chosen = [
+            f"{key} {value}"
+            for key, value in vars(self.row).items()
+            if value != getattr(Row(""), key)
+        ]
         return ", ".join([self.model, *chosen, *self.more])
 
 
 def row(
-    layout: str, dp_shard: int = 0, tp: int = 0, more: Sequence[str] = (), model: str = "llama3", **columns: str
+    layout: str,
+    dp_shard: int = 0,
+    tp: int = 0,
+    more: Sequence[str] = (),
+    model: str = "llama3",
+    **columns: str,
 ) -> PlanRow:
-    """Return a row with its all-gathers on each dimension, further overrides, and its choices of columns."""
+    """Return a row with its all-gathers on each dimension, further overrides, and its choices of
+    columns.
+    """
     chosen = Row(layout, **{"precision": "float32", **columns})
     return PlanRow(chosen, Counter(dp_shard=dp_shard, tp=tp), tuple(more), model)
 
@@ -87,16 +99,22 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
         if (peak, moment) != (rehearsed.peak, rehearsed.moment):
             there = f"{rehearsed.peak:,} bytes at {rehearsed.moment} rehearsed"
             differences.append(f"rank {rank}: {peak:,} bytes at {moment}, {there}")
-        differences += [f"rank {rank}: {line}" for line in _compare(collectives, rehearsed.collectives())]
+        differences += [
+            f"rank {rank}: {line}" for line in _compare(collectives, rehearsed.collectives())
+        ]
     return differences + missing_gathers(plan_row, counted[0][2])
 
 
 def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
-    """Take steps as a rank of the pool; return the peak of one after the first, its moment, and the collectives."""
+    """Take steps as a rank of the pool; return the peak of one after the first, its moment, and the
+    collectives.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-    trainer = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet"))
+    trainer = Trainer(
+        job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet")
+    )
     trainer.report.close()
     recording = count_later_step(trainer.runner, blank_batches(job))
     return recording.peak, recording.moment, recording.collectives()
@@ -111,7 +129,9 @@ def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list
     return _compare(found, plan_row.gathers, "{0} all-gathers on {2}, expected {1}")
 
 
-def _compare(found: Counter[Any], expected: Counter[Any], line: str = "{2}: {0}, {1} rehearsed") -> list[str]:
+def _compare(
+    found: Counter[Any], expected: Counter[Any], line: str = "{2}: {0}, {1} rehearsed"
+) -> list[str]:
     """Describe the numbers that differ."""
     return [
         line.format(found[one], expected[one], one)

@@ -1,9 +1,9 @@
 """A pool of gloo processes on this machine, which run plain functions on the ranks of a call.
 
-The processes come from a fork server that has torch loaded (a fork of a process that ran a backward pass would
-hang) and live through many runs; consecutive runs on the same number of ranks share their process groups. When a rank
-dies or is late, the error names it with its stack, and the pool starts new processes.
-"""
+The processes come from a fork server that has torch loaded (a fork of a process that ran a backward
+pass would hang) and live through many runs; consecutive runs on the same number of ranks share
+their process groups. When a rank dies or is late, the error names it with its stack, and the pool
+starts new processes."""
 
 import faulthandler
 import os
@@ -31,14 +31,19 @@ from titanlite.runtime.distributed import set_collective_timeout
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
 MAX_GROUP_REBUILDS = 32
-"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups; their threads
-poll, and hundreds of them take half of a small machine. A new process costs about as much as a run."""
+"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups;
+their threads poll, and hundreds of them take half of a small machine. A new process costs about as
+much as a run."""
 INDUCTOR_MODULE = "torch._inductor.compile_fx"
-"""To preload where rows compile: torch.compile imports it in every new rank, which takes seconds."""
+"""To preload where rows compile: torch.compile imports it in every new rank, which takes
+seconds.
+"""
 
 
 class RankFailed(Exception):
-    """A function failed on a rank of the pool; the message names the rank and has its traceback or stack."""
+    """A function failed on a rank of the pool; the message names the rank and has its traceback or
+    stack.
+    """
 
 
 class Pool:
@@ -56,11 +61,14 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60) -> list[Any]:
-        """Return the results by rank of `function(*args)` on `world` ranks (default: all), in a gloo group of these.
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60
+    ) -> list[Any]:
+        """Return the results by rank of `function(*args)` on `world` ranks (default: all), in a
+        gloo group of these.
 
-        The function must be importable by name, its results picklable, and done within `timeout` seconds.
-        """
+        The function must be importable by name, its results picklable, and done within `timeout`
+        seconds."""
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
         if self._world != world:
@@ -81,7 +89,9 @@ class Pool:
         return [pickle.loads(answers[rank]) for rank in range(world)]
 
     def _collect(self, world: int, timeout: float) -> tuple[dict[int, bytes], str]:
-        """Return the answers by rank, and the first failure, or an empty string; a death precedes what others saw."""
+        """Return the answers by rank, and the first failure, or an empty string; a death precedes
+        what others saw.
+        """
         answers: dict[int, bytes] = {}
         pending = {self._connections[rank]: rank for rank in range(world)}
         failure, deadline = "", time.monotonic() + timeout
@@ -95,7 +105,9 @@ class Pool:
                     error, answers[rank] = connection.recv()
                 except EOFError:
                     self._processes[rank].join()
-                    stack = self._stack_file(rank).read_text()  # of a signal that faulthandler takes
+                    stack = self._stack_file(
+                        rank
+                    ).read_text()  # of a signal that faulthandler takes
                     died = f"rank {rank} died, exit code {self._processes[rank].exitcode}"
                     return answers, "\n".join(filter(None, (died, failure, stack)))
                 if error and not failure:
@@ -109,7 +121,10 @@ class Pool:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(0.3)
         stacks = [f"rank {rank}:\n{self._stack_file(rank).read_text()}" for rank in ranks]
-        return f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n" + "\n".join(stacks)
+        return (
+            f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n"
+            + "\n".join(stacks)
+        )
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack-{rank}"
@@ -121,8 +136,16 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             connection, rank_connection = context.Pipe()
-            arguments = (rank_connection, self._store.port, str(self._stack_file(rank)), list(sys.path), self.log)
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            arguments = (
+                rank_connection,
+                self._store.port,
+                str(self._stack_file(rank)),
+                list(sys.path),
+                self.log,
+            )
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
+            )
             process.start()
             rank_connection.close()
             self._processes.append(process)
@@ -141,7 +164,9 @@ class Pool:
 
 def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
     """Run each function that is sent and answer, until the pool's process has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends its ranks
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process; the parent ends its ranks
     sys.path[:] = path
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
@@ -177,7 +202,9 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
     if dist.is_initialized():
         dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore(f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
+    store = dist.PrefixStore(
+        f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     _clear_sharding_prop_cache()  # it refers to meshes of earlier runs with destroyed groups
     # A mesh makes its groups with this function of its module (torch 2.11, 2.13, 2.15).
@@ -189,9 +216,13 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
             groups[key] = dist.new_group(ranks, group_desc=group_desc, **more)
         return groups[key]
 
-    def groups_of(ranks_per_subgroup_list: list[list[int]], group_desc: str) -> tuple[Any, list[Any]]:
+    def groups_of(
+        ranks_per_subgroup_list: list[list[int]], group_desc: str
+    ) -> tuple[Any, list[Any]]:
         subgroups = [group_of(ranks, group_desc) for ranks in ranks_per_subgroup_list]
-        return next(group for group in subgroups if rank in dist.get_process_group_ranks(group)), subgroups
+        return next(
+            group for group in subgroups if rank in dist.get_process_group_ranks(group)
+        ), subgroups
 
     vars(device_mesh)["new_group"] = group_of
     vars(dist)["new_subgroups_by_enumeration"] = groups_of

@@ -1,4 +1,6 @@
-"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at once."""
+"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at
+once.
+"""
 
 import math
 from collections import defaultdict
@@ -27,7 +29,9 @@ from titanlite.verify.table import SAMPLES
 
 
 def measure_reference(overrides: list[str], path: str, kind: str) -> float:
-    """Write the plain module's measurements to a file, and return the norm it clipped to: half of its own."""
+    """Write the plain module's measurements to a file, and return the norm it clipped to: half of
+    its own.
+    """
     job = build_job(overrides, 1)
     config = job.config
     batch = measurements.ragged_batch(job.shape.vocab_size, config.training.seq_len, kind)
@@ -51,14 +55,26 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
             if len(texts) > 1:
                 _count_whole_sequences(model, texts)
             logits = torch.cat([model(text) for text in texts], dim=1)
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED
+            )
             loss.backward()
-            grads = {name: gradient.double() for name, gradient in measurements.gradients(parameters).items()}
+            grads = {
+                name: gradient.double()
+                for name, gradient in measurements.gradients(parameters).items()
+            }
             if step == 1:
                 norms = {f"(p = {p:g})": get_total_norm(grads.values(), p) for p in (2.0, math.inf)}
-                measured |= {GRADIENT: grads, NORM: norms, LOSS: {"": loss.detach()}, **measurements.routed(model)}
+                measured |= {
+                    GRADIENT: grads,
+                    NORM: norms,
+                    LOSS: {"": loss.detach()},
+                    **measurements.routed(model),
+                }
                 max_norm = norms["(p = 2)"].item() / 2
-            clip_grads_with_norm_([item.parameter for item in trained], max_norm, get_total_norm(grads.values()))
+            clip_grads_with_norm_(
+                [item.parameter for item in trained], max_norm, get_total_norm(grads.values())
+            )
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             optimizer.step()
@@ -69,7 +85,9 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
 
 
 def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
-    """Give the routers their choices in all documents of a sequence: their loss is that of the whole."""
+    """Give the routers their choices in all documents of a sequence: their loss is that of the
+    whole.
+    """
     counts = defaultdict[Any, list[torch.Tensor]](list)
     for router in routers(model).values():
         router.sum_over_sequence = lambda own, router=router: counts[router].append(own) or own

@@ -13,15 +13,28 @@ from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS
 
 _ABOUT = """\
-Every layout with every recomputation, accumulation and variant; in the other columns every valid pair of
-choices occurs, not every combination. Each row is compared with the plain module in one process on the
+Every layout with every recomputation, accumulation and variant; \
+in the other columns every valid pair of
+choices occurs, not every combination. \
+Each row is compared with the plain module in one process on the
 whole batch, at least one data-parallel rank having no valid token: initial values bit for bit, then
-gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, three of AdamW and,
-in float64, one of Muon. bfloat16 is mixed precision, compared with float32; pure bf16 has bf16 weights, as
-has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; where ||ref|| is below a thousandth
+gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, \
+three of AdamW and,
+in float64, one of Muon. bfloat16 is mixed precision, compared with float32; \
+pure bf16 has bf16 weights, as
+has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; \
+where ||ref|| is below a thousandth
 of the norm of all tensors of its kind, that takes its place.
 """
-_WIDTHS = {"layout": 16, "accumulation": 5, "chunks": 6, "prefetch": 8, "reshard": 7, "sequence": 8, "variant": 7}
+_WIDTHS = {
+    "layout": 16,
+    "accumulation": 5,
+    "chunks": 6,
+    "prefetch": 8,
+    "reshard": 7,
+    "sequence": 8,
+    "variant": 7,
+}
 _WIDTHS["schedule"] = 21
 
 
@@ -37,8 +50,15 @@ class TablePrinter:
 
     def row(self, number: int, result: Result) -> None:
         row = result.row
-        self._print(f"{number:>4}  {_cells(vars(row))} {_error(result.error):>7}  {result.bound:.0e}  ", end="")
-        self._print("pass" if result.passed else "FAIL", style="green" if result.passed else "bold red", end="")
+        self._print(
+            f"{number:>4}  {_cells(vars(row))} {_error(result.error):>7}  {result.bound:.0e}  ",
+            end="",
+        )
+        self._print(
+            "pass" if result.passed else "FAIL",
+            style="green" if result.passed else "bold red",
+            end="",
+        )
         rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
         self._print(f"  {f'{row.extra}: ' if row.extra else ''}{result.what}{rank}")
 
@@ -50,7 +70,10 @@ class TablePrinter:
         failed = [result for result in results if not result.passed]
         took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"
         if failed:
-            self._print(f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:", style="bold red")
+            self._print(
+                f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:",
+                style="bold red",
+            )
             self._print(f"  {failed[0].row}\n  {failed[0].what}")
         else:
             count = "the row equals" if len(results) == 1 else f"all {len(results)} rows equal"
@@ -68,7 +91,9 @@ def _error(error: float) -> str:
 
 
 def page(model: str, command: str, results: Sequence[Result]) -> str:
-    """Return the results as Markdown: the command, counts for every choice, and the rows with largest errors."""
+    """Return the results as Markdown: the command, counts for every choice, and the rows with
+    largest errors.
+    """
     failed = [result for result in results if not result.passed]
     lines = [
         f"# Parity of {model}\n",
@@ -82,7 +107,10 @@ def page(model: str, command: str, results: Sequence[Result]) -> str:
         for choice in dict.fromkeys(getattr(result.row, column) for result in results):
             rows = [result for result in results if getattr(result.row, column) == choice]
             worst = " | ".join(_worst(rows, precision) for precision in BOUNDS)
-            lines.append(f"| {column} | {choice} | {len(rows)} | {sum(not r.passed for r in rows)} | {worst} |")
+            lines.append(
+                f"| {column} | {choice} | {len(rows)} | "
+                f"{sum(not r.passed for r in rows)} | {worst} |"
+            )
     lines += ["", "| error | bound | worst | row |", "|---|---|---|---|"]
     for result in sorted(results, key=lambda result: -result.error / result.bound)[:10]:
         row = str(result.row).removeprefix("layout ")

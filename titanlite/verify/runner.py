@@ -1,4 +1,6 @@
-"""Runs rows on local processes: a pool of ranks, and one reference for each variant and precision."""
+"""Runs rows on local processes: a pool of ranks, and one reference for each variant and
+precision.
+"""
 
 import math
 import os
@@ -33,7 +35,9 @@ OTHER_ROLES: dict[Role, list[Role]] = {
     "embedding": ["head"],
     "head": ["embedding"],
 }
-"""Roles that may have been meant. A norm and a replicated parameter are alike under tensor parallel."""
+"""Roles that may have been meant. A norm and a replicated parameter are alike under tensor
+parallel.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Result:
 
 
 def check_tables(model: ModelUnderTest) -> None:
-    """Raise a UserError with all parameters and rows that do not pair off, in the first variant that has any."""
+    """Raise a UserError with all parameters and rows that do not pair off, in the first variant
+    that has any.
+    """
     for variant in model.variants:
         job = build_job(model.command_line(Row("1", variant=variant), Path()), 1)
         try:
@@ -67,7 +73,9 @@ def check_tables(model: ModelUnderTest) -> None:
 
 @contextmanager
 def open_pool(world: int) -> Iterator[Pool]:
-    """Give a pool; its ranks write errors and torch's log to a file that is kept if there is any."""
+    """Give a pool; its ranks write errors and torch's log to a file that is kept if there is
+    any.
+    """
     file, path = tempfile.mkstemp(prefix="titanlite-verify-", suffix=".log")
     os.close(file)
     try:
@@ -81,8 +89,12 @@ def open_pool(world: int) -> Iterator[Pool]:
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     """Give a function that runs a row, with the name of a known fault or without."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # the system frees the rest
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # or the profiler prints when it starts and stops
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
+    )  # the system frees the rest
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         yield RowRunner(model, Path(folder), pool)
 
@@ -97,23 +109,36 @@ class RowRunner:
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
     def wrong_role(self, layout: str) -> str:
-        """Return a diagnosis of the model's table where a tensor-parallel layout fails: each role is tried."""
+        """Return a diagnosis of the model's table where a tensor-parallel layout fails: each role
+        is tried.
+        """
         row = Row(layout, precision="float64")
         if self(row).passed:
             return ""
         job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
         for rule in job.spec.rules(job.model):
             for role in OTHER_ROLES.get(rule.tensor, []):
-                if not rule.pattern.endswith(".bias") and self(row, role=(rule.pattern, role)).passed:
-                    return f"the row {rule.pattern} = {rule.tensor} is wrong: with {role} this layout passes"
+                if (
+                    not rule.pattern.endswith(".bias")
+                    and self(row, role=(rule.pattern, role)).passed
+                ):
+                    return (
+                        f"the row {rule.pattern} = {rule.tensor} is wrong: "
+                        f"with {role} this layout passes"
+                    )
         return "no other role of a single row makes this layout pass"
 
     def __call__(self, row: Row, fault: str = "", role: tuple[str, Role] | None = None) -> Result:
         """Compare one row with its reference."""
         start = time.monotonic()
-        # A process compiles with one backend only (a second one fails there): inductor's rows get new processes.
+        # A process compiles with one backend only (a second one fails there): inductor's rows get
+        # new processes.
         own = row.compile == "inductor"
-        new_ranks = closing(Pool(row.mesh.world, PRELOAD, self._pool.log)) if own else nullcontext(self._pool)
+        new_ranks = (
+            closing(Pool(row.mesh.world, PRELOAD, self._pool.log))
+            if own
+            else nullcontext(self._pool)
+        )
         try:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
@@ -124,7 +149,9 @@ class RowRunner:
             if self._pool.log:
                 with open(self._pool.log, "a", encoding="utf-8") as log:
                     log.write(f"{row}\n{error}\n")
-            worst = [(math.inf, str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2])]
+            worst = [
+                (math.inf, str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2])
+            ]
         rank = max(range(len(worst)), key=lambda rank: worst[rank][0])
         largest, what = worst[rank]
         return Result(row, what, largest, rank, time.monotonic() - start)
@@ -136,10 +163,14 @@ class RowRunner:
         key = (row.variant, precision, row.batch, *experts)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")
-            overrides = self._model.command_line(Row("1", variant=row.variant, precision=precision), self._folder)
+            overrides = self._model.command_line(
+                Row("1", variant=row.variant, precision=precision), self._folder
+            )
             overrides += experts
             if row.extra == "large":
                 overrides.append(EXTRAS["large"])
-            max_norm = pool.run(measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS)[0]
+            max_norm = pool.run(
+                measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS
+            )[0]
             self._references[key] = path, max_norm
         return self._references[key]

@@ -1,9 +1,9 @@
-"""A rank's step against the declarations of its job: all-gathers and reductions, a pipeline's actions, sends.
+"""A rank's step against the declarations of its job: all-gathers and reductions, a pipeline's
+actions, sends.
 
-The rows of the table find a wrong number; this finds work that is done too often, or in another order.
-FSDP2 names the group of each gather and reduction in profiler traces (tried on torch 2.11, 2.13 and 2.15); the
-collectives' own arguments don't distinguish blocks.
-"""
+The rows of the table find a wrong number; this finds work that is done too often, or in another
+order. FSDP2 names the group of each gather and reduction in profiler traces (tried on torch 2.11,
+2.13 and 2.15); the collectives' own arguments don't distinguish blocks."""
 
 import re
 import warnings
@@ -35,9 +35,8 @@ Send = tuple[int, tuple[int, ...], torch.dtype]
 class StepRecord:
     """Records a step of a job on a rank of its pipeline.
 
-    Not the first step: FSDP2 learns the names of modules in their first forward pass, which some schedules gather
-    before, and a pipeline tries its connections.
-    """
+    Not the first step: FSDP2 learns the names of modules in their first forward pass, which some
+    schedules gather before, and a pipeline tries its connections."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.job, self.stage_rank = job, stage_rank
@@ -51,9 +50,13 @@ class StepRecord:
         """Record what runs inside."""
         send = dist.ProcessGroup.send
 
-        def send_and_count(group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int) -> Any:
+        def send_and_count(
+            group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int
+        ) -> Any:
             for tensor in tensors:
-                if tensor.is_floating_point():  # torch's first step also tries connections, by integers
+                if (
+                    tensor.is_floating_point()
+                ):  # torch's first step also tries connections, by integers
                     self.sent[receiver, tuple(tensor.shape), tensor.dtype] += 1
             return send(group, tensors, receiver, tag)
 
@@ -61,15 +64,22 @@ class StepRecord:
         with patch.object(dist.ProcessGroup, "send", send_and_count), recorder:
             yield
 
-    def differences(self, parts: Sequence[nn.Module], pipeline: Pipeline | None) -> Iterator[tuple[str, str]]:
+    def differences(
+        self, parts: Sequence[nn.Module], pipeline: Pipeline | None
+    ) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
         if pipeline:
             yield from self._pipeline_differences(parts, pipeline)
         elif self.sharded:
             gathers = declared_gathers(self.job, parts[0], "FB")
-            yield "all-gathers:", first_difference(self.gathered[: len(gathers)], gathers)  # of the first micro-batch
+            yield (
+                "all-gathers:",
+                first_difference(self.gathered[: len(gathers)], gathers),
+            )  # of the first micro-batch
 
-    def _pipeline_differences(self, parts: Sequence[nn.Module], pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    def _pipeline_differences(
+        self, parts: Sequence[nn.Module], pipeline: Pipeline
+    ) -> Iterator[tuple[str, str]]:
         job = self.job
         actions = [action for cell in orders(job.stages)[self.stage_rank] for action in parse(cell)]
         declared = [f"{action.stage}{action.kind}{action.micro_batch}" for action in actions]
@@ -82,10 +92,17 @@ class StepRecord:
             gathers = declared_gathers(job, parts[0], [action.kind for action in actions])
         else:  # torch gathers all of a stage, in an order of its own
             gathered = sorted(gathered, key=sorted)
-            gathers = sorted((group for part in parts for group in declared_gathers(job, part, "F")), key=sorted)
+            gathers = sorted(
+                (group for part in parts for group in declared_gathers(job, part, "F")), key=sorted
+            )
         yield "all-gathers:", first_difference(gathered, gathers)
-        reductions = sorted((group for part in parts for group in declared_reductions(job, part)), key=sorted)
-        yield "reductions:", first_difference(sorted(self.reduced, key=sorted), reductions, "reduced")
+        reductions = sorted(
+            (group for part in parts for group in declared_reductions(job, part)), key=sorted
+        )
+        yield (
+            "reductions:",
+            first_difference(sorted(self.reduced, key=sorted), reductions, "reduced"),
+        )
 
     def _sends_difference(self, pipeline: Pipeline) -> str:
         declared = self._declared_sends(pipeline)
@@ -93,21 +110,29 @@ class StepRecord:
             if self.sent[kind] != declared[kind]:
                 receiver, shape, dtype = kind
                 size = f"{' x '.join(map(str, shape))} of {str(dtype).removeprefix('torch.')}"
-                return f"{self.sent[kind]} instead of {declared[kind]} of {size} to pipeline rank {receiver}"
+                return (
+                    f"{self.sent[kind]} instead of {declared[kind]} of {size} "
+                    f"to pipeline rank {receiver}"
+                )
         return ""
 
     def _declared_sends(self, pipeline: Pipeline) -> Counter[Send]:
-        """Return the sends of a step: every stage its hidden states to the next, and gradients of its inputs back.
+        """Return the sends of a step: every stage its hidden states to the next, and gradients of
+        its inputs back.
 
-        Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends send the gradient.
-        """
+        Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends
+        send the gradient."""
         stages, layout, training = self.job.stages, self.job.layout, self.job.config.training
         rank_of = stages.rank_of
         shape = stages.size, training.seq_len // (layout.cp * layout.tp), pipeline.width
         sends = Counter[Send]()
-        for neighbor in (other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)):
+        for neighbor in (
+            other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)
+        ):
             if (receiver := rank_of.get(neighbor, self.stage_rank)) != self.stage_rank:
-                sends[receiver, shape, getattr(torch, training.mixed_precision_param)] += stages.micro_batches
+                sends[receiver, shape, getattr(torch, training.mixed_precision_param)] += (
+                    stages.micro_batches
+                )
         for parameter, receiver, _ in pipeline.tied:
             sends[receiver, tuple(local_part(parameter).shape), parameter.dtype] += 1
         return sends
@@ -122,7 +147,9 @@ ROOT = frozenset(("the root",))
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     """Append the modules of each all-gather and of each reduction, in the order of their issue."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*clears events")  # torch 2.11 warns of longer profiles
+        warnings.filterwarnings(
+            "ignore", message=".*clears events"
+        )  # torch 2.11 warns of longer profiles
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
     try:
@@ -130,10 +157,17 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     finally:
         trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
-    # The public trace.events() makes an object for each of many thousand events: longer than the row's steps.
-    events = [event for event in trace.profiler.kineto_results.events() if event.name().startswith("FSDP::")]
+    # The public trace.events() makes an object for each of many thousand events: longer than the
+    # row's steps.
+    events = [
+        event
+        for event in trace.profiler.kineto_results.events()
+        if event.name().startswith("FSDP::")
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if match := re.fullmatch(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()):
+        if match := re.fullmatch(
+            r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()
+        ):
             into = gathered if match[1] == "all_gather" else reduced
             into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
 
@@ -148,7 +182,9 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     forward_order, order = range(len(plan.groups)), list[int]()
     policy = "never" if policy == "default" and job.layout.pp > 1 else policy
     not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
-    one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's own
+    one_ahead = {
+        turn: (following,) for turn, following in pairwise(plan.backward_order)
+    }  # FSDP2's own
 
     def gather(turns: Sequence[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
         for turn in turns:
@@ -163,12 +199,18 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
             gather(forward_order, dict(enumerate(plan.forward or ())))
             whole &= not_resharded
         else:  # which frees parameters only at the end of the step
-            gather(plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead)
+            gather(
+                plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead
+            )
     groups, layout, spec = _groups(plan), job.layout, job.spec
     apart = tuple(
-        f".{path}" for path in expert_paths(spec.rules(job.model), spec.blocks) if layout.experts_on_own_mesh
+        f".{path}"
+        for path in expert_paths(spec.rules(job.model), spec.blocks)
+        if layout.experts_on_own_mesh
     )
-    ranks = [layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups]
+    ranks = [
+        layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups
+    ]
     return [groups[group] for group in order if ranks[group] > 1]
 
 
@@ -177,13 +219,21 @@ def declared_reductions(job: Job, part: nn.Module) -> list[Group]:
     plan = _plan(job, part)
 
     def is_trained(modules: Iterable[str]) -> bool:
-        return any(p.requires_grad for name in modules for p in part.get_submodule(name).parameters())
+        return any(
+            p.requires_grad for name in modules for p in part.get_submodule(name).parameters()
+        )
 
-    return [group for group, modules in zip(_groups(plan), plan.groups, strict=True) if is_trained(modules)]
+    return [
+        group
+        for group, modules in zip(_groups(plan), plan.groups, strict=True)
+        if is_trained(modules)
+    ]
 
 
 def _plan(job: Job, part: nn.Module) -> Schedule:
-    return schedule(job, tied=bool(shared_names(part)), modules={name for name, _ in part.named_modules()})
+    return schedule(
+        job, tied=bool(shared_names(part)), modules={name for name, _ in part.named_modules()}
+    )
 
 
 def _groups(plan: Schedule) -> list[Group]:
@@ -193,7 +243,9 @@ def _groups(plan: Schedule) -> list[Group]:
     return groups
 
 
-def first_difference(actual: Sequence[Group | str], expected: Sequence[Group | str], done: str = "gathered") -> str:
+def first_difference(
+    actual: Sequence[Group | str], expected: Sequence[Group | str], done: str = "gathered"
+) -> str:
     """Describe the first group, or action, that is not as expected, or return an empty string."""
     for number, (one, other) in enumerate(zip_longest(actual, expected, fillvalue="nothing"), 1):
         if one != other:

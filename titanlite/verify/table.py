@@ -1,10 +1,10 @@
-"""The table: which combinations of table.toml are compared with one process on the whole batch. Imports no torch.
+"""The table: which combinations of table.toml are compared with one process on the whole batch.
+Imports no torch.
 
-A row has one choice of every column. `pairwise` returns a small set of rows that has every valid pair of choices;
-`beyond` returns a few rows per further layout, covering every choice of every other column; `full`
-returns every layout with every recomputation, accumulation and variant, and every valid pair of choices in its other
-columns.
-"""
+A row has one choice of every column. `pairwise` returns a small set of rows that has every valid
+pair of choices; `beyond` returns a few rows per further layout, covering every choice of every
+other column; `full` returns every layout with every recomputation, accumulation and variant, and
+every valid pair of choices in its other columns."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,13 @@ MICRO_BATCH = 3
 """Samples of a pipeline's micro-batch: divides those of a rank, whatever the accumulation."""
 
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
-"""Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in float64, where its
-error is a proof: an algorithm may amplify the rounding of another precision."""
+"""Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in
+float64, where its error is a proof: an algorithm may amplify the rounding of another precision."""
 
 _TABLE = read_toml(Path(__file__).with_suffix(".toml"))
 LAYOUTS, BEYOND, ONLY_FULL = (
-    {name: Layout(**degrees) for name, degrees in layouts.items()} for layouts in _TABLE["layouts"].values()
+    {name: Layout(**degrees) for name, degrees in layouts.items()}
+    for layouts in _TABLE["layouts"].values()
 )
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
 CSV = "csv"
@@ -81,14 +82,19 @@ class Row:
 
     @property
     def order(self) -> str:
-        """Return the order of the schedule "csv", which no class of torch has: a stage a rank, all forward passes,
-        then the backward passes from the last micro-batch to the first."""
+        """Return the order of the schedule "csv", which no class of torch has: a stage a rank, all
+        forward passes, then the backward passes from the last micro-batch to the first."""
         numbers = range(SAMPLES // self.mesh.batch // MICRO_BATCH)
-        rows = ([f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)] for s in range(self.mesh.pp))
+        rows = (
+            [f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)]
+            for s in range(self.mesh.pp)
+        )
         return "".join(",".join(row) + "\n" for row in rows)
 
     def overrides(self) -> list[str]:
-        """Return the command line's overrides for this row, without those for its variant of the model."""
+        """Return the command line's overrides for this row, without those for its variant of the
+        model.
+        """
         mesh, flags = self.mesh, [EXTRAS[self.extra]]
         if mesh.pp > 1:
             flags.append(f"--parallelism.pipeline_parallel_microbatch_size={MICRO_BATCH}")
@@ -108,15 +114,27 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
-INDUCTOR, EXTRA = (tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra"))
+INDUCTOR, EXTRA = (
+    tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra")
+)
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})
-    for layout in ("dp3", "dp4", "replicate4", "hsdp2x2 x tp2", "pp4", "ep2 of dp4", "replicate2 x ep2")
+    for layout in (
+        "dp3",
+        "dp4",
+        "replicate4",
+        "hsdp2x2 x tp2",
+        "pp4",
+        "ep2 of dp4",
+        "replicate2 x ep2",
+    )
 }
-"""Pairs with a row in `full` only: compiling takes seconds a rank, and proves no more there than on fewer ranks."""
+"""Pairs with a row in `full` only: compiling takes seconds a rank, and proves no more there than on
+fewer ranks.
+"""
 
 
 def choices(
@@ -125,9 +143,13 @@ def choices(
     documents: Sequence[str] = ("off", "on"),
     **split: Sequence[str],
 ) -> Choices:
-    """Return the choices of every column, for what a model allows of layouts, variants, documents and of SPLIT_BY."""
+    """Return the choices of every column, for what a model allows of layouts, variants, documents
+    and of SPLIT_BY.
+    """
     by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
-    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {"compile": ["off", "aot_eager"]}
+    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {
+        "compile": ["off", "aot_eager"]
+    }
     by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
     if "cp4" in layouts:  # its ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
@@ -135,8 +157,9 @@ def choices(
 
 
 def is_valid(row: Mapping[str, str]) -> bool:
-    """Return whether these choices may occur in one row: without sharding, the keys for gathers have no effect, nor
-    do those for sequences and schedules without context or pipeline parallel."""
+    """Return whether these choices may occur in one row: without sharding, the keys for gathers
+    have no effect, nor do those for sequences and schedules without context or pipeline
+    parallel."""
     if "layout" not in row:
         return True
     if row.get("prefetch", "0") != "0":
@@ -145,13 +168,17 @@ def is_valid(row: Mapping[str, str]) -> bool:
     layout = chosen.mesh
     split = layout.cp > 1 or chosen.sequence == "headtail"
     staged = _is_valid_in_stages(chosen) if layout.pp > 1 else chosen.schedule == "1F1B"
-    return split and staged and (layout.fsdp > 1 or (chosen.prefetch, chosen.reshard) == ("0", "default"))
+    return (
+        split
+        and staged
+        and (layout.fsdp > 1 or (chosen.prefetch, chosen.reshard) == ("0", "default"))
+    )
 
 
 def _is_valid_in_stages(row: Row) -> bool:
-    """Return whether the config allows these choices with stages: parameters are gathered more than once, or ahead,
-    only by schedules of one stage a rank; no block is compiled or recomputed by a backward pass in two halves; a V's
-    weights are not tied."""
+    """Return whether the config allows these choices with stages: parameters are gathered more than
+    once, or ahead, only by schedules of one stage a rank; no block is compiled or recomputed by a
+    backward pass in two halves; a V's weights are not tied."""
     ahead = row.prefetch != "0"
     again = row.reshard == "always"
     if again and row.schedule not in SINGLE or ahead and not again:
@@ -163,7 +190,11 @@ def _is_valid_in_stages(row: Row) -> bool:
 
 def pairs(of: Choices) -> set[_Pair]:
     """Return every valid pair of choices."""
-    every = ({a: left, b: right} for a, b in combinations(COLUMNS, 2) for left, right in product(of[a], of[b]))
+    every = (
+        {a: left, b: right}
+        for a, b in combinations(COLUMNS, 2)
+        for left, right in product(of[a], of[b])
+    )
     return {frozenset(pair.items()) for pair in every if is_valid(_given(of) | pair)}
 
 
@@ -179,43 +210,65 @@ def pairs_in(row: Row) -> set[_Pair]:
 def pairwise(of: Choices) -> list[Row]:
     """Return a small set of rows that contains every valid pair, always the same.
 
-    They are in the order of the layouts, those with tensor parallel first: these show mistakes in a model's table.
-    """
-    covers = (_cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True) for seed in range(30))
+    They are in the order of the layouts, those with tensor parallel first: these show mistakes in a
+    model's table."""
+    covers = (
+        _cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True)
+        for seed in range(30)
+    )
     order = sorted(LAYOUTS, key=lambda layout: LAYOUTS[layout].tp == 1)
 
-    def cost(rows: list[Row]) -> int:  # by trial a rank that compiles takes about as long as three that do not
+    def cost(
+        rows: list[Row],
+    ) -> int:  # by trial a rank that compiles takes about as long as three that do not
         return sum(row.mesh.world * (1 if row.compile == "off" else 3) for row in rows)
 
     return sorted(min(covers, key=cost), key=lambda row: (order.index(row.layout), astuple(row)))
 
 
 def beyond(of: Choices) -> list[Row]:
-    """Return a small set of rows with a layout and every choice of every other column, always the same.
+    """Return a small set of rows with a layout and every choice of every other column, always the
+    same.
 
     The first is in float64 and with the default split of sequences, if the model allows that.
     """
     (layout,) = of["layout"]
     met = {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair}
-    covers = [_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True) for seed in range(30)]
+    covers = [
+        _cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True)
+        for seed in range(30)
+    ]
 
     def order(row: Row) -> tuple[bool, ...]:
-        return row.precision != "float64", row.sequence != "headtail", row.compile != "off", row.accumulation != "1"
+        return (
+            row.precision != "float64",
+            row.sequence != "headtail",
+            row.compile != "off",
+            row.accumulation != "1",
+        )
 
     return sorted(min(covers, key=lambda rows: (len(rows), min(map(order, rows)))), key=order)
 
 
 def full(of: Choices) -> list[Row]:
-    """Return the product of the columns that change the mathematics most, and every valid pair of the others."""
+    """Return the product of the columns that change the mathematics most, and every valid pair of
+    the others.
+    """
     uncovered, rng = pairs(of), random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
     values = product(*(of[column] for column in varied))
-    rows = [_complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values]
+    rows = [
+        _complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values
+    ]
     return rows + _cover(of, uncovered, rng)
 
 
-def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False) -> list[Row]:
-    """Return rows until every pair is covered: each starts from an uncovered pair and is completed greedily."""
+def _cover(
+    of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
+) -> list[Row]:
+    """Return rows until every pair is covered: each starts from an uncovered pair and is completed
+    greedily.
+    """
     rows = []
     while uncovered:
         row = _given(of) | dict(min(uncovered, key=sorted))
@@ -224,13 +277,18 @@ def _cover(of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_che
 
 
 def _complete(
-    row: dict[str, str], of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
+    row: dict[str, str],
+    of: Choices,
+    uncovered: set[_Pair],
+    rng: random.Random,
+    *,
+    prefer_cheap: bool = False,
 ) -> Row:
-    """Give each missing column the choice that covers most pairs, without making an excluded one if it can.
+    """Give each missing column the choice that covers most pairs, without making an excluded one if
+    it can.
 
-    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest. Remove the row's pairs
-    from `uncovered`.
-    """
+    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest.
+    Remove the row's pairs from `uncovered`."""
     for column in sorted(COLUMNS, key=lambda _: rng.random()):
         if column in row:
             continue
@@ -239,6 +297,8 @@ def _complete(
         valid = [c for c in valid if not EXCLUDED & made[c]] or valid
         most = max(len(made[c] & uncovered) for c in valid)
         best = [c for c in valid if len(made[c] & uncovered) == most]
-        row[column] = best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
+        row[column] = (
+            best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
+        )
     uncovered -= pairs_in(Row(**row))
     return Row(**row)

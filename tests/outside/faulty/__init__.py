@@ -1,4 +1,6 @@
-"""A model that fails on one rank: FAULT="RANK:STEP:KIND", with the kinds raise, nan, kill and sleep."""
+"""A model that fails on one rank: FAULT="RANK:STEP:KIND", with the kinds raise, nan, kill and
+sleep.
+"""
 
 from dataclasses import replace
 

@@ -1,11 +1,12 @@
-"""Put faults into a rank: INJURY="KIND:PHASE:RANK:STEP[:ATTEMPT], …", for a run with --model.package=injured.
+"""Put faults into a rank: INJURY="KIND:PHASE:RANK:STEP[:ATTEMPT], …", for a run with
+--model.package=injured.
 
-The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one that is named, or
-every one ("*"). Kinds: raise, kill, segv, core (segv, with a core in the folder CORES), stop (SIGSTOP), sleep, spin
-(without giving up the GIL), deaf (sleep; SIGUSR2, the request for a stack, ends it), term and usr1 (which ask the run
-to stop), nan and spike (of a gradient, in any phase). The start has step 0 and the phase "start"; "end" is after all
-steps, whatever STEP says.
-"""
+The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one
+that is named, or every one ("*"). Kinds: raise, kill, segv, core (segv, with a core in the folder
+CORES), stop (SIGSTOP), sleep, spin (without giving up the GIL), deaf (sleep; SIGUSR2, the request
+for a stack, ends it), term and usr1 (which ask the run to stop), nan and spike (of a gradient, in
+any phase). The start has step 0 and the phase "start"; "end" is after all steps, whatever STEP
+says."""
 
 import ctypes
 import faulthandler

@@ -1,4 +1,6 @@
-"""Converters in a user's own package: registered by `[model] package = "louder"`, no edit in titanlite."""
+"""Converters in a user's own package: registered by `[model] package = "louder"`, no edit in
+titanlite.
+"""
 
 from titanlite.registry import register_converter
 

@@ -1,4 +1,6 @@
-"""A converter that doubles the output of norms, and one that renames a parameter, which is refused."""
+"""A converter that doubles the output of norms, and one that renames a parameter, which is
+refused.
+"""
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,14 +16,18 @@ class Louder:
         self.seen = []
 
     def convert(self, model):
-        assert all(p.is_meta and not isinstance(p, DTensor) for p in model.parameters()), "before sharding"
+        assert all(p.is_meta and not isinstance(p, DTensor) for p in model.parameters()), (
+            "before sharding"
+        )
         norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
         for norm in norms:
             norm.__class__ = LouderNorm
         return [f"louder     {len(norms)} norms"]
 
     def after_optimizer_step(self, parts):
-        self.seen.append(sum(p.detach().double().sum().item() for part in parts for p in part.parameters()))
+        self.seen.append(
+            sum(p.detach().double().sum().item() for part in parts for p in part.parameters())
+        )
 
 
 class Renaming(Louder):

@@ -1,4 +1,6 @@
-"""A model in a user's package: its own experts, sigmoid scores, a shared expert, and a first block without."""
+"""A model in a user's package: its own experts, sigmoid scores, a shared expert, and a first block
+without.
+"""
 
 from dataclasses import dataclass
 
@@ -38,7 +40,14 @@ SPEC = register_model(
         name="mixed",
         flavors={"small": MixedConfig()},
         shape=lambda c: ModelDims(
-            c.n_layers, c.n_heads, c.n_heads, c.dim // c.n_heads, c.vocab_size, 1024, c.experts, dense_layers=1
+            c.n_layers,
+            c.n_heads,
+            c.n_heads,
+            c.dim // c.n_heads,
+            c.vocab_size,
+            1024,
+            c.experts,
+            dense_layers=1,
         ),
         rules=rules,
         build="mixed.model:Mixed",

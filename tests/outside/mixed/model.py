@@ -26,13 +26,18 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, c.dim, c.expert_dim))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        return grouped_product(grouped_product(tokens, self.up, counts).relu() ** 2, self.down, counts)
+        return grouped_product(
+            grouped_product(tokens, self.up, counts).relu() ** 2, self.down, counts
+        )
 
 
 class Block(nn.Module):
     def __init__(self, c: MixedConfig, is_dense: bool) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-5), nn.RMSNorm(c.dim, eps=1e-5)
+        self.attention_norm, self.ffn_norm = (
+            nn.RMSNorm(c.dim, eps=1e-5),
+            nn.RMSNorm(c.dim, eps=1e-5),
+        )
         self.attention = RotaryAttention(c.dim, c.n_heads, c.n_heads, c.dim // c.n_heads)
         if is_dense:
             self.dense = Dense(c.dim, 2 * c.dim)

@@ -1,8 +1,8 @@
 """Help a run on fake GPUs (tests/gpu), with --model.package=on_fake_gpu.
 
-The traces get the phases of a step, and at the end the allocator's peaks. Kernels compute nothing, so that the host
-reads zeros: where it needs another value to go on, it gets that here, after the wait for the zeros.
-"""
+The traces get the phases of a step, and at the end the allocator's peaks. Kernels compute nothing,
+so that the host reads zeros: where it needs another value to go on, it gets that here, after the
+wait for the zeros."""
 
 import ctypes
 import os
@@ -75,7 +75,9 @@ def take_time_on_the_network() -> None:
 
 
 def vote_for_known_shapes() -> None:
-    """Since torch 2.14 the stages of a pipeline vote on how they find the shapes of what they send."""
+    """Since torch 2.14 the stages of a pipeline vote on how they find the shapes of what they
+    send.
+    """
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     vote: Any = getattr(_PipelineSchedule, "_warmup_p2p", None)

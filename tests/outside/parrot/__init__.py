@@ -1,4 +1,5 @@
-"""A model in a user's own package: registered by `[model] package = "parrot"`, no edit in titanlite.
+"""A model in a user's own package: registered by `[model] package = "parrot"`, no edit in
+titanlite.
 
 It has what llama3 lacks: biases, dropout, LayerNorm.
 """

@@ -1,4 +1,6 @@
-"""A model in a user's package that tests tensor parallel: replicated parameters, norms inside of attention."""
+"""A model in a user's package that tests tensor parallel: replicated parameters, norms inside of
+attention.
+"""
 
 from dataclasses import dataclass
 

@@ -21,7 +21,9 @@ class Mix(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q = self.q_norm(q) * self.temperature
-        return self.wo(F.scaled_dot_product_attention(q, q, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return self.wo(
+            F.scaled_dot_product_attention(q, q, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 class Block(nn.Module):

@@ -1,4 +1,6 @@
-"""Llama, GPT-2 and Qwen 3 with rows of their tables that nothing splits: those that match a pattern in `whole`."""
+"""Llama, GPT-2 and Qwen 3 with rows of their tables that nothing splits: those that match a pattern
+in `whole`.
+"""
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -31,7 +33,9 @@ class UnsplitQwen(QwenConfig):
 def _register(name: str, spec: ModelSpec, cls: type, flavor: str) -> None:
     def rules(c: Any) -> tuple[Rule, ...]:
         return tuple(
-            replace(rule, tensor="replicated") if any(fnmatchcase(rule.pattern, p) for p in c.whole) else rule
+            replace(rule, tensor="replicated")
+            if any(fnmatchcase(rule.pattern, p) for p in c.whole)
+            else rule
             for rule in spec.rules(c)
         )
 

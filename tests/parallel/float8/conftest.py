@@ -9,7 +9,13 @@ from titanlite.verify.pool import Pool
 def pool():
     pytest.importorskip("torchao", reason="float8 needs the extra float8")
     ranks = Pool(
-        4, preload=["titanlite.train.trainer", "torch._dynamo", "torchao.float8", "torch._inductor.codegen.triton"]
+        4,
+        preload=[
+            "titanlite.train.trainer",
+            "torch._dynamo",
+            "torchao.float8",
+            "torch._inductor.codegen.triton",
+        ],
     )
     yield ranks
     ranks.close()

@@ -1,4 +1,6 @@
-"""Small jobs whose layers are wide enough for float8, and functions that run them on the pool's ranks."""
+"""Small jobs whose layers are wide enough for float8, and functions that run them on the pool's
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.jobs import QUIET, forward_backward, gradients, micro_batches, relative_error, trainer, weights
+from tests.jobs import (
+    QUIET,
+    forward_backward,
+    gradients,
+    micro_batches,
+    relative_error,
+    trainer,
+    weights,
+)
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.train.loss import count_valid
@@ -79,5 +89,8 @@ def steps(cases: dict[str, list[str]], folder: str) -> dict[str, dict[str, Any]]
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the relative error of all gradients together."""
     assert found.keys() == expected.keys()
-    flat = [torch.cat([tensors[name].double().flatten() for name in expected]) for tensors in (found, expected)]
+    flat = [
+        torch.cat([tensors[name].double().flatten() for name in expected])
+        for tensors in (found, expected)
+    ]
     return relative_error(*flat)

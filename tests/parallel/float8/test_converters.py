@@ -1,4 +1,6 @@
-"""Converters: registration, when their hooks are called, what they may do; and which layers Float8 converts."""
+"""Converters: registration, when their hooks are called, what they may do; and which layers Float8
+converts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch
 from torch import nn
 
 from tests.jobs import FLOAT64, TINY, fake_world, job, trainer, weights
-from tests.parallel.float8.jobs import AG, BFLOAT16, EVERY_LAYER, FLOAT8, PRECOMPUTED, RECIPE, TP2, WIDE
+from tests.parallel.float8.jobs import (
+    AG,
+    BFLOAT16,
+    EVERY_LAYER,
+    FLOAT8,
+    PRECOMPUTED,
+    RECIPE,
+    TP2,
+    WIDE,
+)
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.launch.nodes import gpu_capability
@@ -25,7 +36,9 @@ LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
 
 
 def louder(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
-    """Return the weights' sums that the converter saw, and those before the first and after each step."""
+    """Return the weights' sums that the converter saw, and those before the first and after each
+    step.
+    """
     run = trainer(argv, folder)
     (converter,) = run.runner.context.converters
     now = lambda: sum(w.double().sum().item() for w in weights(run).values())  # noqa: E731
@@ -58,18 +71,25 @@ def test_converter_runs_before_sharding_and_keeps_names(pool, tmp_path):
 
 def test_converter_that_renames_a_parameter_is_refused(pool, tmp_path):
     argv = [*TINY, "--model.package=louder", '--model.converters=["renaming"]']
-    with pytest.raises(RankFailed, match=r"the converter Renaming removed the parameter norm.weight"):
+    with pytest.raises(
+        RankFailed, match=r"the converter Renaming removed the parameter norm.weight"
+    ):
         pool.run(names_of, argv, str(tmp_path), world=1)
 
 
 def test_unknown_converter_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r'no converter is registered as "lauder"; did you mean louder\?'):
+    with pytest.raises(
+        ConfigError, match=r'no converter is registered as "lauder"; did you mean louder\?'
+    ):
         job([*TINY, "--model.package=louder", '--model.converters=["lauder"]'], 1)
 
 
 def test_converters_keep_their_order_and_float8_is_last_if_unlisted():
     def names(*argv: str) -> list[str]:
-        return [type(c).__name__ for c in build_converters(job([*WIDE, "--model.package=louder", *argv], 1))]
+        return [
+            type(c).__name__
+            for c in build_converters(job([*WIDE, "--model.package=louder", *argv], 1))
+        ]
 
     assert names("--model.converters=['float8','louder','float8']") == ["Float8", "Louder"]
     assert names("--model.converters=['louder']", FLOAT8) == ["Louder", "Float8"]
@@ -88,13 +108,19 @@ def test_missing_torchao_is_reported_with_the_install_command(monkeypatch):
 def results(*argv: str, world: int = 1) -> dict[str, str]:
     found = job([*WIDE, FLOAT8, *argv], world)
     model, table = build_model(found)
-    return {layer.name: layer.skip_reason or layer.gather_reason or "float8" for layer in plan(model, found, table)}
+    return {
+        layer.name: layer.skip_reason or layer.gather_reason or "float8"
+        for layer in plan(model, found, table)
+    }
 
 
 def test_every_unconverted_layer_has_a_reason():
     assert set(results().values()) == {"float8"} and len(results()) == 15
     unconverted = results("--quantize.linear.float8.filter_fqns=['output','1.attention.wk']")
-    assert unconverted["output"] == 'filter_fqns has "output"' and unconverted["layers.0.attention.wk"] == "float8"
+    assert (
+        unconverted["output"] == 'filter_fqns has "output"'
+        and unconverted["layers.0.attention.wk"] == "float8"
+    )
     assert unconverted["layers.1.attention.wk"] == 'filter_fqns has "1.attention.wk"'
     assert results("--model.overrides.tied")["output"] == "it shares its weight"
     assert results("--model.overrides.hidden_dim=40")["layers.1.feed_forward.w2"] == (
@@ -123,7 +149,10 @@ def test_odd_loss_chunks_keep_the_head_in_high_precision():
         == "float8"
         == results(chunks + "3", "--training.local_batch_size=16")["output"]
     )
-    assert results(chunks + "3")["output"] == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
+    assert (
+        results(chunks + "3")["output"]
+        == "training.loss_chunks has one of 12 tokens, and 16 must divide all"
+    )
     assert results(chunks + "3", "--quantize.linear.float8.emulate")["output"] == "float8"
     assert set(results(chunks + "3").values()) - {results(chunks + "3")["output"]} == {"float8"}
 
@@ -162,8 +191,15 @@ def test_uneven_or_replicated_weights_are_gathered_in_high_precision():
             ["--quantize.linear.float8.filter_fqns=['outptu']"],
             r"is not in the name of any linear layer; did you mean output",
         ),
-        (["--quantize.linear.float8.filter_fqns=['w','output']"], r"no layer can be converted:\n  layers.0"),
-        ([AG], r"no weight can be gathered in float8:\n  layers.0.attention.wq: 64 rows do not split evenly over 7"),
+        (
+            ["--quantize.linear.float8.filter_fqns=['w','output']"],
+            r"no layer can be converted:\n  layers.0",
+        ),
+        (
+            [AG],
+            r"no weight can be gathered in float8:\n"
+            r"  layers.0.attention.wq: 64 rows do not split evenly over 7",
+        ),
     ],
 )
 def test_float8_settings_without_effect_are_refused(argv, message):
@@ -174,18 +210,43 @@ def test_float8_settings_without_effect_are_refused(argv, message):
 @pytest.mark.parametrize(
     ("argv", "world", "key", "says"),
     [
-        ([RECIPE + "rowwise", AG], 2, "enable_fsdp_float8_all_gather", 'or use recipe_name = "tensorwise"'),
-        ([RECIPE + "rowwise_with_gw_hp", AG], 2, "enable_fsdp_float8_all_gather", "rows of other shards"),
+        (
+            [RECIPE + "rowwise", AG],
+            2,
+            "enable_fsdp_float8_all_gather",
+            'or use recipe_name = "tensorwise"',
+        ),
+        (
+            [RECIPE + "rowwise_with_gw_hp", AG],
+            2,
+            "enable_fsdp_float8_all_gather",
+            "rows of other shards",
+        ),
         (
             [AG, "--parallelism.fsdp_reshard_after_forward=2"],
             4,
             "fsdp_reshard_after_forward",
             "lose their float8",
         ),
-        ([PRECOMPUTED], 2, "precompute_float8_dynamic_scale_for_fsdp", "for weights that are gathered in float8"),
-        ([AG, PRECOMPUTED, "--training.enable_cpu_offload"], 2, "precompute_float8", "lost in the copy"),
+        (
+            [PRECOMPUTED],
+            2,
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "for weights that are gathered in float8",
+        ),
+        (
+            [AG, PRECOMPUTED, "--training.enable_cpu_offload"],
+            2,
+            "precompute_float8",
+            "lost in the copy",
+        ),
         (FLOAT64, 1, "float8.enable", "not in float64"),
-        (["--training.local_batch_size=3", "--training.seq_len=8"], 1, "float8.enable", "= 24 tokens"),
+        (
+            ["--training.local_batch_size=3", "--training.seq_len=8"],
+            1,
+            "float8.enable",
+            "= 24 tokens",
+        ),
     ],
 )
 def test_impossible_float8_settings_are_refused(argv, world, key, says):
@@ -253,7 +314,11 @@ def test_old_gpu_is_refused_unless_float8_is_emulated(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 needs 8\.9"):
         check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
-    check_device(job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability())
-    check_machine(job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1)  # the run is on the CPU
+    check_device(
+        job([*WIDE, FLOAT8, "--quantize.linear.float8.emulate"], 1), "cuda", gpu_capability()
+    )
+    check_machine(
+        job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1), "cpu", 1
+    )  # the run is on the CPU
     driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
     check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())

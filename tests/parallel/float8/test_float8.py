@@ -38,7 +38,9 @@ from titanlite.parallel.dtensor import plain
 from titanlite.parallel.float8 import ROWWISE_SCALES_ON_CPU
 
 BOUNDS = {"tensorwise": 0.06, "rowwise": 0.06, "rowwise_with_gw_hp": 0.02}
-"""Largest error of all gradients together, of float32's; here it was 0.029, 0.036 and 0.010. See docs/float8.md."""
+"""Largest error of all gradients together, of float32's; here it was 0.029, 0.036 and 0.010. See
+docs/float8.md.
+"""
 LOSS = 2e-3
 """Of the loss."""
 EMULATED = "--quantize.linear.float8.emulate"
@@ -57,13 +59,21 @@ def recipe(name: str, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(pool, tmp_path_factory):
     """Steps of one process."""
-    cases = {"float32": WIDE, "gpt2 float32": GPT2, "tied float32": [*WIDE, "--model.overrides.tied"]}
+    cases = {
+        "float32": WIDE,
+        "gpt2 float32": GPT2,
+        "tied float32": [*WIDE, "--model.overrides.tied"],
+    }
     cases["frozen float32"] = [*WIDE, FROZEN]
     for name in BOUNDS:
         cases |= {name: recipe(name), f"{name} bfloat16": recipe(name, BFLOAT16)}
         cases[f"{name} emulated"] = [*WIDE, FLOAT8, RECIPE + name, EMULATED]
     cases |= {"gpt2": [*GPT2, FLOAT8], "tied": [*WIDE, FLOAT8, "--model.overrides.tied"]}
-    cases |= {"frozen": [*WIDE, FLOAT8, FROZEN], "recomputed": [*WIDE, FLOAT8, FULL], "op": [*WIDE, FLOAT8, OP]}
+    cases |= {
+        "frozen": [*WIDE, FLOAT8, FROZEN],
+        "recomputed": [*WIDE, FLOAT8, FULL],
+        "op": [*WIDE, FLOAT8, OP],
+    }
     return pool.run(steps, cases, str(tmp_path_factory.mktemp("alone")), world=1)[0]
 
 
@@ -104,10 +114,17 @@ def on_two(request, pool, tmp_path_factory):
     cases["compiled tp"] = [*WIDE, FLOAT8, TP2, BFLOAT16, OP, *COMPILED]
     cases["loss in chunks tp"] = [*WIDE, FLOAT8, TP2, "--training.loss_chunks=2"]
     cases["bfloat16 tp"] = [*WIDE, FLOAT8, TP2, BFLOAT16]
-    cases["one of three filtered tp"] = [*WIDE, FLOAT8, TP2, "--quantize.linear.float8.filter_fqns=['wk']"]
+    cases["one of three filtered tp"] = [
+        *WIDE,
+        FLOAT8,
+        TP2,
+        "--quantize.linear.float8.filter_fqns=['wk']",
+    ]
     if not request.config.option.long:
         cases = {name: cases[name] for name in SAMPLED}
-    return pool.run(steps, cases, str(tmp_path_factory.mktemp("two")), world=2, timeout=180)[0]  # many jobs
+    return pool.run(steps, cases, str(tmp_path_factory.mktemp("two")), world=2, timeout=180)[
+        0
+    ]  # many jobs
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +140,9 @@ def on_four(pool, tmp_path_factory):
 
 
 def within_bounds(found: dict, expected: dict, bound: float) -> None:
-    assert all(torch.equal(found["before"][name], value) for name, value in expected["before"].items())
+    assert all(
+        torch.equal(found["before"][name], value) for name, value in expected["before"].items()
+    )
     assert 1e-3 < error(found["gradients"], expected["gradients"]) < bound
     assert found["loss"] == pytest.approx(expected["loss"], rel=LOSS)
     assert found["norm"] == pytest.approx(expected["norm"], rel=bound)
@@ -152,7 +171,11 @@ def test_each_layer_has_its_products_in_float8(alone):
 @pytest.mark.parametrize("kind", sample(["gpt2", "tied", "frozen"], "tied"))
 def test_float8_works_with_biases_ties_and_frozen_layers(alone, on_two, kind):
     within_bounds(alone[kind], alone[f"{kind} float32"], 0.08)
-    within_bounds(on_two[f"{kind} tp" if kind == "gpt2" else f"{kind} gathered"], alone[f"{kind} float32"], 0.08)
+    within_bounds(
+        on_two[f"{kind} tp" if kind == "gpt2" else f"{kind} gathered"],
+        alone[f"{kind} float32"],
+        0.08,
+    )
 
 
 def same_bits(found: dict, expected: dict) -> None:
@@ -174,7 +197,9 @@ def test_recompute_changes_no_bit(alone):
 
 @pytest.mark.parametrize("name", sample(BOUNDS, "tensorwise"))
 def test_tensor_parallel_rounds_like_one_process(alone, on_two, name):
-    """All ranks scale by the largest value of any; only the order of sums, and so some rounding, differs."""
+    """All ranks scale by the largest value of any; only the order of sums, and so some rounding,
+    differs.
+    """
     assert error(on_two[f"{name} tp"]["gradients"], alone[name]["gradients"]) < 0.02
     within_bounds(on_two[f"{name} tp"], alone["float32"], BOUNDS[name])
 
@@ -187,7 +212,9 @@ def test_partly_converted_module_works_with_tensor_parallel(alone, on_two):
 def test_combined_techniques_stay_within_bounds(alone, on_two, on_four):
     for name in ("fsdp", "hsdp", "fsdp x tp", "rowwise x tp", "loss in chunks"):
         within_bounds(on_four[name], alone["float32"], BOUNDS["tensorwise"])
-    assert error(on_four["hsdp"]["gradients"], on_four["fsdp"]["gradients"]) < 1e-6, "the order of a sum"
+    assert error(on_four["hsdp"]["gradients"], on_four["fsdp"]["gradients"]) < 1e-6, (
+        "the order of a sum"
+    )
     assert error(on_two["compiled tp"]["gradients"], on_two["bfloat16 tp"]["gradients"]) < 0.01
     within_bounds(on_two["loss in chunks tp"], alone["float32"], BOUNDS["tensorwise"])
     within_bounds(on_two["bfloat16"], alone["float32"], BOUNDS["tensorwise"])
@@ -201,7 +228,9 @@ def gathered(cases: list[list[str]], folder: str) -> list[dict[str, int]]:
 
 
 def gathered_bytes(argv: list[str], folder: str) -> dict[str, int]:
-    """Return the bytes that this rank contributes to one step's gathers by FSDP and by tensor parallel."""
+    """Return the bytes that this rank contributes to one step's gathers by FSDP and by tensor
+    parallel.
+    """
     run, mine = prepared(argv, folder)
     seen: Counter[str] = Counter()
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -243,7 +272,9 @@ def test_fsdp_gathers_one_byte_per_element(pool, tmp_path):
 
 
 def test_tensor_parallel_gathers_one_byte_per_element(pool, tmp_path):
-    """Inputs of two modules per block and of the head, and gradients of two modules' outputs; not the embedding's."""
+    """Inputs of two modules per block and of the head, and gradients of two modules' outputs; not
+    the embedding's.
+    """
     argv = [*WIDE, BFLOAT16, TP2]
     slices = (2 * 2 + 1) + 2 * 2
     size = 12 * 16 // 2 * 64
@@ -253,7 +284,9 @@ def test_tensor_parallel_gathers_one_byte_per_element(pool, tmp_path):
     assert plain["torch.bfloat16"] == 2 * size * (slices + 1)
     assert float8["torch.uint8"] == size * slices and float8["torch.bfloat16"] == 2 * size
     assert rowwise["torch.bfloat16"] == plain["torch.bfloat16"] and "torch.uint8" not in rowwise
-    assert filtered["torch.uint8"] == size * (2 + 2), "into the feed-forward part, and out of attention"
+    assert filtered["torch.uint8"] == size * (2 + 2), (
+        "into the feed-forward part, and out of attention"
+    )
 
 
 # ---------------------------------------------------------------- scales, checkpoints
@@ -267,7 +300,11 @@ def scales(argv: list[str], folder: str) -> list[tuple[float, float]]:
     for parameter in run.parts[0].parameters():
         shard = parameter._local_tensor  # to_local() gives a view, which has no scale
         if type(shard) is not torch.Tensor:
-            scale = float("nan") if shard._precomputed_scale is None else shard._precomputed_scale.item()
+            scale = (
+                float("nan")
+                if shard._precomputed_scale is None
+                else shard._precomputed_scale.item()
+            )
             found.append((scale, 448 / full(plain(parameter)).abs().max().item()))
     assert len(found) == 15
     return found
@@ -309,9 +346,16 @@ def test_resumed_float8_run_equals_uninterrupted_run(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> tuple[Path, dict]:
-    """Return the folder of a float8 run with validation, generation and an export, and its state."""
+    """Return the folder of a float8 run with validation, generation and an export, and its
+    state.
+    """
     folder = tmp_path_factory.mktemp("saved")
-    argv = [*FLOAT8_SAVING, *LIVELY, "--checkpoint.last_save_in_hf", "--checkpoint.async_mode=disabled"]
+    argv = [
+        *FLOAT8_SAVING,
+        *LIVELY,
+        "--checkpoint.last_save_in_hf",
+        "--checkpoint.async_mode=disabled",
+    ]
     return folder, pool.run(run_until, argv, str(folder), world=2)[0]["state"]
 
 
@@ -323,12 +367,15 @@ def test_float8_checkpoint_loads_without_torchao(saved):
         "from pathlib import Path; from titanlite.checkpoint.load import load_tensors\n"
         "found = load_tensors(Path(sys.argv[1]))\n"
         "assert {str(t.dtype) for t in found.values()} == {'torch.float32'}\n"
-        "print(json.dumps({n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found.items()}))"
+        "print(json.dumps({n: hashlib.sha256(t.numpy().tobytes()).hexdigest() "
+        "for n, t in found.items()}))"
     )
     command = [sys.executable, "-c", code, str(folder / "checkpoint/step-4")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {name: value for name, value in state.items() if isinstance(value, str)}
+    assert json.loads(done.stdout) == {
+        name: value for name, value in state.items() if isinstance(value, str)
+    }
 
 
 def test_hugging_face_export_has_float32_weights(saved):
@@ -337,9 +384,15 @@ def test_hugging_face_export_has_float32_weights(saved):
     folder, state = saved
     (file,) = folder.rglob("*.safetensors")
     embedding = load_file(file)["model.embed_tokens.weight"]
-    assert hashlib.sha256(embedding.numpy().tobytes()).hexdigest() == state["model.tok_embeddings.weight"]
+    assert (
+        hashlib.sha256(embedding.numpy().tobytes()).hexdigest()
+        == state["model.tok_embeddings.weight"]
+    )
     down = load_file(file)["model.layers.0.mlp.down_proj.weight"]
-    assert hashlib.sha256(down.numpy().tobytes()).hexdigest() == state["model.layers.0.feed_forward.w2.weight"]
+    assert (
+        hashlib.sha256(down.numpy().tobytes()).hexdigest()
+        == state["model.layers.0.feed_forward.w2.weight"]
+    )
 
 
 @pytest.mark.long
@@ -352,6 +405,8 @@ def test_float8_can_be_turned_on_and_off_on_resume(pool, saved, tmp_path):
     assert without["begun"] == 4 and without["state"] == state
     pool.run(run_until, plain, str(tmp_path / "plain"), world=2)
     path = f"--checkpoint.initial_load_path={tmp_path / 'plain/checkpoint/step-4'}"
-    with_it = pool.run(run_until, [*FLOAT8_SAVING, *everything[1:], path], str(tmp_path / "with"), world=2)[0]
+    with_it = pool.run(
+        run_until, [*FLOAT8_SAVING, *everything[1:], path], str(tmp_path / "with"), world=2
+    )[0]
     expected = pool.run(run_until, plain, str(tmp_path / "plain"), world=1)[0]["state"]
     assert with_it["begun"] == 4 and with_it["state"] == expected

@@ -100,7 +100,8 @@ class Reader:
         if not store.exists(path):
             if not store.exists(self.folder / SINGLE):
                 raise UserError(
-                    f"{self.folder} is not a Hugging Face model folder: it has no {INDEX} or {SINGLE}"
+                    f"{self.folder} is not a Hugging Face model folder: "
+                    f"it has no {INDEX} or {SINGLE}"
                 )
             return {SINGLE: set()}
         files: dict[str, set[str]] = {}

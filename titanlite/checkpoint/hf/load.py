@@ -65,7 +65,10 @@ class HuggingFaceFolder:
             if found is None and name in needed:
                 yield f"{self._name_in_folder[name]}: missing"
             elif found is not None and name in needed and found != shape:
-                yield f"{self._name_in_folder[name]}: of shape {list(found)}, but the model has {list(shape)}"
+                yield (
+                    f"{self._name_in_folder[name]}: of shape {list(found)}, "
+                    f"but the model has {list(shape)}"
+                )
         tied = any(rule.tied for rule in self.translation.table.values())
         tied = tied and complete(self._config, hf).get("tie_word_embeddings")
         for name in sorted(shapes.keys() - set(self._name_in_folder.values())):

@@ -61,8 +61,8 @@ class Translation:
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
         if spec.hf is None:
             raise UserError(
-                f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain safetensors by its "
-                "own names: titanlite checkpoint export --format safetensors"
+                f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain "
+                "safetensors by its own names: titanlite checkpoint export --format safetensors"
             )
         self.hf, self.config = spec.hf, spec.hf.config(flavor)
         model, self.table = build_meta_model(spec, flavor)
@@ -77,8 +77,9 @@ class Translation:
         if buffers:
             raise UserError(
                 f"can't be written for Hugging Face, which has no such tensors:{some_of(buffers)}\n"
-                'Routers have a bias with balance = "bias". Train with balance = "sequence" or "none" instead, or '
-                "write plain safetensors: titanlite checkpoint export --format safetensors"
+                'Routers have a bias with balance = "bias". Train with balance = "sequence" or '
+                '"none" instead, or write plain safetensors: '
+                "titanlite checkpoint export --format safetensors"
             )
 
     def hf_tensors(self, dtype: torch.dtype) -> list[HFTensor]:

@@ -14,14 +14,21 @@ RETRIES = 5
 
 
 def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | None:
-    """Return the samples of a step; refuse a global batch that is not a multiple of the smallest one."""
+    """Return the samples of a step; refuse a global batch that is not a multiple of the smallest
+    one.
+    """
     local, total = config.training.local_batch_size, config.training.global_batch_size
     unit = local * layout.batch
     if total == -1 or total % unit == 0:
         return Batch(local, layout.batch, max(1, total // unit))
     below, above = total // unit * unit, (total // unit + 1) * unit
-    why = f"must be a multiple of local_batch_size {local} x data-parallel degree {layout.batch} = {unit}"
-    refuse("training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}")
+    why = (
+        f"must be a multiple of local_batch_size {local} x "
+        f"data-parallel degree {layout.batch} = {unit}"
+    )
+    refuse(
+        "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
+    )
     return None
 
 
@@ -46,15 +53,24 @@ def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) ->
     if any(part.dataset == "tokens" for part in config.training.sources):
         return  # token shards bring a tokenizer or need none
     if not model.hf_assets_path and size < BYTE_VOCABULARY:
-        why = f"must be a folder with a tokenizer.json: the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
-        yield "model.hf_assets_path", f"{why} {model.name} {model.flavor} with its vocabulary of {size}"
+        why = (
+            "must be a folder with a tokenizer.json: "
+            f"the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
+        )
+        yield (
+            "model.hf_assets_path",
+            f"{why} {model.name} {model.flavor} with its vocabulary of {size}",
+        )
 
 
 def _data_sets_have_paths(config: ConfigView) -> Refusals:
     for section in ("training", "validation") if config.validation.enable else ("training",):
         view = getattr(config, section)
         if view.dataset.startswith("python-stdlib") and view.dataset_path:
-            yield f"{section}.dataset_path", f'the data set "{view.dataset}" has no path; remove the key'
+            yield (
+                f"{section}.dataset_path",
+                f'the data set "{view.dataset}" has no path; remove the key',
+            )
         if view.dataset in ("text", "tokens") and not view.dataset_path:
             yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
 
@@ -68,14 +84,22 @@ def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
     found = streamed(config)
     if found and training.packing == "first-fit":
         section, name = found[0]
-        why = f'first-fit needs all documents before the first window, and {section}.dataset = "{name}" is streamed'
-        yield "training.packing", f'{why}; use "concatenate", with document_mask if documents must not see each other'
+        why = (
+            "first-fit needs all documents before the first window, and "
+            f'{section}.dataset = "{name}" is streamed'
+        )
+        yield (
+            "training.packing",
+            f'{why}; use "concatenate", with document_mask if documents must not see each other',
+        )
     longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
     stall, limit = config.fault.stall_seconds, config.comm.train_timeout_seconds
     key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
     if found and key in loaded.entries and longest_wait >= (stall or limit):
         why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        limited = f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
+        limited = (
+            f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
+        )
         yield key, f"{why} {limited}; raise that or lower this"
 
 
@@ -88,15 +112,27 @@ def _mixtures_add_up(config: ConfigView) -> Refusals:
     if any(round(weight, 4) != weight for weight in weights):
         yield "training.mixture", "weights must be multiples of 0.0001"
     elif round(sum(weights), 9) != 1:
-        yield "training.mixture", f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}"
+        yield (
+            "training.mixture",
+            f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
+        )
     if not training.repeat:
         yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
     for name in ("dataset", "dataset_path"):
         if getattr(training, name) != KEYS[f"training.{name}"].default:
-            yield f"training.{name}", f"every source of training.mixture has its own {name}; remove the key"
+            yield (
+                f"training.{name}",
+                f"every source of training.mixture has its own {name}; remove the key",
+            )
     for part in parts:
         if part.dataset in ("text", "tokens") and not part.dataset_path:
-            yield "training.mixture", f'the data set "{part.dataset}" needs a folder or file in dataset_path'
+            yield (
+                "training.mixture",
+                f'the data set "{part.dataset}" needs a folder or file in dataset_path',
+            )
         if part.dataset.startswith("python-stdlib") and part.dataset_path:
-            why = f'the data set "{part.dataset}" has no path; remove dataset_path = "{part.dataset_path}"'
+            why = (
+                f'the data set "{part.dataset}" has no path; '
+                f'remove dataset_path = "{part.dataset_path}"'
+            )
             yield "training.mixture", why

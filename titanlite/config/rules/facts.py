@@ -1,4 +1,6 @@
-"""What a rule reads: the config without its invalid fields, and the facts that were derived from it."""
+"""What a rule reads: the config without its invalid fields, and the facts that were derived from
+it.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -53,14 +55,18 @@ class Facts:
         self.faults = list(loaded.faults)
 
     def find(self, name: str, derive: Callable[..., Any]) -> None:
-        """Set a fact to what a function returns, which refuses keys and returns None where it cannot derive it."""
+        """Set a fact to what a function returns, which refuses keys and returns None where it
+        cannot derive it.
+        """
         with suppress(InvalidField):
             found = self._call(derive)
             if found is not None:
                 setattr(self, name, found)
 
     def apply(self, module: ModuleType) -> None:
-        """Record what the rules of a module refuse; a rule without all its facts cannot be applied."""
+        """Record what the rules of a module refuse; a rule without all its facts cannot be
+        applied.
+        """
         for function in vars(module).values():
             if isgeneratorfunction(function) and function.__module__ == module.__name__:
                 with suppress(InvalidField):
@@ -68,7 +74,9 @@ class Facts:
                         self.refuse(*refusal)
 
     def _call(self, function: Callable[..., Any]) -> Any:
-        """Call a function with the facts that its parameters name; return None if one without a default is absent."""
+        """Call a function with the facts that its parameters name; return None if one without a
+        default is absent.
+        """
         parameters = signature(function).parameters.values()
         given = {each.name: getattr(self, each.name, each.default) for each in parameters}
         return None if Parameter.empty in given.values() else function(**given)
@@ -76,6 +84,10 @@ class Facts:
     def refuse(self, key: str, why: str) -> None:
         """Record the fault of a key, with its value and where the value comes from."""
         value = value_of(self.loaded.config, key)
-        entries = [entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")]
+        entries = [
+            entry for name, entry in self.loaded.entries.items() if f"{name}.".startswith(f"{key}.")
+        ]
         origin = entries[-1].origin if entries else "default"
-        self.faults.append(ConfigFault(key, why, None if isinstance(value, (Section, dict)) else value, origin))
+        self.faults.append(
+            ConfigFault(key, why, None if isinstance(value, (Section, dict)) else value, origin)
+        )

@@ -1,7 +1,7 @@
 """Rules of the mesh and of the techniques that split or speed up the model.
 
-A rule refuses what contradicts something; a key that merely has nothing to do declares its needs (needs.py).
-"""
+A rule refuses what contradicts something; a key that merely has nothing to do declares its needs
+(needs.py)."""
 
 import math
 from contextlib import suppress
@@ -59,8 +59,15 @@ def find_layout(
     if more:  # which of them is wrong cannot be known
         product = " × ".join([f"{value}", *(f"{key} {number}" for key, number in more)])
         needed = others * max(shard, 1)
-        why = f"does not divide {ranks}" if shard == -1 else f"ranks are needed, and this run has {world}"
-        why = f"{product} = {needed} {why}; start {needed} (NGPU={needed} on one node), or change a degree"
+        why = (
+            f"does not divide {ranks}"
+            if shard == -1
+            else f"ranks are needed, and this run has {world}"
+        )
+        why = (
+            f"{product} = {needed} {why}; start {needed} (NGPU={needed} on one node), "
+            "or change a degree"
+        )
     elif shard != -1:
         why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
@@ -72,7 +79,9 @@ def find_layout(
 def legal_degrees(
     key: str, world: int, config: ConfigView, spec: ModelSpec | None, shape: ModelDims | None
 ) -> list[int]:
-    """Return the legal degrees: divisors of the remaining ranks (world 0: any) and of all that a degree splits."""
+    """Return the legal degrees: divisors of the remaining ranks (world 0: any) and of all that a
+    degree splits.
+    """
     settings = config.parallelism
     others = math.prod(getattr(settings, other) for other in DEGREES.values() if other != key)
     sizes = [world // others if world % others == 0 else world]
@@ -104,14 +113,18 @@ def _split_by_tensor_parallel(config: ConfigView, shape: ModelDims) -> dict[str,
 
 
 def _split_by_context_parallel(config: ConfigView, shape: ModelDims) -> dict[str, int]:
-    """Return the sizes that a context-parallel degree must divide; 1 where other splits leave nothing."""
+    """Return the sizes that a context-parallel degree must divide; 1 where other splits leave
+    nothing.
+    """
     settings, sizes = config.parallelism, _split_by_tensor_parallel(config, shape)
     tp, what = settings.tensor_parallel_degree, ""
     if settings.context_parallel_rotate_method == "allgather":
         sizes = {name: size for name, size in sizes.items() if "tokens" in name}
         if settings.context_parallel_load_balancer == "headtail":
             tp, what = 2 * tp, " into 2 equal chunks a rank (head and tail)"
-    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (settings.tensor_parallel_degree > 1)
+    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (
+        settings.tensor_parallel_degree > 1
+    )
     return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
 
 
@@ -127,9 +140,14 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
     for number in range(shape.layers):
         path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
         length = len(path.split("."))
-        inside = {r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))}
+        inside = {
+            r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))
+        }
         if inside and "column" not in inside:
-            return f'no row inside of {path} has the role "column", so it would attend within a slice of the tokens'
+            return (
+                f'no row inside of {path} has the role "column", '
+                "so it would attend within a slice of the tokens"
+            )
     return ""
 
 
@@ -143,7 +161,10 @@ def _tensor_parallel_divides_the_model(
     legal = legal_degrees("tensor_parallel_degree", world, config, spec, shape)
     for what, size in _split_by_tensor_parallel(config, shape).items():
         if size % tp:
-            yield "parallelism.tensor_parallel_degree", _does_not_divide(tp, f"{size} {what}", legal)
+            yield (
+                "parallelism.tensor_parallel_degree",
+                _does_not_divide(tp, f"{size} {what}", legal),
+            )
 
 
 def _async_tensor_parallel_has_what_it_needs(config: ConfigView) -> Refusals:
@@ -152,7 +173,11 @@ def _async_tensor_parallel_has_what_it_needs(config: ConfigView) -> Refusals:
         return
     key = "parallelism.enable_async_tensor_parallel"
     if not (compiler.enable and "model" in compiler.components and compiler.backend == "inductor"):
-        yield key, 'is done by the compiler: set compile.enable, "model" in compile.components, backend inductor'
+        yield (
+            key,
+            'is done by the compiler: set compile.enable, "model" in compile.components, '
+            "backend inductor",
+        )
     if config.job.device == "cpu" and parallelism.tensor_parallel_degree > 1:
         yield key, "needs GPUs that reach each other's memory, and job.device is cpu"
 
@@ -162,7 +187,10 @@ def _context_parallel_divides_the_sequence(
 ) -> Refusals:
     cp, key = config.parallelism.context_parallel_degree, "context_parallel_degree"
     if cp > 1 and not spec.core:
-        why = "its ModelSpec names no core, the part of attention that would have to see the tokens of all ranks"
+        why = (
+            "its ModelSpec names no core, the part of attention that would have to see the "
+            "tokens of all ranks"
+        )
         yield f"parallelism.{key}", f"{spec.name} cannot split sequences: {why}; legal: 1"
         return
     legal = legal_degrees(key, world, config, spec, shape)
@@ -171,7 +199,9 @@ def _context_parallel_divides_the_sequence(
             yield f"parallelism.{key}", _does_not_divide(cp, what, legal)
 
 
-def _expert_parallel_finds_experts(config: ConfigView, spec: ModelSpec, model: Any, shape: ModelDims) -> Refusals:
+def _expert_parallel_finds_experts(
+    config: ConfigView, spec: ModelSpec, model: Any, shape: ModelDims
+) -> Refusals:
     ep = config.parallelism.expert_parallel_degree
     if ep > 1 and not (shape.experts and expert_paths(spec.rules(model), spec.blocks)):
         why = f"the table of {spec.name} {config.model.flavor} has no experts; legal: 1"
@@ -199,12 +229,19 @@ def _resharding_splits_the_sharding_ranks(config: ConfigView, layout: Layout) ->
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
     if layout.tp * layout.ep > 1:
-        what = "matrices that tensor parallel splits" if layout.tp > 1 else "experts that expert parallel splits"
+        what = (
+            "matrices that tensor parallel splits"
+            if layout.tp > 1
+            else "experts that expert parallel splits"
+        )
         why = f"FSDP2 keeps {what} on all sharding ranks or on one"
         yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
     elif reshard not in legal:
         instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
-        yield "parallelism.fsdp_reshard_after_forward", f"must split {layout.fsdp} sharding ranks; {instead}"
+        yield (
+            "parallelism.fsdp_reshard_after_forward",
+            f"must split {layout.fsdp} sharding ranks; {instead}",
+        )
 
 
 def _replicated_parameters_are_not_offloaded(config: ConfigView) -> Refusals:
@@ -219,7 +256,10 @@ def _compiler_honors_the_memory_budget(config: ConfigView) -> Refusals:
         return
     why = "the compiler chooses which activations fit the budget"
     if not (compiler.enable and "model" in compiler.components):
-        yield "activation_checkpoint.mode", f'{why}; set compile.enable, with "model" in compile.components'
+        yield (
+            "activation_checkpoint.mode",
+            f'{why}; set compile.enable, with "model" in compile.components',
+        )
     elif compiler.backend not in BUDGETING_BACKENDS:
         listed = " or ".join(f'"{name}"' for name in BUDGETING_BACKENDS)
         yield "compile.backend", f"{why}, which this backend does not do; use {listed}"
@@ -229,7 +269,10 @@ def _recomputation_finds_blocks(config: ConfigView, shape: ModelDims) -> Refusal
     settings, layers = config.activation_checkpoint, shape.layers
     option = settings.selective_ac_option
     if settings.mode == "selective" and option != "op" and int(option) > layers:
-        yield "activation_checkpoint.selective_ac_option", f"the model has {layers} blocks; at most {layers}"
+        yield (
+            "activation_checkpoint.selective_ac_option",
+            f"the model has {layers} blocks; at most {layers}",
+        )
 
 
 def _float8_can_multiply(config: ConfigView) -> Refusals:
@@ -241,9 +284,17 @@ def _float8_can_multiply(config: ConfigView) -> Refusals:
 def _float8_fills_its_rows(config: ConfigView, layout: Layout) -> Refusals:
     float8, training = config.quantize.linear.float8, config.training
     tokens = training.local_batch_size * training.seq_len // layout.cp
-    if float8.enable and tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp" and not float8.emulate:
+    if (
+        float8.enable
+        and tokens % 16
+        and float8.recipe_name != "rowwise_with_gw_hp"
+        and not float8.emulate
+    ):
         rank = " / context_parallel_degree" * (layout.cp > 1)
-        why = f"a weight gradient sums over training.local_batch_size x training.seq_len{rank} = {tokens} tokens"
+        why = (
+            "a weight gradient sums over "
+            f"training.local_batch_size x training.seq_len{rank} = {tokens} tokens"
+        )
         yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 
@@ -253,7 +304,10 @@ def _float8_can_be_gathered(config: ConfigView) -> Refusals:
         return
     if float8.enable_fsdp_float8_all_gather:
         if float8.recipe_name != "tensorwise":
-            why = f'"{float8.recipe_name}" scales rows, and a shard does not see the rows of other shards'
+            why = (
+                f'"{float8.recipe_name}" scales rows, '
+                "and a shard does not see the rows of other shards"
+            )
             yield key, f'{why}; remove the key, or use recipe_name = "tensorwise"'
         if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
             why = f"weights that stay sharded over some ranks lose their float8 form; with {key}"
@@ -263,4 +317,8 @@ def _float8_can_be_gathered(config: ConfigView) -> Refusals:
         if not float8.enable_fsdp_float8_all_gather:
             yield precompute, f"is for weights that are gathered in float8; set {key}"
         if config.training.enable_cpu_offload:
-            yield precompute, "a scale is lost in the copy from host memory; use it or training.enable_cpu_offload"
+            yield (
+                precompute,
+                "a scale is lost in the copy from host memory; "
+                "use it or training.enable_cpu_offload",
+            )

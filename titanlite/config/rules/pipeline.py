@@ -26,7 +26,11 @@ from titanlite.layout import Batch, Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec
 
 _PIPELINE, _FSDP = "parallelism.pipeline_parallel_", "parallelism.fsdp_"
-_SCHEDULE, _CSV, _NAMES = f"{_PIPELINE}schedule", f"{_PIPELINE}schedule_csv", "parallelism.module_fqns_per_model_part"
+_SCHEDULE, _CSV, _NAMES = (
+    f"{_PIPELINE}schedule",
+    f"{_PIPELINE}schedule_csv",
+    "parallelism.module_fqns_per_model_part",
+)
 
 
 def bare_stages(stages: Stages, blocks: str) -> str:
@@ -43,18 +47,28 @@ def _listed(values: Iterable[object]) -> str:
 
 def find_micro_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> int | None:
     """Return the sequences of a micro-batch."""
-    local, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    local, size = (
+        config.training.local_batch_size,
+        config.parallelism.pipeline_parallel_microbatch_size,
+    )
     if layout.pp == 1:
         return local
     if local % size == 0:
         return size
     legal = _listed(divisors(local))
-    refuse(f"{_PIPELINE}microbatch_size", f"does not divide training.local_batch_size {local}; legal: {legal}")
+    refuse(
+        f"{_PIPELINE}microbatch_size",
+        f"does not divide training.local_batch_size {local}; legal: {legal}",
+    )
     return None
 
 
 def find_order(
-    refuse: Refuse, config: ConfigView, layout: Layout, batch: Batch | None = None, micro_batch: int = 0
+    refuse: Refuse,
+    config: ConfigView,
+    layout: Layout,
+    batch: Batch | None = None,
+    micro_batch: int = 0,
 ) -> Rows | None:
     """Return the order that a CSV gives, or an empty one."""
     settings, pp = config.parallelism, layout.pp
@@ -75,7 +89,9 @@ def find_order(
     return None if faults else order
 
 
-def count_stages(refuse: Refuse, config: ConfigView, layout: Layout, shape: ModelDims, order: Rows) -> int | None:
+def count_stages(
+    refuse: Refuse, config: ConfigView, layout: Layout, shape: ModelDims, order: Rows
+) -> int | None:
     """Return the number of stages that a schedule, or the order of a CSV, runs."""
     settings, pp, layers = config.parallelism, layout.pp, shape.layers
     if pp == 1:
@@ -88,8 +104,16 @@ def count_stages(refuse: Refuse, config: ConfigView, layout: Layout, shape: Mode
     number = number_of_stages(settings, pp, layers)
     if is_right(number):
         return number
-    each = "one stage" if schedule in SINGLE else "two stages" if schedule in V_SHAPED else "two or more stages"
-    needs = f"{_CSV} has {of_order}" if of_order else f"{schedule} runs {each} on each of {pp} ranks"
+    each = (
+        "one stage"
+        if schedule in SINGLE
+        else "two stages"
+        if schedule in V_SHAPED
+        else "two or more stages"
+    )
+    needs = (
+        f"{_CSV} has {of_order}" if of_order else f"{schedule} runs {each} on each of {pp} ranks"
+    )
     if settings.module_fqns_per_model_part:
         refuse(_NAMES, f"names {number} stages, and {needs}")
     elif settings.pipeline_parallel_layers_per_stage:
@@ -111,7 +135,9 @@ def find_modules(
     layout: Layout,
     number_of_stages: int = 0,
 ) -> Rows | None:
-    """Return the modules of each stage: those that the keys name, or an even split of the layers."""
+    """Return the modules of each stage: those that the keys name, or an even split of the
+    layers.
+    """
     settings, layers, stages = config.parallelism, shape.layers, number_of_stages
     modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(layers)), *spec.after]
     if layout.pp > 1 and settings.module_fqns_per_model_part:
@@ -121,7 +147,9 @@ def find_modules(
     first, last = ends_weigh(settings)
     if split := split_layers(layers, stages, first, last):
         starts = [len(spec.before) + part.start for part in split[1:]]
-        return tuple(tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)]))
+        return tuple(
+            tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)])
+        )
     each = (layers + first + last) // stages
     counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
     why = f"{counted} give {stages} stages {each} or {each + 1}"
@@ -138,20 +166,30 @@ def find_modules(
     return None
 
 
-def _named_modules(refuse: Refuse, named: list[list[str]], modules: list[str], spec: ModelSpec) -> Rows | None:
+def _named_modules(
+    refuse: Refuse, named: list[list[str]], modules: list[str], spec: ModelSpec
+) -> Rows | None:
     given = [name for names in named for name in names]
     faults = {
         "unknown": [name for name in given if name not in modules],
         "missing": [name for name in modules if name not in given],
         "named twice": sorted({name for name in given if given.count(name) > 1}),
-        "not in the first stage": [name for name in spec.before if name in given and name not in named[0]],
+        "not in the first stage": [
+            name for name in spec.before if name in given and name not in named[0]
+        ],
         "without modules": [f"stage {number}" for number, names in enumerate(named) if not names],
     }
     if not any(faults.values()):
-        faults = {"not in the model's order": [a for a, b in zip(given, modules, strict=True) if a != b][:1]}
+        faults = {
+            "not in the model's order": [a for a, b in zip(given, modules, strict=True) if a != b][
+                :1
+            ]
+        }
     if not any(faults.values()):
         return tuple(map(tuple, named))
-    refuse(_NAMES, "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names))
+    refuse(
+        _NAMES, "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
+    )
     return None
 
 
@@ -184,37 +222,58 @@ def _schedule_has_its_micro_batches(config: ConfigView, layout: Layout, stages: 
         legal = [*[m for m in right if m < n][-1:], *[m for m in right if m > n][:1]]
     if needed:
         batches = _listed(m * stages.size * layout.batch for m in legal)
-        yield _SCHEDULE, f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}"
+        yield (
+            _SCHEDULE,
+            f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}",
+        )
 
 
 def _gathers_are_the_schedules(config: ConfigView, layout: Layout) -> Refusals:
-    """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first used."""
+    """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first
+    used.
+    """
     settings, pp = config.parallelism, layout.pp
     reshard, schedule = settings.fsdp_reshard_after_forward, settings.pipeline_parallel_schedule
     if pp == 1 or layout.max_shard_degree == 1:
         return
     if schedule not in SINGLE or settings.pipeline_parallel_schedule_csv:
         name = (
-            "the runtime of pipeline_parallel_schedule_csv" if settings.pipeline_parallel_schedule_csv else schedule
+            "the runtime of pipeline_parallel_schedule_csv"
+            if settings.pipeline_parallel_schedule_csv
+            else schedule
         )
         why = f"{name} gathers whole stages and keeps them"
         if reshard not in ("default", "never"):
-            yield f"{_FSDP}reshard_after_forward", f'{why}; use "never" (the default here), or GPipe or 1F1B'
+            yield (
+                f"{_FSDP}reshard_after_forward",
+                f'{why}; use "never" (the default here), or GPipe or 1F1B',
+            )
         for way in ("forward", "backward"):
             if getattr(settings, f"fsdp_{way}_prefetch"):
                 yield f"{_FSDP}{way}_prefetch", f"{why}; remove the key, or use GPipe or 1F1B"
     elif settings.fsdp_backward_prefetch and reshard in ("default", "never"):
-        why = "under pipeline parallel parameters stay gathered, so that nothing is gathered in a backward pass"
-        yield f"{_FSDP}backward_prefetch", f'{why}; remove the key, or use fsdp_reshard_after_forward "always"'
+        why = (
+            "under pipeline parallel parameters stay gathered, "
+            "so that nothing is gathered in a backward pass"
+        )
+        yield (
+            f"{_FSDP}backward_prefetch",
+            f'{why}; remove the key, or use fsdp_reshard_after_forward "always"',
+        )
 
 
 def _sums_wait_for_the_end_of_the_step(config: ConfigView, layout: Layout) -> Refusals:
     if layout.pp > 1 and config.parallelism.defer_gradient_sync == "replicas":
-        why = "under pipeline parallel gradients are kept whole until the end of the step, and then summed once"
+        why = (
+            "under pipeline parallel gradients are kept whole until the end of the step, "
+            "and then summed once"
+        )
         yield "parallelism.defer_gradient_sync", f"{why}; remove the key"
 
 
-def _halves_of_the_backward_pass_can_run(config: ConfigView, layout: Layout, order: Rows) -> Refusals:
+def _halves_of_the_backward_pass_can_run(
+    config: ConfigView, layout: Layout, order: Rows
+) -> Refusals:
     settings, compiler = config.parallelism, config.compile
     if layout.pp == 1 or not splits_backward(settings.pipeline_parallel_schedule, order):
         return
@@ -227,11 +286,16 @@ def _halves_of_the_backward_pass_can_run(config: ConfigView, layout: Layout, ord
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
 
 
-def _tied_weights_are_on_two_ranks(spec: ModelSpec, model: Any, layout: Layout, stages: Stages) -> Refusals:
+def _tied_weights_are_on_two_ranks(
+    spec: ModelSpec, model: Any, layout: Layout, stages: Stages
+) -> Refusals:
     if layout.pp == 1 or len(stages.names) - 1 not in next(of for of in stages.ranks if 0 in of):
         return
     if tied := [rule.pattern for rule in spec.rules(model) if rule.tied]:
-        why = f"the first and the last stage are on one rank, and {_listed(tied)} would be there twice"
+        why = (
+            "the first and the last stage are on one rank, "
+            f"and {_listed(tied)} would be there twice"
+        )
         yield _SCHEDULE if stages.schedule else _CSV, f"{why}; use a schedule without the V shape"
 
 

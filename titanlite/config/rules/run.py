@@ -19,7 +19,9 @@ _FOLDERS = (
     "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )
-_OTHER_FILES = "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
+_OTHER_FILES = (
+    "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
+)
 """Other names in the dump folder, written by a run, `titanlite profile` and W&B."""
 _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
@@ -49,7 +51,9 @@ def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
     try:
         model = spec.configure(flavor, overrides)
         sizes = asdict(spec.shape(model))
-        if empty := [f"{name} {size}" for name, size in sizes.items() if size < 1 and name not in _MAY_BE_0]:
+        if empty := [
+            f"{name} {size}" for name, size in sizes.items() if size < 1 and name not in _MAY_BE_0
+        ]:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
         return model
     except UserError as error:
@@ -59,7 +63,9 @@ def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
     return None
 
 
-def _converters_exist(config: ConfigView, spec: ModelSpec) -> Refusals:  # once model.package is imported
+def _converters_exist(
+    config: ConfigView, spec: ModelSpec
+) -> Refusals:  # once model.package is imported
     for name in config.model.converters:
         try:
             find_converter("float8" if name in FLOAT8_CONVERTERS else name)
@@ -67,7 +73,9 @@ def _converters_exist(config: ConfigView, spec: ModelSpec) -> Refusals:  # once 
             yield "model.converters", str(error)
 
 
-def _optimizer_has_the_keys(config: ConfigView, spec: ModelSpec) -> Refusals:  # once model.package is imported
+def _optimizer_has_the_keys(
+    config: ConfigView, spec: ModelSpec
+) -> Refusals:  # once model.package is imported
     try:
         optimizer = get_optimizer(config.optimizer.name, config.model.package)
     except UserError as error:
@@ -75,7 +83,10 @@ def _optimizer_has_the_keys(config: ConfigView, spec: ModelSpec) -> Refusals:  #
         return
     for name in optimizer.unused:
         if getattr(config.optimizer, name) != KEYS[f"optimizer.{name}"].default:
-            yield f"optimizer.{name}", f"{optimizer.name} does not use this key; remove it, or use AdamW"
+            yield (
+                f"optimizer.{name}",
+                f"{optimizer.name} does not use this key; remove it, or use AdamW",
+            )
 
 
 def _schedule_fits_the_steps(config: ConfigView) -> Refusals:
@@ -84,7 +95,10 @@ def _schedule_fits_the_steps(config: ConfigView) -> Refusals:
     decay = round(total * (schedule.decay_ratio or 0))
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
-        yield "lr_scheduler.decay_ratio", f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}"
+        yield (
+            "lr_scheduler.decay_ratio",
+            f"{warmup} warm-up steps and {decay} decay steps exceed {total}; {legal}",
+        )
     if schedule.decay_ratio and not decay:
         legal = f"0.0 for no decay, or at least {1 / total:.2g}"
         yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
@@ -94,15 +108,23 @@ def _spikes_can_be_judged(config: ConfigView, loaded: Loaded) -> Refusals:
     fault, steps = config.fault, config.training.steps
     is_given = "fault.spike_window" in loaded.entries
     if is_given and fault.spike_sigma and fault.spike_window >= steps:
-        why = f"a step is judged after as many good ones, and the run has {steps}; legal: 2 to {steps - 1}"
+        why = (
+            f"a step is judged after as many good ones, and the run has {steps}; "
+            f"legal: 2 to {steps - 1}"
+        )
         yield "fault.spike_window", why
 
 
 def idle_spikes(config: JobConfig) -> str:
     """Return a line about spikes that a run is too short to judge, or an empty string."""
     fault, steps = config.fault, config.training.steps
-    why = f"a step is judged after {fault.spike_window} good ones (fault.spike_window), and the run has {steps}"
-    return f"no effect: fault.spike_sigma, since {why}" * bool(fault.spike_sigma and fault.spike_window >= steps)
+    why = (
+        f"a step is judged after {fault.spike_window} good ones (fault.spike_window), "
+        f"and the run has {steps}"
+    )
+    return f"no effect: fault.spike_sigma, since {why}" * bool(
+        fault.spike_sigma and fault.spike_window >= steps
+    )
 
 
 def long_warmup(config: JobConfig) -> str:
@@ -111,7 +133,11 @@ def long_warmup(config: JobConfig) -> str:
     steps = min(steps, schedule.total_steps or steps)
     if schedule.warmup_steps <= steps:
         return ""
-    rises = f"the learning rate rises in all {steps} steps" if steps > 1 else "its only step has a low learning rate"
+    rises = (
+        f"the learning rate rises in all {steps} steps"
+        if steps > 1
+        else "its only step has a low learning rate"
+    )
     return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
@@ -119,7 +145,10 @@ def _precisions_agree(config: ConfigView) -> Refusals:
     training = config.training
     for name in ("mixed_precision_param", "mixed_precision_reduce"):
         if (training.dtype == "float64") != (getattr(training, name) == "float64"):
-            why = f'training.dtype is "{training.dtype}": use "float64" for all three types or for none of them'
+            why = (
+                f'training.dtype is "{training.dtype}": '
+                'use "float64" for all three types or for none of them'
+            )
             yield f"training.{name}", why
 
 
@@ -140,7 +169,9 @@ def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
 
 def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
     paths = [(key, value_of(loaded.config, key)) for key in _PATHS]
-    paths += [("training.mixture", source.dataset_path) for source in loaded.config.training.mixture]
+    paths += [
+        ("training.mixture", source.dataset_path) for source in loaded.config.training.mixture
+    ]
     for key, path in paths:
         longest = max(len(name.encode()) for name in path.split("/"))
         if longest > _LONGEST_NAME:
@@ -156,11 +187,20 @@ def _cpu_has_what_is_used(loaded: Loaded) -> Refusals:
     if config.job.device != "cpu":
         return
     if config.training.dataloader.pin_memory:
-        yield "training.dataloader.pin_memory", "pinned memory is for copies to a GPU, and job.device is cpu"
+        yield (
+            "training.dataloader.pin_memory",
+            "pinned memory is for copies to a GPU, and job.device is cpu",
+        )
     if config.checkpoint.async_mode == "async_with_pinned_mem":
-        yield "checkpoint.async_mode", 'pinned memory is for copies from a GPU, and job.device is cpu; use "async"'
+        yield (
+            "checkpoint.async_mode",
+            'pinned memory is for copies from a GPU, and job.device is cpu; use "async"',
+        )
     if config.profiling.enable_memory_snapshot:
-        why = "records a GPU's allocator, and job.device is cpu; profiling.enable_profiling works on a CPU"
+        why = (
+            "records a GPU's allocator, and job.device is cpu; "
+            "profiling.enable_profiling works on a CPU"
+        )
         yield "profiling.enable_memory_snapshot", why
 
 
@@ -172,36 +212,64 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
     if settings.enable:
         return
     if fault.spike_sigma and fault.on_spike == "rollback":
-        yield "fault.on_spike", 'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"'
+        yield (
+            "fault.on_spike",
+            'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"',
+        )
     if fault.stop_after_minutes:
-        yield "fault.stop_after_minutes", "nothing is saved with checkpoint.enable = false; set it to true"
+        yield (
+            "fault.stop_after_minutes",
+            "nothing is saved with checkpoint.enable = false; set it to true",
+        )
     if settings.load_step != -1:
-        yield "checkpoint.load_step", "nothing is resumed with checkpoint.enable = false; set it to true"
+        yield (
+            "checkpoint.load_step",
+            "nothing is resumed with checkpoint.enable = false; set it to true",
+        )
     if settings.last_save_in_hf:
-        yield "checkpoint.last_save_in_hf", "nothing is saved with checkpoint.enable = false; set it to true"
+        yield (
+            "checkpoint.last_save_in_hf",
+            "nothing is saved with checkpoint.enable = false; set it to true",
+        )
 
 
 def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:
     settings = config.checkpoint
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(settings, name) and spec.hf is None:
-            remedy = "`titanlite checkpoint export --format safetensors` writes plain files of any model's checkpoint"
+            remedy = (
+                "`titanlite checkpoint export --format safetensors` writes "
+                "plain files of any model's checkpoint"
+            )
             yield f"checkpoint.{name}", f"{spec.name} has no Hugging Face names; {remedy}"
     if settings.initial_load_in_hf and not settings.initial_load_path:
         yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
-        yield "checkpoint.initial_load_model_only", "a Hugging Face folder contains weights only; use true"
+        yield (
+            "checkpoint.initial_load_model_only",
+            "a Hugging Face folder contains weights only; use true",
+        )
 
 
 def _hugging_face_has_the_biases(config: ConfigView, model: Any) -> Refusals:
     if config.checkpoint.last_save_in_hf and getattr(model, "balance", "") == "bias":
-        remedy = 'use model.overrides.balance = "sequence" or "none", or export checkpoints as plain safetensors'
-        yield "checkpoint.last_save_in_hf", f'Hugging Face has no biases of routers (balance = "bias"); {remedy}'
+        remedy = (
+            'use model.overrides.balance = "sequence" or "none", '
+            "or export checkpoints as plain safetensors"
+        )
+        yield (
+            "checkpoint.last_save_in_hf",
+            f'Hugging Face has no biases of routers (balance = "bias"); {remedy}',
+        )
 
 
 def _traces_fit_between_their_steps(config: ConfigView) -> Refusals:
     profiling = config.profiling
-    warmup, active, period = profiling.profiler_warmup, profiling.profiler_active, profiling.profile_freq
+    warmup, active, period = (
+        profiling.profiler_warmup,
+        profiling.profiler_active,
+        profiling.profile_freq,
+    )
     if profiling.enable_profiling and period < warmup + active:
         why = f"{warmup} warm-up steps and {active} traced steps do not fit into {period}"
         yield "profiling.profile_freq", f"{why}; at least {warmup + active}"

@@ -1,0 +1,188 @@
+"""`titanlite checkpoint export` and `import`: Hugging Face's format, and plain safetensors."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.checkpoint.manifest import CONFIG, CorruptCheckpoint, Manifest, committed
+from titanlite.checkpoint.resume import saved_model
+from titanlite.config.config_json import read_config
+from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import to_toml
+from titanlite.errors import UserError, some_of
+from titanlite.runtime import store
+from titanlite.tools.exclusive import hold_run, writing
+from titanlite.tools.load import find_checkpoint, whole_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.checkpoint.hf.names import HFTensor
+    from titanlite.data.tokenizer import Tokenizer
+
+
+def export(arguments: Namespace) -> int:
+    """Write the weights of a checkpoint for other programs."""
+    folder, target = find_checkpoint(arguments.folder), arguments.out
+    _refuse_existing(target)
+    if committed(target.absolute().parent):
+        hold_run(target)
+    manifest = whole_manifest(
+        folder, None if arguments.verify == "full" else (), "; nothing was exported"
+    )
+    import torch
+
+    from titanlite.checkpoint.commit import clear_leftovers
+    from titanlite.checkpoint.hf.export import export as write_export
+    from titanlite.checkpoint.hf.export import plain_tensors
+    from titanlite.checkpoint.load import load_tensors
+
+    def fetch(name: str, owner: int) -> torch.Tensor:
+        return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
+
+    config = _load_config(["--config", str(folder / CONFIG)], {})
+    dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
+    if arguments.format == "hf":
+        tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
+    else:
+        tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
+    with writing(target):
+        _refuse_existing(target)
+        clear_leftovers(target.parent, re.escape(target.name))
+        write_export(target, tensors, documents, fetch)
+    print(f"exported step {manifest.step}: {target}")
+    return 0
+
+
+def _refuse_existing(target: Path) -> None:
+    if store.exists(target):
+        raise UserError(f"{target} exists, and an export overwrites nothing")
+
+
+def _hf_folder(
+    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace, dtype: torch.dtype
+) -> tuple[list[HFTensor], dict[str, bytes]]:
+    """Return the tensors and documents of the model's Hugging Face folder."""
+    from titanlite.checkpoint.hf.names import Translation, documents
+    from titanlite.checkpoint.load import load_tensors
+    from titanlite.registry import get_model
+
+    if config.model.package and not arguments.package:
+        raise UserError(
+            f'{folder}: the model is in the package "{config.model.package}", '
+            f"which is imported only if you name it: --model.package {config.model.package}"
+        )
+    spec = get_model(config.model.name, arguments.package)
+    overrides = {
+        **config.model.overrides,
+        **saved_model(folder, spec),
+    }  # a flavor may have been edited since
+    flavor = spec.configure(config.model.flavor, overrides)
+    translation = Translation(spec, flavor)
+    buffers = {
+        name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
+    }
+    values = load_tensors(folder, buffers.values(), manifest)
+    translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
+    saved = {
+        name.removeprefix("model."): t.shape
+        for name, t in manifest.tensors.items()
+        if name.startswith("model.")
+    }
+    saved = {name: shape for name, shape in saved.items() if name not in buffers}
+    if wrong := [
+        name
+        for name in {**translation.shapes, **saved}
+        if translation.shapes.get(name) != saved.get(name)
+    ]:
+        raise CorruptCheckpoint(
+            f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
+        )
+    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
+    return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
+
+
+def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
+    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is
+    not here.
+    """
+    from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
+
+    if named:
+        return load_tokenizer(named, "--tokenizer")
+    sources, assets = config.training.sources, config.model.hf_assets_path
+    folders = (
+        [assets] if assets else [part.dataset_path for part in sources if part.dataset == "tokens"]
+    )
+    here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
+    is_known = here or (not assets and all(map(os.path.exists, folders)))
+    if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
+        return tokenizer
+    what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
+    print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
+    return None
+
+
+def import_folder(arguments: Namespace, *overrides: str) -> int:
+    """Write a checkpoint that starts from a Hugging Face folder."""
+    import torch
+
+    from titanlite.checkpoint.commit import clear_leftovers
+    from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
+    from titanlite.observe.run_folder import versions
+    from titanlite.registry import get_model
+
+    source, target = arguments.hf_folder, arguments.out
+    if committed(target):
+        raise UserError(f"{target} has checkpoints already; import into another folder")
+    read_config(source)  # without one the error would name model.flavor
+    config = _load_config(_of_folder(source, [*overrides], os.environ), os.environ)
+    if config.checkpoint.initial_load_path == str(source):
+        unset = {"initial_load_path": "", "initial_load_in_hf": False}
+        config = config.model_copy(
+            update={"checkpoint": config.checkpoint.model_copy(update=unset)}
+        )
+    spec = get_model(config.model.name, config.model.package)
+    flavor = spec.configure(config.model.flavor, config.model.overrides)
+    weights = HuggingFaceFolder(source, spec, flavor)
+    environment = {
+        "versions": versions(),
+        "mesh": {},
+        "model": asdict(flavor),
+        "imported_from": str(source),
+    }
+    dtype = getattr(torch, config.training.dtype)
+    with writing(target):
+        clear_leftovers(target)
+        folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
+    print(f"imported {len(weights.names)} tensors: {folder}")
+    options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
+    print(f"to start from them: {shlex.join(options)}")
+    return 0
+
+
+def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Return a command line with the folder's own model, unless a config or a flavor is given."""
+    line = parse_command_line(argv, environ)
+    is_default = line.files == [DEFAULT_CONFIG] and not any(
+        word.startswith("--config") for word in argv
+    )
+    if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
+        return argv
+    return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
+
+
+def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
+    loaded = load(parse_command_line(argv, environ))
+    if loaded.faults:
+        raise ConfigError(loaded.faults)
+    return loaded.config
