@@ -89,15 +89,9 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
-            usage = (
-                'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
-            )
-            hint = usage
-            if argument.endswith(".toml"):
-                hint = f"did you mean --config {argument}?"
-            elif argument.startswith("-"):
-                hint = f"did you mean --{argument.lstrip('-')}?"
-                del rest[: bool(rest) and not rest[0].startswith("-")]  # its value
+            if argument.startswith("-") and rest and not rest[0].startswith("-"):
+                del rest[0]  # its value
+            hint = _option_meant(argument)
             line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
@@ -116,16 +110,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
                 line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
             line.files += filter(None, values)
         elif "." not in name:
-            matches = [
-                f"--{key}"
-                for key in KEYS
-                if key.endswith(f".{name}") or key == OTHER_NAMES.get(name)
-            ]
-            hint = (
-                f"did you mean {' or '.join(matches)}?"
-                if matches
-                else "use --config or --section.key VALUE"
-            )
+            hint = _keys_named(name)
             line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
         elif values:
             line.overrides[name] = _read_value(name, values[0])
@@ -139,6 +124,24 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
     if not line.files:
         line.files = [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
     return line
+
+
+def _option_meant(word: str) -> str:
+    """Return a hint about a word that does not begin with two dashes."""
+    if word.endswith(".toml"):
+        return f"did you mean --config {word}?"
+    if word.startswith("-"):
+        return f"did you mean --{word.lstrip('-')}?"
+    return 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+
+
+def _keys_named(name: str) -> str:
+    """Return a hint about an option without a section."""
+    other = OTHER_NAMES.get(name)
+    matches = [f"--{key}" for key in KEYS if key.endswith(f".{name}") or key == other]
+    if matches:
+        return f"did you mean {' or '.join(matches)}?"
+    return "use --config or --section.key VALUE"
 
 
 def _read_value(key: str, text: str) -> Any:

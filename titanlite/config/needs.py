@@ -67,11 +67,9 @@ def asks_for_sharding(config: JobConfig) -> bool:
 
 def _conditions(config: JobConfig) -> dict[str, bool]:
     training, parallelism = config.training, config.parallelism
-    schedule, mode, saving = (
-        config.lr_scheduler,
-        config.activation_checkpoint.mode,
-        config.checkpoint,
-    )
+    schedule = config.lr_scheduler
+    mode = config.activation_checkpoint.mode
+    saving = config.checkpoint
     decays = bool(schedule.decay_ratio)
     if schedule.decay_ratio is None:
         decays = schedule.warmup_steps < (schedule.total_steps or training.steps)

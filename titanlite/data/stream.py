@@ -129,20 +129,16 @@ class Reader:
     """Windows of reader `number` of `readers`, from the beginning or from a state."""
 
     def __init__(self, stream: Stream, rank: int, number: int, readers: int, batch: int) -> None:
-        self._stream, self._rank, self._number, self._readers, self._batch = (
-            stream,
-            rank,
-            number,
-            readers,
-            batch,
-        )
+        self._stream = stream
+        self._rank = rank
+        self._number = number
+        self._readers = readers
+        self._batch = batch
         self._files = stream.shards.num_shards
         # Disjoint sets of files, each with as many readers.
         self._file_groups = math.gcd(self._files, readers)
-        self._file_group, self._reader_in_group = (
-            number % self._file_groups,
-            number // self._file_groups,
-        )
+        self._file_group = number % self._file_groups
+        self._reader_in_group = number // self._file_groups
         self._readers_per_group = readers // self._file_groups
         start = {
             "epoch": 0,
@@ -170,10 +166,8 @@ class Reader:
         """Continue from a state that a reader with the same number returned."""
         self._block_start = self._position = (state["epoch"], state["file"], state["document"])
         self._documents_consumed, self._windows_emitted = state["taken"], state["given"]
-        self._leftover_tokens, self._exhausted = (
-            np.asarray(state["rest"], dtype=np.int64),
-            state["over"],
-        )
+        self._leftover_tokens = np.asarray(state["rest"], dtype=np.int64)
+        self._exhausted = state["over"]
         self._block: list[str] | None = None
         self._documents = self._read_epoch()
 

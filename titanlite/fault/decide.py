@@ -77,7 +77,7 @@ class Decider:
             self._end_with_node_0(own.ended or Ended())
         elif self.decision.members:
             self._follow_attempt(statuses, now)
-        else:
+        elif not self._ends_before(statuses):
             self._call_roll(statuses, now)
         return self.decision
 
@@ -103,11 +103,8 @@ class Decider:
 
     # ---------------------------------------------------------------- before an attempt
 
-    def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
-        """Begin the attempt once its nodes are there: all for the first; for later ones those that
-        come in time.
-        """
-        number, fault = self.decision.attempt, self._config.fault
+    def _ends_before(self, statuses: Mapping[int, Status]) -> bool:
+        """End the run if a launcher has left with a reason, or a stop was requested."""
         stop = self.decision.stop
         for node, status in statuses.items():
             if not status.left or not status.ended or self.silent[node] > SILENCE_SECONDS:
@@ -115,11 +112,18 @@ class Decider:
             if status.ended.early:
                 stop = stop or status.ended.early.reason
             elif failure := status.ended.failure:
-                return self._end(failure.code, failure.words)
+                self._end(failure.code, failure.words)
+                return True
         if stop:  # there is no rank that could save
             verdict = stopped(self._restarts.saved(), self._completed, stop)
             self.decision = replace(self.decision, verdict=verdict)
-            return None
+        return bool(stop)
+
+    def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
+        """Begin the attempt once its nodes are there: all for the first; for later ones those that
+        come in time.
+        """
+        number, fault = self.decision.attempt, self._config.fault
         here = {
             node: status.processes
             for node, status in sorted(statuses.items())

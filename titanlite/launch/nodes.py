@@ -67,10 +67,8 @@ def find_nodes(environ: Mapping[str, str]) -> Nodes:
         raise UserError(
             f"{prefix}NODE_RANK={rank} must be from 0 to {count - 1}, since {prefix}NNODES={count}"
         )
-    named, default_port = (
-        "the port of PET_RDZV_ENDPOINT",
-        read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS),
-    )
+    named = "the port of PET_RDZV_ENDPOINT"
+    default_port = read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
     default_port = read_number({named: port}, named, default_port, *PORTS)
     return Nodes(
         count,

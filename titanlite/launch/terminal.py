@@ -67,11 +67,9 @@ class Terminal:
         """
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
-        self._folder, self._known, self._unchanged = (
-            next(iter(logs.values()), metrics).parent,
-            {*known},
-            dict[str, None](),
-        )
+        self._folder = next(iter(logs.values()), metrics).parent
+        self._known = {*known}
+        self._unchanged = dict[str, None]()
         self._failed: set[int] = set()
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()

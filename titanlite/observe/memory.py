@@ -26,10 +26,8 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
     in percent.
     """
     if device.type == "cuda":
-        peak, total = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
+        peak = torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
@@ -44,10 +42,8 @@ def memory_tags(device: torch.device) -> dict[str, float]:
                 ("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True
             )
         )
-    stats, total = (
-        torch.cuda.memory_stats(device),
-        torch.cuda.get_device_properties(device).total_memory,
-    )
+    stats = torch.cuda.memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
     tags: dict[str, float] = {}
     for kind in ("active", "reserved"):
         peak_bytes = stats[f"{kind}_bytes.all.peak"]

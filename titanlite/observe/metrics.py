@@ -132,10 +132,8 @@ class TensorBoard:
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
-        self._records, self.close = (
-            RecordWriter(SimpleNamespace(write=partial(_append, file))),
-            file.close,
-        )
+        self._records = RecordWriter(SimpleNamespace(write=partial(_append, file)))
+        self.close = file.close
         self._event = import_module(
             "tensorboard.compat.proto.event_pb2"
         ).Event  # a type checker would not find it

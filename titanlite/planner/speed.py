@@ -134,11 +134,9 @@ def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[floa
     Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g
     NICs; a GPU gets 1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
     """
-    near, ranks, size = (
-        ranks_in_a_node(collective, layout, per_node),
-        collective.ranks,
-        collective.bytes,
-    )
+    near = ranks_in_a_node(collective, layout, per_node)
+    ranks = collective.ranks
+    size = collective.bytes
     if collective.kind == "all-to-all":  # `bytes` are those of one rank
         return size * (near - 1) / ranks, size * (ranks - near) / ranks
     passes = 2 if collective.kind == "all-reduce" else 1

@@ -53,12 +53,10 @@ def report(plan: Plan) -> str:
 
 def heading(plan: Plan) -> tuple[str, str, str]:
     """Return the job, its step, and whether it fits."""
-    config, layout, batch, hardware = (
-        plan.job.config,
-        plan.job.layout,
-        plan.job.batch,
-        plan.hardware,
-    )
+    config = plan.job.config
+    layout = plan.job.layout
+    batch = plan.job.batch
+    hardware = plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
     may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
     no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
@@ -78,59 +76,65 @@ def heading(plan: Plan) -> tuple[str, str, str]:
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables in the order of a reader's questions."""
-    recording, hardware, speed = plan.recording, plan.hardware, plan.speed
     if not plan.fits:
-        rows = [
-            (c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3))
-            for c in plan.changes
-        ]
-        none = (
+        yield _changes(plan)
+    yield _memory(plan)
+    yield _communication(plan)
+    yield _speed(plan)
+    units = {"compute": 1e12}
+    rows = []
+    for term in plan.speed.terms:
+        amount = Number(term.amount, 2, units.get(term.resource, 1e9))
+        rows.append((term.resource, term.of, amount, Number(term.seconds, 3)))
+    yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
+
+
+def _changes(plan: Plan) -> Table:
+    rows = [
+        (c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3))
+        for c in plan.changes
+    ]
+    title = "What would fit, each rehearsed"
+    if not rows:
+        title = (
             "No single change of recomputation, batch, chunks or mesh "
             "that was rehearsed fits; try --search"
         )
-        title = "What would fit, each rehearsed" if rows else none
-        yield Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
+    return Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
 
+
+def _memory(plan: Plan) -> Table:
+    recording = plan.recording
     sizes: list[tuple[str, int, int]] = [
         (kind, recording.at_peak.get(kind, 0), recording.static.get(kind, 0)) for kind in KINDS
     ]
     sizes.append((f"peak, in {recording.moment}", recording.peak, sum(recording.static.values())))
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
-    yield Table(
-        "memory", "Memory of a rank", ("GiB", "at the peak", "static"), rows, plan.assumptions
-    )
+    header = ("GiB", "at the peak", "static")
+    return Table("memory", "Memory of a rank", header, rows, plan.assumptions)
 
-    exposed, rows = dict(speed.exposed), []
+
+def _communication(plan: Plan) -> Table:
+    exposed, rows = dict(plan.speed.exposed), []
     for row in plan.traffic:
         waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
-        rows.append(
-            (
-                row.dimension,
-                row.kind,
-                row.dtype,
-                row.where,
-                Number(row.number),
-                gib(row.bytes),
-                waits,
-            )
+        sizes = (Number(row.number), gib(row.bytes), waits)
+        rows.append((row.dimension, row.kind, row.dtype, row.where, *sizes))
+    note = "none"
+    if rows:
+        note = (
+            "GiB of whole tensors; "
+            "exposed: seconds that compute waits for the dimension, in the estimate"
         )
+    gpus = plan.hardware.node
+    node = with_source(f"{gpus.gpus} GPUs in a node, neighbors in the mesh", gpus.source)
+    title = "Communication of a rank in a step"
     header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
-    note = (
-        "GiB of whole tensors; "
-        "exposed: seconds that compute waits for the dimension, in the estimate"
-    )
-    node = with_source(
-        f"{hardware.node.gpus} GPUs in a node, neighbors in the mesh", hardware.node.source
-    )
-    yield Table(
-        "communication",
-        "Communication of a rank in a step",
-        header,
-        rows,
-        [node],
-        note if rows else "none",
-    )
+    return Table("communication", title, header, rows, [node], note)
 
+
+def _speed(plan: Plan) -> Table:
+    speed = plan.speed
     bound, estimate = plan.rates(speed.bound), plan.rates(speed.estimate)
     titles = {
         "seconds": ("seconds a step", 3),
@@ -143,26 +147,8 @@ def tables(plan: Plan) -> Iterator[Table]:
         for name, (title, digits) in titles.items()
         if bound[name] is not None
     ]
-    yield Table(
-        "speed",
-        "Speed",
-        ("", "bound", "estimate"),
-        rows,
-        speed.assumptions,
-        f"bound by {speed.binding}",
-    )
-
-    units = {"compute": 1e12}
-    rows = [
-        (
-            term.resource,
-            term.of,
-            Number(term.amount, 2, units.get(term.resource, 1e9)),
-            Number(term.seconds, 3),
-        )
-        for term in speed.terms
-    ]
-    yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
+    header, note = ("", "bound", "estimate"), f"bound by {speed.binding}"
+    return Table("speed", "Speed", header, rows, speed.assumptions, note)
 
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:

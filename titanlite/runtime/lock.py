@@ -23,10 +23,8 @@ def take(path: Path, folder: str) -> None:
     locked it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, deadline = (
-        os.open(path, os.O_RDWR | os.O_CREAT, 0o666),
-        time.monotonic() + _PATIENCE_SECONDS,
-    )
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while (fault := _lock(file, fcntl.LOCK_EX)) == _BUSY:
         if time.monotonic() > deadline:
             raise UserError(

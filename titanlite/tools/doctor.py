@@ -124,10 +124,8 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     from titanlite.train.network import check_network
     from titanlite.train.rank_facts import facts_of, gather_facts, notable, require_equal
 
-    device, private = (
-        pick_device(job.config.job.device, rank.local_rank),
-        Path(environ[RESOLVED_CONFIG]).parent,
-    )
+    device = pick_device(job.config.job.device, rank.local_rank)
+    private = Path(environ[RESOLVED_CONFIG]).parent
     with process_group(rank, device, job.config.comm, private, dict(environ)):
         heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
         heart.start()
@@ -135,35 +133,21 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
         facts = gather_facts(facts_of(job, rank, device, revision, machine), rank.world)
         if rank.rank == 0:
-            build = [
-                line
-                for line in torch.__config__.show().strip().splitlines()
-                if "Build settings" not in line
-            ]
-            build = [f"{sys.executable}, {platform.platform()}", *build]
-            print(
-                f"titanlite doctor, {time.strftime('%F %T %z')}\n\n{facts_table(facts)}\n\n"
-                "environment of rank 0"
-            )
-            print(
-                "\n".join(f"  {line}" for line in (*shown_variables(environ), "", *build)),
-                end="\n\n",
-            )
+            build = torch.__config__.show().strip().splitlines()
+            lines = [*shown_variables(environ), "", f"{sys.executable}, {platform.platform()}"]
+            lines += [line for line in build if "Build settings" not in line]
+            print(f"titanlite doctor, {time.strftime('%F %T %z')}\n\n{facts_table(facts)}\n")
+            print("environment of rank 0", *(f"  {line}" for line in lines), sep="\n", end="\n\n")
         require_equal(facts, rank.world)
         mesh = build_mesh(job.layout, device.type).world
         OWN_PAGE.enter("network")
-        lines = (
-            check_network(mesh, device, facts)
-            if rank.world > 1
-            else [f"warning: {x}" for x in notable(facts)]
-        )
+        lines = [f"warning: {line}" for line in notable(facts)]
+        if rank.world > 1:
+            lines = check_network(mesh, device, facts)
+        if not any(line.startswith("warning") for line in lines):
+            lines.append("nothing looks wrong")
         if rank.rank == 0:
-            wrong = any(line.startswith("warning") for line in lines)
-            print(
-                "\n".join(
-                    [f"mesh       {job.layout}", *lines, *["nothing looks wrong"] * (not wrong)]
-                )
-            )
+            print(f"mesh       {job.layout}", *lines, sep="\n")
     heart.end()
 
 
@@ -188,10 +172,8 @@ def facts_table(facts: Sequence[Facts]) -> str:
         lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
     ).values():
         first, free = group[0], format_bytes(min(own.free_bytes for own in group))
-        revision, clock = (
-            first.revision[:10] + first.revision[40:],
-            min(own.clock for own in group) - facts[0].clock,
-        )
+        revision = first.revision[:10] + first.revision[40:]
+        clock = min(own.clock for own in group) - facts[0].clock
         ranks, device = named(group).split()[1:-2], first.gpu or first.device
         what = device, first.software, first.python, revision, first.config_hash, first.machine
         rows.append((" ".join(ranks), first.host, *what, free, f"{clock:+.1f} s"))

@@ -32,19 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the loss, the bits per byte, and the amount of data."""
-    if arguments.dataset_path is not None and arguments.dataset is None:
-        raise UserError(
-            f'--dataset-path {arguments.dataset_path}: name its kind too, as in "--dataset text"'
-        )
-    if arguments.dataset is not None:
-        path, steps = arguments.dataset_path or "", arguments.steps or "-1"
-        overrides += [
-            f"--validation.dataset={arguments.dataset}",
-            f"--validation.dataset_path={path}",
-        ]
-        overrides += ["--validation.enable", f"--validation.steps={steps}"]
-    elif arguments.steps is not None:
-        overrides.append(f"--validation.steps={arguments.steps}")
+    overrides += _own_data(arguments)
     job, folder = saved_job(arguments.checkpoint, overrides)
     settings = job.config.validation
     if not settings.enable:
@@ -62,10 +50,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
     data = validation_data(job, tokenizer)
     model = load_model(job, folder, device)  # verifies the folder
-    everything, steps = (
-        RankSlice(0, 1, settings.local_batch_size),
-        None if settings.steps == -1 else settings.steps,
-    )
+    everything = RankSlice(0, 1, settings.local_batch_size)
+    steps = None if settings.steps == -1 else settings.steps
     loader: Any = Counted(
         build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer
     )
@@ -82,6 +68,25 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     rows = [("loss", f"{loss:.5f}"), ("bits per byte", bits), ("tokens", f"{loader.tokens:,}")]
     print(format_table([*rows, ("bytes", size), ("windows", windows)]))
     return 0
+
+
+def _own_data(arguments: Namespace) -> list[str]:
+    """Return the overrides of the options that name other data."""
+    if arguments.dataset is None:
+        if arguments.dataset_path is not None:
+            raise UserError(
+                f"--dataset-path {arguments.dataset_path}: name its kind too, "
+                'as in "--dataset text"'
+            )
+        if arguments.steps is None:
+            return []
+        return [f"--validation.steps={arguments.steps}"]
+    return [
+        f"--validation.dataset={arguments.dataset}",
+        f"--validation.dataset_path={arguments.dataset_path or ''}",
+        "--validation.enable",
+        f"--validation.steps={arguments.steps or '-1'}",
+    ]
 
 
 class Counted:

@@ -87,11 +87,9 @@ def facts_of(
 
     Call it on all ranks: they read their clocks at the same time.
     """
-    software, gpu, complaints = (
-        f"titanlite {__version__}, torch {torch.__version__}",
-        "",
-        list[str](),
-    )
+    software = f"titanlite {__version__}, torch {torch.__version__}"
+    gpu = ""
+    complaints = list[str]()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"

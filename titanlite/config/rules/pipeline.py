@@ -47,10 +47,8 @@ def _listed(values: Iterable[object]) -> str:
 
 def find_micro_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> int | None:
     """Return the sequences of a micro-batch."""
-    local, size = (
-        config.training.local_batch_size,
-        config.parallelism.pipeline_parallel_microbatch_size,
-    )
+    local = config.training.local_batch_size
+    size = config.parallelism.pipeline_parallel_microbatch_size
     if layout.pp == 1:
         return local
     if local % size == 0:

@@ -265,11 +265,9 @@ def _hugging_face_has_the_biases(config: ConfigView, model: Any) -> Refusals:
 
 def _traces_fit_between_their_steps(config: ConfigView) -> Refusals:
     profiling = config.profiling
-    warmup, active, period = (
-        profiling.profiler_warmup,
-        profiling.profiler_active,
-        profiling.profile_freq,
-    )
+    warmup = profiling.profiler_warmup
+    active = profiling.profiler_active
+    period = profiling.profile_freq
     if profiling.enable_profiling and period < warmup + active:
         why = f"{warmup} warm-up steps and {active} traced steps do not fit into {period}"
         yield "profiling.profile_freq", f"{why}; at least {warmup + active}"
