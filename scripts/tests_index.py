@@ -119,7 +119,7 @@ def tests_of(source: Path) -> list[Path]:
         modules |= users
     if found:
         return found
-    command = f'"{source.stem}"'  # imported by its name
+    command = f'"{source.stem.partition("_")[0]}"'  # imported by its name
     return [path for path in test_files() if command in (ROOT / path).read_text(encoding="utf-8")]
 
 
