@@ -1,7 +1,7 @@
 """Open data sets by name, each as one long stream of token ids that can be read at any offset.
 
-Bytes are read from the files on demand, shards are memory-mapped, and other text is tokenized once,
-into a cache.
+Bytes and shards are read from their files on demand, and other text is tokenized once, into a
+cache.
 """
 
 import itertools
