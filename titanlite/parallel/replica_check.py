@@ -44,7 +44,9 @@ def check_replicas(
     dist.all_reduce(count, dist.ReduceOp.MAX)  # pipeline stages have unlike numbers of tensors
     local_hashes = F.pad(local_hashes, (0, 0, 0, int(count) - len(tensors)))
     all_hashes = local_hashes.new_empty(dist.get_world_size(), *local_hashes.shape)
-    dist.all_gather_into_tensor(all_hashes.flatten(0, 1), local_hashes)
+    # Before torch 2.14 it has only the other name, which warns since then.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(all_hashes.flatten(0, 1), local_hashes)
     shards, contents = all_hashes.cpu().unbind(-1)  # each (rank, tensor)
     _, group = shards.flatten().unique(return_inverse=True)
     numbers = torch.arange(len(group))
