@@ -57,9 +57,8 @@ def shape(c: GPT2Config) -> ModelDims:
 
 
 def parameters(c: GPT2Config) -> int:
-    block = (
-        12 * c.dim**2 + 13 * c.dim
-    )  # 4 matrices of attention and 2 of 4 times their size, biases, two norms
+    # 4 matrices of attention and 2 of 4 times their size, biases, two norms.
+    block = 12 * c.dim**2 + 13 * c.dim
     return (c.vocab_size + c.max_seq_len + 2) * c.dim + c.n_layers * block
 
 

@@ -61,9 +61,8 @@ def _given_twice(error: str, text: str) -> str:
     if not re.search("overwrite a value|declare .* twice", error):
         return ""
     lines = text.splitlines()
-    place = re.search(
-        r"at line (\d+)", error
-    )  # where the value ends; without one at the end of the file
+    # Where the value ends; without one at the end of the file.
+    place = re.search(r"at line (\d+)", error)
     number = int(place[1]) if place else len(lines)
     while number > 1 and not re.match(r"\s*(\[+)?[\w.\"' -]+(?(1)\]|=)", lines[number - 1]):
         number -= 1
@@ -86,9 +85,8 @@ def toml_value(value: Any) -> str:
     """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
     if value is None or isinstance(value, (bool, str)):
         text = json.dumps("none" if value is None else value, ensure_ascii=False)
-        return text.replace(
-            "\x7f", "\\u007f"
-        )  # the one control character that JSON allows and TOML does not
+        # The one control character that JSON allows and TOML does not.
+        return text.replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Section):

@@ -142,9 +142,8 @@ class Heart(threading.Thread):
             print(f"titanlite: {report}", file=sys.stderr, flush=True)  # before the others end
             time.sleep(2 * self._interval)  # they read from a store that may be this process's
         else:
-            time.sleep(
-                BEAT_SECONDS / 2
-            )  # or rank 0 could fail for the loss of this one before it has printed
+            # Or rank 0 could fail for the loss of this one before it has printed.
+            time.sleep(BEAT_SECONDS / 2)
         os._exit(FAILED)
 
     def end(self) -> None:

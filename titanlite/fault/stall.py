@@ -182,9 +182,8 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
         return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
     elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
-    waits = elsewhere and all(
-        each.stack and each not in elsewhere for each in behind
-    )  # a stage, for the one before
+    # A stage, for the one before.
+    waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)
     if len(behind) < len(ranks) and not waits:
         return behind, "behind the others"
     if len(ranks) > 1 and len(elsewhere) == len(ranks):

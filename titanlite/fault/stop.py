@@ -54,12 +54,10 @@ class Stop(threading.Thread):
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-            signal.siginterrupt(
-                number, False
-            )  # libraries may not expect that a call is interrupted
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # who started this may have blocked them
+            # Libraries may not expect that a call is interrupted.
+            signal.siginterrupt(number, False)
+        # Who started this may have blocked them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.register_at_fork(after_in_child=_hear_nothing)
         self.start()
 

@@ -59,9 +59,8 @@ def _run_child(compute: Callable[[], Sequence[str]], pipe: int, launcher: int) -
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.nice(19)
-        resource.setrlimit(
-            resource.RLIMIT_CORE, (0, 0)
-        )  # the signal of the next limit would write one
+        # The signal of the next limit would write one.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):

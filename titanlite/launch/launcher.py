@@ -154,9 +154,8 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     """Return the job of a config here: with its nodes, the kind of device, and the number of this
     node's workers.
     """
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a background job inherits an ignored one
+    # A background job inherits an ignored one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     check_torch()
     nodes = find_nodes(environ)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
@@ -196,9 +195,10 @@ def _plan(
 
 
 def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
+    # In the child: the workers' start does not wait for it.
     from titanlite.planner.plan import (
         start_lines,
-    )  # in the child: the workers' start does not wait for it
+    )
 
     gpu = gpu_name() if device == "cuda" else ""
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)

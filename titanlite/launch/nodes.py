@@ -116,9 +116,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return len([part for part in listed if part and part != "-1"])
     device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    return len(
-        device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")]
-    )  # WSL has no files
+    # WSL has no files.
+    return len(device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])
 
 
 def gpu_bytes() -> int | None:

@@ -100,9 +100,8 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             function(*arguments)
         except UserError as error:
             entry = loaded.entries.get(error.key)
-            origin = (
-                entry.origin if entry and entry.value == error.value else ""
-            )  # not in a mixture
+            # Not in a mixture.
+            origin = entry.origin if entry and entry.value == error.value else ""
             found.append(
                 ConfigFault(error.key or f"{arguments[0]}", error.why, error.value, origin)
             )

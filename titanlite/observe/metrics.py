@@ -126,9 +126,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int) -> None:
+        # Costs a quarter of a second.
         from tensorboard.summary.writer.record_writer import (
             RecordWriter,
-        )  # costs a quarter of a second
+        )
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
@@ -187,9 +188,8 @@ class WeightsAndBiases:
             ) from error
 
     def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        self._step = max(
-            step, self._step
-        )  # W&B drops records of an earlier step, such as of a finished save
+        # W&B drops records of an earlier step, such as of a finished save.
+        self._step = max(step, self._step)
         self._run.log(tags, step=self._step)
 
     def close(self) -> None:

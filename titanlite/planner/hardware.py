@@ -146,9 +146,8 @@ def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
     """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
     words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
     alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
-    same = [
-        key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]
-    ]  # those of most words are first
+    # Those of most words are first.
+    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]
     return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 

@@ -205,9 +205,8 @@ def _draw_mesh(plan: Plan) -> str:
     layout, node, parts = plan.job.layout, plan.hardware.node, []
     across = ceil((2 * node.gpus) ** 0.5)
     width, height = SQUARE * across + 8, SQUARE * ceil(node.gpus / across) + 8
-    in_a_row = 1 << (
-        int(WIDTH // (width + 8)).bit_length() - 1
-    )  # a power of two, so that groups end where rows do
+    # A power of two, so that groups end where rows do.
+    in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)
     nodes = ceil(layout.world / node.gpus)
     drawn = min(nodes, MOST_NODES)
     split = _split(plan)

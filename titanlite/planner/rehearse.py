@@ -62,9 +62,8 @@ class Rehearsal:
             self._optimizer = build_optimizer(trained, job.config)
             self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
         self._counting = Counting(job.layout)
-        self.step(
-            job, middle_once=True
-        )  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
+        # Leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards.
+        self.step(job, middle_once=True)
 
     def step(self, job: Job, middle_once: bool = False) -> Recording:
         """Return a step of this job, or of one that differs only in batch and loss chunks.

@@ -71,9 +71,8 @@ class Found:
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
     end, facts = time.monotonic() + max_seconds, _Facts(job, hardware)
-    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](
-        list
-    )  # each shares its rehearsed models
+    # Each shares its rehearsed models.
+    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](list)
     for settings in _space(job, hardware):
         if other := changed(job, settings):
             shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))

@@ -154,9 +154,8 @@ def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> in
             steps.append(
                 [prod(layout.degrees[position + 1 :]) * number for number in range(degree)]
             )
-    members = [sum(step) for step in product(*steps)][
-        : collective.ranks
-    ]  # a part of a dimension is its first ranks
+    # A part of a dimension is its first ranks.
+    members = [sum(step) for step in product(*steps)][: collective.ranks]
     return max(Counter(rank // per_node for rank in members).values())
 
 
@@ -216,9 +215,8 @@ class _Schedule:
     def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
         self.layout, self.hardware, self.compiled = layout, hardware, compiled
         self.now = 0.0  # how far compute is
-        self.free: dict[str, float] = defaultdict(
-            float
-        )  # when lanes and links have finished their work
+        # When lanes and links have finished their work.
+        self.free: dict[str, float] = defaultdict(float)
         self.gathers: list[Span] = []  # not taken by compute yet
         self.reduction: Span | None = None
         self.taken = 0.0

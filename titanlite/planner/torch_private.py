@@ -10,9 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+
+# 2.11 and 2.14; no public name.
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
-)  # 2.11 and 2.14; no public name
+)
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -63,9 +65,8 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """
     arguments = enumerate(operation._schema.arguments)
     written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
-    return tuple(
-        (i, name) for i, name in written if name != "grads"
-    )  # an optimizer's, written only when it unscales
+    # An optimizer's, written only when it unscales.
+    return tuple((i, name) for i, name in written if name != "grads")
 
 
 def around_sharding_propagation(

@@ -47,9 +47,8 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
     """Set up torch's allocator and Triton, before they are imported, where the user has not."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    environ.setdefault(
-        "TRITON_DEFAULT_FP_FUSION", "1"
-    )  # Triton 3.10 changes it, and with it compiled numbers
+    # Triton 3.10 changes it, and with it compiled numbers.
+    environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | None:

@@ -53,9 +53,8 @@ def join(path: Path) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     if _lock(file, fcntl.LOCK_SH) == _BUSY:
         raise UserError(f"{path.parent}: the launcher has ended, and another run starts there")
-    launcher = os.pread(file, 4096, 0).partition(b",")[
-        0
-    ]  # without the rank 0 of an earlier attempt
+    # Without the rank 0 of an earlier attempt.
+    launcher = os.pread(file, 4096, 0).partition(b",")[0]
     os.truncate(file, len(launcher))
     os.write(file, f", its rank 0 is pid {os.getpid()}".encode())
 

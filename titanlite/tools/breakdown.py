@@ -93,9 +93,8 @@ def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, floa
         if event["tid"] == thread and not event["name"].startswith("gloo:")
     ]
     kinds = dict.fromkeys(KINDS, 0.0)
-    callers: list[tuple[float, str]] = [
-        (math.inf, HOST)
-    ]  # the calls that have not returned: end and kind
+    # The calls that have not returned: end and kind.
+    callers: list[tuple[float, str]] = [(math.inf, HOST)]
     idle_since = 0.0
     inside = [event for event in [*calls, *ends] if _inside(event, steps)]
     for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):

@@ -177,9 +177,8 @@ def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest])
 def _rm(arguments: Namespace) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
-    folders = [
-        Path(os.path.abspath(path)) for path in arguments.step_folder
-    ]  # a link is removed, not its target
+    # A link is removed, not its target.
+    folders = [Path(os.path.abspath(path)) for path in arguments.step_folder]
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
             raise UserError(

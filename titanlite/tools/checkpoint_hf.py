@@ -82,10 +82,11 @@ def _hf_folder(
             f"which is imported only if you name it: --model.package {config.model.package}"
         )
     spec = get_model(config.model.name, arguments.package)
+    # A flavor may have been edited since.
     overrides = {
         **config.model.overrides,
         **saved_model(folder, spec),
-    }  # a flavor may have been edited since
+    }
     flavor = spec.configure(config.model.flavor, overrides)
     translation = Translation(spec, flavor)
     buffers = {

@@ -98,11 +98,12 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     whole_manifest(folder)
     if job:
         return job, folder
+    # This machine may lack that one's device.
     own = [
         "--config",
         str(folder / CONFIG),
         "--job.device=auto",
-    ]  # this machine may lack that one's device
+    ]
     loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:

@@ -206,15 +206,13 @@ def _draw_panel(
     finite = np.concatenate([y[np.isfinite(y)] for _, y in curves])
     low, middle, high = np.quantile(finite, [0, 0.5, 1]) if len(finite) else (0.0, 0.0, 0.0)
     from_zero, smoothed = key in ("lr", "tps"), key not in ("lr", "validation_loss")
-    log = (
-        low > 0 and high > 2.5 * middle and not from_zero
-    )  # a linear axis would flatten most of the run
+    # A linear axis would flatten most of the run.
+    log = low > 0 and high > 2.5 * middle and not from_zero
     for number, (x, y) in enumerate(curves):
         color, dashes = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
         valid = np.pad(np.isfinite(y), 1)
-        isolated = (
-            valid & ~np.roll(valid, 1) & ~np.roll(valid, -1)
-        )  # a line alone would not show such a value
+        # A line alone would not show such a value.
+        isolated = valid & ~np.roll(valid, 1) & ~np.roll(valid, -1)
         marked, crosses = list(isolated[1:-1] | (len(y) <= 40)), x[~valid[1:-1]]
         mean = y if not smoothed else np.exp(smooth(np.log(y))) if log else smooth(y)
         axes.plot(x, y, color=color, alpha=0.35, lw=0.8)

@@ -39,9 +39,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         "--checkpoint.no_enable",
         "--generate.no_at_end",
     ]
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or the profiler prints when it starts and stops
+    # Or the profiler prints when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if code := launcher.run(arguments, [*overrides, *profiled]):
         return code
     if find_nodes(os.environ).rank > 0:

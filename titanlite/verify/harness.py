@@ -48,9 +48,8 @@ def measure(
     raises RowFailed, so that the pool ends the ranks that wait for this one."""
     # Compile in the rank itself: a process that is killed would leave compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    logging.getLogger("torch").setLevel(
-        logging.ERROR
-    )  # it warns of every block that is recomputed and compiled
+    # It warns of every block that is recomputed and compiled.
+    logging.getLogger("torch").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None

@@ -164,9 +164,8 @@ class Pool:
 
 def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
     """Run each function that is sent and answer, until the pool's process has ended."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process; the parent ends its ranks
+    # Ctrl-C reaches every process; the parent ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)

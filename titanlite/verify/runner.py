@@ -89,12 +89,10 @@ def open_pool(world: int) -> Iterator[Pool]:
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     """Give a function that runs a row, with the name of a known fault or without."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or the profiler prints when it starts and stops
-    os.environ.setdefault(
-        "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
-    )  # the system frees the rest
+    # Or the profiler prints when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # The system frees the rest.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
         yield RowRunner(model, Path(folder), pool)
 

@@ -72,10 +72,11 @@ class StepRecord:
             yield from self._pipeline_differences(parts, pipeline)
         elif self.sharded:
             gathers = declared_gathers(self.job, parts[0], "FB")
+            # Of the first micro-batch.
             yield (
                 "all-gathers:",
                 first_difference(self.gathered[: len(gathers)], gathers),
-            )  # of the first micro-batch
+            )
 
     def _pipeline_differences(
         self, parts: Sequence[nn.Module], pipeline: Pipeline
@@ -147,9 +148,8 @@ ROOT = frozenset(("the root",))
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     """Append the modules of each all-gather and of each reduction, in the order of their issue."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*clears events"
-        )  # torch 2.11 warns of longer profiles
+        # torch 2.11 warns of longer profiles.
+        warnings.filterwarnings("ignore", message=".*clears events")
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
     try:
@@ -182,9 +182,8 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     forward_order, order = range(len(plan.groups)), list[int]()
     policy = "never" if policy == "default" and job.layout.pp > 1 else policy
     not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
-    one_ahead = {
-        turn: (following,) for turn, following in pairwise(plan.backward_order)
-    }  # FSDP2's own
+    # FSDP2's own.
+    one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}
 
     def gather(turns: Sequence[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
         for turn in turns:
