@@ -95,9 +95,12 @@ def test_what_a_silent_rank_told_last_gives_it_no_more_time():
     assert watch(judge(1), 20, {0: first_step}) == [], "unless nobody else is there"
 
 
-def test_a_rank_that_was_never_heard_of_has_the_time_of_the_start():
-    run = judge(2)
-    assert watch(run, 302, {0: STILL})[:1] == [301], "the other one beat at second 1"
+def test_a_rank_without_a_heartbeat_has_the_time_of_the_others_or_else_of_the_start():
+    """Others that train have met it: it may have stopped before its first heartbeat."""
+    assert watch(judge(2), 302, {})[:1] == [300]
+    starts = replace(STILL, step=0, phase="start", limit=300.0)
+    assert watch(judge(2), 302, {0: starts})[:1] == [301], "the other one beat at second 1"
+    assert watch(judge(2), 302, {0: STILL})[:1] == [11]
     assert culprits(hang(standing(0), standing(1, None, age=300)))[0][0].rank == 1
 
 
@@ -280,7 +283,7 @@ def test_a_rank_that_never_connects_is_named(tmp_path):
     assert (
         code == 1 and "no rank moved for 25 s (comm.init_timeout_seconds). rank 1: stopped\n" in out
     ), out
-    assert "\nrank 1: start, before it connected, for" in out and " in suffer\n" in out
+    assert "\nrank 1: before its first heartbeat, for" in out and " in suffer\n" in out
 
 
 @pytest.mark.long

@@ -115,11 +115,14 @@ def _load_numbers(path: Path) -> np.memmap:
 
 
 class _OpenFile:
+    descriptor = -1
+
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class ShardSource:

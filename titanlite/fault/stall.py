@@ -64,7 +64,7 @@ class Standing:
     @property
     def where(self) -> str:
         if not self.beat:
-            return "start, before it connected"
+            return "before its first heartbeat"
         return f"{self.beat.phase} of step {self.beat.step}" if self.beat.step else self.beat.phase
 
 
@@ -107,9 +107,10 @@ class Judge:
         left = [rank for rank, beat in enumerate(self._beats) if not beat or beat.phase != ENDED]
         if not left:
             return None
-        # A silent rank may be in another phase than its last heartbeat's, with a longer limit.
+        # A silent rank may be in another phase than its last heartbeat's, with a longer limit. One
+        # without a heartbeat so far is in none that the others could have left before it.
         since = self._clock - SILENT_BEATS * self._interval
-        told = [rank for rank in left if not self._beats[rank] or self._heard[rank] >= since]
+        told = [rank for rank in left if self._beats[rank] and self._heard[rank] >= since]
         last = [self._beats[rank] for rank in told or left]
         limit, key = max((beat.limit, beat.key) if beat else self._start_limit for beat in last)
         if self._clock - max(self._moved[rank] for rank in left) < limit:
