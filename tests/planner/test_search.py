@@ -12,10 +12,11 @@ import pytest
 from tests.jobs import TINY, job
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
 from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware
-from titanlite.planner.search import Found, changed, changes, measured, overlay, search
+from titanlite.planner.search import Found, changed, changes, measured, search
 from titanlite.planner.tables import search_table
 
 SMALL = [
@@ -95,7 +96,7 @@ def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
         "those that share the first model"
     )
     best = found.best[0]
-    (tmp_path / "best.toml").write_text(overlay(best.settings))
+    (tmp_path / "best.toml").write_text(values_to_toml(best.settings))
     line = parse_command_line(
         ["--config", "debug.toml", str(tmp_path / "best.toml"), *_without_batch(SMALL)], {}
     )
@@ -148,7 +149,7 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
     space = [*searching._space(given, load_hardware("h100-80g"))]
     for number in (0, len(space) // 2, len(space) - 1):
         file = Path(tmp_path, f"{number}.toml")
-        file.write_text(overlay(space[number]))
+        file.write_text(values_to_toml(space[number]))
         assert llama("llama_70b.toml", 256, str(file)).batch.total == given.batch.total
 
 

@@ -3,8 +3,6 @@
 import json
 import textwrap
 
-from pydantic.fields import FieldInfo
-
 from titanlite.config.legal import legal
 from titanlite.config.needs import without
 from titanlite.config.schema import KEYS, NEEDS, SECTIONS, JobConfig
@@ -96,7 +94,8 @@ def _rows(section: str) -> list[tuple[str, str, str, str]]:
         (
             key,
             toml_value(info.default),
-            _legal(info),
+            # Without the bound that all whole numbers have.
+            legal(info.annotation, info.metadata).replace(f" and <= {MOST}", ""),
             _one_line(info.description) + _conditions(f"{section}.{key}"),
         )
         for (name, _, key), info in fields
@@ -108,11 +107,6 @@ def _conditions(key: str) -> str:
     """Return a sentence about when a key has no effect, or an empty string."""
     reasons = [without(need) for need in NEEDS[key] if need != key]
     return f" No effect {', or '.join(reasons)}." if reasons else ""
-
-
-def _legal(info: FieldInfo) -> str:
-    """Return the values of a key, without the bound that all whole numbers have."""
-    return legal(info.annotation, info.metadata).replace(f" and <= {MOST}", "")
 
 
 def _one_line(text: str | None) -> str:

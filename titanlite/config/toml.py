@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-__all__ = ["read_toml", "to_toml", "toml_differences", "toml_value", "tomllib"]
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -72,12 +71,15 @@ def _given_twice(error: str, text: str) -> str:
 
 def to_toml(config: JobConfig) -> str:
     """Write the whole config as TOML that load() reads back to the same config."""
+    return values_to_toml({key: value_of(config, key) for key in KEYS})
+
+
+def values_to_toml(values: Mapping[str, Any]) -> str:
+    """Write the values of dotted keys as TOML."""
     blocks: dict[str, list[str]] = {}
-    for key in KEYS:
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
-        blocks.setdefault(section, [f"[{section}]"]).append(
-            f"{name} = {toml_value(value_of(config, key))}"
-        )
+        blocks.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value)}")
     return "\n\n".join("\n".join(block) for block in blocks.values()) + "\n"
 
 

@@ -270,7 +270,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        manifest = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     return manifest if "fingerprint" in manifest else None

@@ -136,7 +136,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for name in TOKENIZER_FILES[1:]:
         path = folder / name
         try:
-            settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            settings |= json.loads(path.read_bytes()) if path.is_file() else {}
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from None
     return settings

@@ -165,12 +165,10 @@ def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: 
     try:
         return TypeAdapter(kind).validate_python(known[name])
     except ValidationError as error:
-        faults = [
-            (".".join(map(str, fault["loc"])), fault["input"], fault["msg"])
-            for fault in error.errors()
-        ]
-        why = "; ".join(
-            f"{key} = {value!r}: {what}" if key else f"{value!r}: {what}"
-            for key, value, what in faults
-        )
+        faults = []
+        for fault in error.errors():
+            key = ".".join(map(str, fault["loc"]))
+            title = f"{key} = " if key else ""
+            faults.append(f"{title}{fault['input']!r}: {fault['msg']}")
+        why = "; ".join(faults)
         raise UserError(f"hardware table, {section}.{name}: {why}") from None

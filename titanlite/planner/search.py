@@ -18,7 +18,6 @@ import torch
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.schema import KEYS, config_of, value_of
-from titanlite.config.toml import toml_value
 from titanlite.layout import divisors
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import optimizer_bytes, trained_parameters
@@ -79,8 +78,13 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             groups[shared].append((settings, other, facts.least_seconds(other)))
     fitting, too_large = list[Candidate](), list[Job]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
+    # What may be the fastest is first.
+    ordered = sorted(
+        groups.values(),
+        key=lambda group: (min(least for *_, least in group), _demand(group[0][1])),
+    )
     with FakeWorld() as world:
-        for group in sorted(groups.values(), key=_first_what_may_be_fastest):
+        for group in ordered:
             slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else float("inf")
             tried = [
                 (settings, other)
@@ -94,17 +98,13 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
                 counts["not reached in time"] += len(tried)
                 continue
             counts["rehearsed"] += len(tried)
-            found = _rehearse(job, tried, hardware, world)
-            too_large += [
-                candidate.job for candidate in found if candidate.peak > hardware.usable_bytes
-            ]
-            fitting += [candidate for candidate in found if candidate.peak <= hardware.usable_bytes]
+            for candidate in _rehearse(job, tried, hardware, world):
+                if candidate.peak <= hardware.usable_bytes:
+                    fitting.append(candidate)
+                else:
+                    too_large.append(candidate.job)
             fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
     return Found(fitting[:most], counts)
-
-
-def _first_what_may_be_fastest(group: Sequence[tuple[Settings, Job, float]]) -> Any:
-    return min(least for *_, least in group), _demand(group[0][1])
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
@@ -133,21 +133,13 @@ def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> 
             ):
                 break
             other = changed(job, settings, ranks)
-            is_new = other and other != job and (ranks == job.layout.world or ranks not in seen)
+            is_new = other != job and (ranks == job.layout.world or ranks not in seen)
             if other and is_new and facts.state_bytes(other) <= hardware.usable_bytes:
                 attempts -= 1
                 (candidate,) = _rehearse(job, [(settings, other)], hardware, world)
-                found += [candidate] if candidate.peak <= hardware.usable_bytes else []
+                if candidate.peak <= hardware.usable_bytes:
+                    found.append(candidate)
     return found
-
-
-def overlay(settings: Settings) -> str:
-    """Write settings as TOML to lay over a config."""
-    sections = defaultdict(list)
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        sections[section].append(f"{name} = {toml_value(value)}")
-    return "\n".join("\n".join([f"[{section}]", *lines, ""]) for section, lines in sections.items())
 
 
 def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:

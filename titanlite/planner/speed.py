@@ -6,7 +6,7 @@ efficiencies of hardware.toml, on three lanes: compute, gathers of parameters, r
 gradients."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -54,20 +54,20 @@ class Span:
 class Speed:
     """A step's bound and estimate in seconds."""
 
-    terms: tuple[Term, ...]
+    terms: Sequence[Term]
     bound: float
     binding: str
     """The resource of the bound."""
     estimate: float
     exposed: Mapping[str, float]
     """Seconds of the estimate that compute waits for collectives, by dimension."""
-    spans: tuple[Span, ...]
-    starts: tuple[float | None, ...]
+    spans: Sequence[Span]
+    starts: Sequence[float | None]
     """When compute begins with each phase of the step; None if it has nothing to do there."""
     tokens: int
     """In a step, of all ranks."""
     world: int
-    assumptions: tuple[str, ...]
+    assumptions: Sequence[str]
 
     def tokens_per_gpu(self, step_seconds: float) -> float:
         """Return tokens per second and GPU."""
@@ -101,7 +101,7 @@ def speed_of(
     """Return the bound and the estimate of a recorded step; `compiled` chooses among the
     efficiencies.
     """
-    terms = tuple(_terms(recording, layout, hardware))
+    terms = [*_terms(recording, layout, hardware)]
     seconds: dict[str, float] = defaultdict(float)
     for term in terms:
         seconds[term.resource] += term.seconds
@@ -109,17 +109,15 @@ def speed_of(
     schedule = _Schedule(layout, hardware, compiled)
     for operation in recording.operations:
         schedule.add(operation)
-    assumptions = (*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED)
-    spans, starts, exposed = tuple(schedule.spans), tuple(schedule.starts), dict(schedule.exposed)
-    estimate = max(bound, schedule.finish())
+    assumptions = [*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED]
     return Speed(
         terms,
         bound,
         binding,
-        estimate,
-        exposed,
-        spans,
-        starts,
+        max(bound, schedule.finish()),
+        schedule.exposed,
+        schedule.spans,
+        schedule.starts,
         tokens_per_step,
         layout.world,
         assumptions,

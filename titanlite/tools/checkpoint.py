@@ -4,8 +4,6 @@ without process groups.
 Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its
 config names is imported only if the command line names it too."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -13,7 +11,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -36,9 +33,6 @@ from titanlite.runtime import store
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import DOCUMENTS, find_checkpoint, find_checkpoints, whole_manifest
-
-if TYPE_CHECKING:
-    pass
 
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things

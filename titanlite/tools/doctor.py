@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.load import load, parse_command_line
+from titanlite.config.options import declare
 from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
@@ -51,15 +52,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.description = _ABOUT
     parser.epilog = "example: NGPU=2 titanlite doctor --config llama_8b.toml"
-    parser.add_argument(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        help=(
-            "print torch's verdict on the dumps of NCCL's flight recorder in DIR, "
-            "such as outputs/comm_traces"
-        ),
-    )
+    about = "print torch's verdict on the dumps of NCCL's flight recorder in DIR, "
+    declare(parser, {"--traces DIR": (f"{about}such as outputs/comm_traces", Path)})
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
@@ -155,19 +149,7 @@ def facts_table(facts: Sequence[Facts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
     from titanlite.train.rank_facts import by, named
 
-    header = (
-        "ranks",
-        "host",
-        "device",
-        "software",
-        "Python",
-        "revision",
-        "config",
-        "machine",
-        "free",
-        "clock",
-    )
-    rows = [header]
+    rows = [tuple("ranks host device software Python revision config machine free clock".split())]
     for group in by(
         lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
     ).values():

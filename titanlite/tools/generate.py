@@ -17,8 +17,8 @@ _KEYS = {
     "prompt": "generate.prompt",
     "tokens": "generate.tokens",
     "temperature": "generate.temperature",
+    "seed": "debug.seed",
 }
-_KEYS["seed"] = "debug.seed"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -48,14 +48,9 @@ DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Declare the option that names a saved model."""
     parser.set_defaults(takes_overrides=True)
-    about = (
-        "a checkpoint, a folder of them, or a run's dump folder "
-        "(default: the latest complete one of ./outputs, "
-    )
-    about += (
-        "or of --config's job.dump_folder). "
-        "It is read with its own config, unless there is --config"
-    )
+    about = """a checkpoint, a folder of them, or a run's dump folder \
+(default: the latest complete one of ./outputs, or of --config's job.dump_folder). \
+It is read with its own config, unless there is --config"""
     declare(parser, {"--checkpoint PATH": (about, Path)})
 
 
@@ -99,11 +94,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     if job:
         return job, folder
     # This machine may lack that one's device.
-    own = [
-        "--config",
-        str(folder / CONFIG),
-        "--job.device=auto",
-    ]
+    own = ["--config", str(folder / CONFIG), "--job.device=auto"]
     loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:

@@ -18,7 +18,7 @@ from titanlite.config.hardware_table import hardware_table
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import declare, positive_int
-from titanlite.config.toml import toml_value
+from titanlite.config.toml import toml_value, values_to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import gpu_bytes, gpu_name
 from titanlite.planner.hardware import Hardware, load_hardware, recognize
@@ -114,7 +114,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hardware) -> int:
     """Print the best of a search, and write the first of them."""
-    from titanlite.planner.search import measured, overlay, search
+    from titanlite.planner.search import measured, search
     from titanlite.planner.tables import search_table
 
     if arguments.html or arguments.json or arguments.tokens:
@@ -132,7 +132,7 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
         title = (
             f"# the fastest of `titanlite {shlex.join(arguments.argv)}`, to lay over its config\n"
         )
-        arguments.out.write_text(title + overlay(found.best[0].settings), encoding="utf-8")
+        arguments.out.write_text(title + values_to_toml(found.best[0].settings), encoding="utf-8")
         print(f"wrote {arguments.out}")
     return 0
 
@@ -141,20 +141,13 @@ def _measure(overrides: list[str], world: int, settings: dict[str, Any]) -> floa
     """Train a few steps on this machine; return the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
         own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
-        own += [
-            f"--job.dump_folder={folder}",
-            f"--training.steps={2 * MEASURED}",
-            "--metrics.log_freq=1",
-        ]
-        own += [
-            "--validation.no_enable",
-            "--checkpoint.no_enable",
-            "--generate.no_at_end",
-            "--job.no_plan",
-        ]
+        own += f"""
+            --job.dump_folder={folder} --training.steps={2 * MEASURED} --metrics.log_freq=1
+            --validation.no_enable --checkpoint.no_enable --generate.no_at_end --job.no_plan
+            """.split()
         command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
         environ = {**os.environ, "NGPU": f"{world}"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
             raise RunFailed(

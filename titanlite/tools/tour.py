@@ -23,18 +23,13 @@ from titanlite.config.options import declare
 from titanlite.errors import UserError, install_command
 
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
-RUN = (
-    f"--training.steps {STEPS} --training.seq_len 64 "
-    "--training.global_batch_size 8 --training.local_batch_size 2"
-)
-RUN += (
-    f" --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL} "
-    "--job.device cpu --generate.no_at_end"
-)
-RUN += (
-    f" --validation.freq {STEPS} --validation.steps 5 "
-    "--metrics.no_enable_tensorboard --job.dump_folder"
-)
+RUN = f"""
+    --training.steps {STEPS} --training.seq_len 64
+    --training.global_batch_size 8 --training.local_batch_size 2
+    --lr_scheduler.warmup_steps 5 --checkpoint.interval {INTERVAL}
+    --job.device cpu --generate.no_at_end
+    --validation.freq {STEPS} --validation.steps 5
+    --metrics.no_enable_tensorboard --job.dump_folder"""
 SECONDS_TO_START = 300
 _COMPARE = """
 import sys, torch
@@ -160,7 +155,7 @@ def _titanlite(command: str, *paths: Path, **environ: str) -> str:
 def _python(*arguments: str, **environ: str) -> str:
     """Return the output of a command; UserError with all of it if the command fails."""
     command, variables = [sys.executable, *arguments], {**os.environ, **environ}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

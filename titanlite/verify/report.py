@@ -34,8 +34,8 @@ _WIDTHS = {
     "reshard": 7,
     "sequence": 8,
     "variant": 7,
+    "schedule": 21,
 }
-_WIDTHS["schedule"] = 21
 
 
 class TablePrinter:
