@@ -4,6 +4,7 @@ No process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +24,17 @@ class Board:
     """Nodes as a decider sees them; each shows a sign of life at every look unless it is silent."""
 
     def __init__(
-        self, nodes: int = 2, folder: Path = Path("nowhere"), fits: str = "", **fault: int
+        self,
+        nodes: int = 2,
+        folder: Path = Path("nowhere"),
+        fits: str = "",
+        saved: Callable[[], Saved] = lambda: SAVED,
+        **fault: int,
     ) -> None:
         values: dict[str, object] = {"comm.init_timeout_seconds": 100, "fault.rejoin_seconds": 30}
         values |= {f"fault.{key}": value for key, value in fault.items()}
         config = config_of({**values, "job.dump_folder": str(folder)})
-        self.decider = Decider(config, nodes, 0.0, Restarts(3, lambda world: fits, lambda: SAVED))
+        self.decider = Decider(config, nodes, 0.0, Restarts(3, lambda world: fits, saved))
         self.statuses: dict[int, Status] = {}
         self.silent: set[int] = set()
 
@@ -51,7 +57,8 @@ class Board:
 
 
 def failure(step: int | None, words: str, **more: object) -> Failure:
-    return Failure(1, "here", 5.0, step, words, words, **more)  # type: ignore[arg-type]
+    """Return one after the checkpoint that is still the newest."""
+    return Failure(1, "here", 5.0, step, words, words, **{"saved_step": SAVED.step, **more})  # type: ignore[arg-type]
 
 
 ERROR = failure(7, "ValueError: x")
@@ -403,6 +410,29 @@ def test_a_restart_says_what_is_lost_and_resumes_only_what_this_run_saved():
     verdict = after(ERROR, [], 3, Saved(), 0)
     assert verdict.why == "restart 1 of 3, from the start: nothing was saved yet; 0 steps lost"
     assert not verdict.resumes and verdict.first_step == 1
+
+
+def test_a_new_checkpoint_starts_the_count_of_restarts_again():
+    """SAVED is step 4: failures since then count, up to 24 of any kind within a day."""
+    before, since = replace(KILL, saved_step=2), KILL
+    verdict = after(ERROR, [before, before, before, since], 3, SAVED, 5)
+    assert verdict.code is None and verdict.why.startswith("restart 2 of 3, "), verdict.why
+    assert after(ERROR, [before, since, since, since], 3, SAVED, 5).code == GIVEN_UP
+    many = after(ERROR, [before] * 24, 3, SAVED, 5)
+    assert many.code == GIVEN_UP and many.why == "given up: 24 restarts within a day"
+    tomorrow = replace(ERROR, time=ERROR.time + 86401)
+    assert after(tomorrow, [before] * 24, 3, SAVED, 5).code is None
+
+
+def test_failures_are_kept_with_the_checkpoint_that_they_came_after():
+    steps = iter(range(1, 9))
+    board, now = Board(saved=lambda: replace(SAVED, step=next(steps))), 0.0
+    for attempt in range(1, 9):
+        now += 10
+        board.running(attempt, now)
+        for node in range(2):
+            board.put(node, ended=Ended(replace(KILL, step=attempt), over=True))
+        assert board.look(now + 1).attempt == attempt + 1
 
 
 def test_the_budget_of_restarts_is_spent_over_attempts():

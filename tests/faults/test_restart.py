@@ -57,6 +57,13 @@ def test_a_spent_budget_of_restarts_ends_the_run(tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_that_saves_between_its_failures_goes_on(tmp_path):
+    kills = "kill:backward:1:4, kill:backward:0:7:2"
+    code, out = train(INJURED, tmp_path, NGPU="2", INJURY=kills, MAX_RESTARTS="1")
+    assert code == 0 and out.count("restart 1 of 1, from ") == 2, out
+
+
+@pytest.mark.long
 def test_two_quick_failures_in_a_row_are_both_survived(tmp_path):
     process = start(INJURED, tmp_path, NGPU="2", INJURY="kill:backward:1:6, kill:load:0:0:2")
     code, out = finish(process, 200)  # torch is loaded three times

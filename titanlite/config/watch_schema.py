@@ -88,8 +88,9 @@ class FaultSection(Section):
     """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no
     limit. The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
-    """Automatic restarts from the newest checkpoint after a rank was lost; the variable
-    MAX_RESTARTS sets another default. Failures that would repeat are not restarted. 0: never."""
+    """Automatic restarts in a row from the same checkpoint after ranks were lost; each new
+    checkpoint starts the count again. The variable MAX_RESTARTS sets another default. Failures that
+    would repeat are not restarted. 0: never."""
     rejoin_seconds: Seconds = 120
     """How long a restart waits for missing nodes, and a launcher for node 0."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0

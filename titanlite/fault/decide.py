@@ -23,6 +23,9 @@ TAKEOVER_SECONDS = 3.0
 """Without a sign of life, after which another launcher may take its place."""
 GATHER_SECONDS = 5.0
 """From the first failure to the verdict: other nodes' may be earlier."""
+DAY_SECONDS = 86400
+MOST_A_DAY = 24
+"""Restarts of a run that saves between them: one more often has a fault that should be seen."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +234,10 @@ class Decider:
             [(failure.step or 1) - 1, *(beat.completed for beat in beats.values())]
         )
         earlier = self._failures[:]
-        self._failures.append(failure)
-        restarts, stop = self._restarts, self.decision.stop
-        return after(failure, earlier, restarts.most, restarts.saved(), self._completed, stop)
+        saved = self._restarts.saved()
+        self._failures.append(replace(failure, saved_step=saved.step))
+        most, stop = self._restarts.most, self.decision.stop
+        return after(failure, earlier, most, saved, self._completed, stop)
 
     def _settle(self, verdict: Verdict, now: float) -> None:
         if verdict.code is not None:
@@ -267,11 +271,14 @@ def after(
     if any(failure.repeats(other) for other in earlier):
         why = f"not restarted: step {failure.step} failed before, with the same words"
         return Verdict(FAILED, why, failure)
-    if len(earlier) >= max_restarts:
+    if sum(failure.time - each.time < DAY_SECONDS for each in earlier) >= MOST_A_DAY:
+        return Verdict(GIVEN_UP, f"given up: {MOST_A_DAY} restarts within a day", failure)
+    restarts = sum(each.saved_step == saved.step for each in earlier)
+    if restarts >= max_restarts:
         return Verdict(GIVEN_UP, f"given up: fault.max_restarts = {max_restarts}", failure)
     lost = max(0, completed - saved.step)
     steps = "step" if lost == 1 else "steps"
-    why = f"restart {len(earlier) + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"
+    why = f"restart {restarts + 1} of {max_restarts}, {saved.source}; {lost} {steps} lost"
     return Verdict(None, why, failure, resumes=saved.by_this_run, first_step=saved.step + 1)
 
 

@@ -72,6 +72,8 @@ class Failure:
     """The ranks with the same message."""
     stuck: tuple[int, ...] = ()
     """Ranks that had been stopped."""
+    saved_step: int = 0
+    """The newest checkpoint's when the run failed."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
