@@ -391,6 +391,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "fault.rejoin_seconds": DECIDE
     + "test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits",
     "fault.min_nodes": RESTART + "test_a_lost_node_is_left_behind_where_fewer_are_enough",
+    "fault.spare_nodes": RESTART + "test_a_spare_node_takes_the_place_of_a_lost_one",
     "debug.deterministic": (
         "tests/train/test_trainer.py::test_deterministic_refuses_nondeterministic_operations"
     ),

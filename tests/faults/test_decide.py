@@ -29,12 +29,14 @@ class Board:
         folder: Path = Path("nowhere"),
         fits: str = "",
         saved: Callable[[], Saved] = lambda: SAVED,
+        spare: int = 0,
         **fault: int,
     ) -> None:
         values: dict[str, object] = {"comm.init_timeout_seconds": 100, "fault.rejoin_seconds": 30}
         values |= {f"fault.{key}": value for key, value in fault.items()}
         config = config_of({**values, "job.dump_folder": str(folder)})
-        self.decider = Decider(config, nodes, 0.0, Restarts(3, lambda world: fits, saved))
+        restarts = Restarts(3, lambda world: fits, saved)
+        self.decider = Decider(config, nodes, 0.0, restarts, spare)
         self.statuses: dict[int, Status] = {}
         self.silent: set[int] = set()
 
@@ -87,6 +89,46 @@ def test_missing_nodes_are_named_when_the_time_is_over():
             "missing: NODE_RANK 1, 3"
         )
     )
+
+
+def test_a_run_begins_without_its_spare_nodes_and_takes_one_for_a_lost_node():
+    board = Board(nodes=3, spare=1).put(0)
+    assert board.look(1).members == ()
+    assert board.put(2).look(2).members == (0, 2), "the first that are there, in order"
+    board.put(1, attempt=2).silent = {2}
+    board.look(3)
+    assert board.look(4 + SILENCE_SECONDS).failed
+    board.put(0, ended=Ended(over=True)).look(5 + SILENCE_SECONDS)
+    board.put(0, attempt=2, ended=None)
+    assert board.look(6 + SILENCE_SECONDS).members == (0, 1)
+
+
+def test_too_few_nodes_with_a_spare_are_counted_without_it():
+    board = Board(nodes=4, spare=1).put(0).put(3)
+    board.look(99)
+    verdict = board.look(100.1).verdict
+    assert verdict and verdict.why.startswith("only 2 of 3 nodes connected within 100 s"), verdict
+    assert verdict.why.endswith("missing: NODE_RANK 1, 2")
+
+
+def test_a_node_whose_rank_failed_twice_makes_room_for_a_spare_and_node_0_stays():
+    beats = [{0: BEAT, 1: BEAT}, {2: BEAT, 3: BEAT}]
+    for rank, members in ((2, (0, 2)), (0, (0, 1))):
+        board, now = Board(nodes=3, spare=1), 0.0
+        for attempt in (1, 2):
+            now += 10
+            for node in range(2):
+                board.put(node, attempt=attempt, ended=None, beats=beats[node])
+            assert board.look(now).members == (0, 1)
+            board.put(2, attempt=attempt + 1)
+            for node in range(2):
+                board.put(node, ended=Ended(replace(KILL, rank=rank), over=True))
+            verdict = board.look(now + 1).verdict
+            named = "NODE_RANK 1 failed twice: a spare node" in verdict.why
+            assert named == (rank == 2 and attempt == 2), verdict.why
+        for node in range(3):
+            board.put(node, attempt=3, ended=None, beats={})
+        assert board.look(now + 2).members == members
 
 
 def test_nodes_with_different_numbers_of_processes_are_refused():

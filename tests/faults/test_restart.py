@@ -90,18 +90,19 @@ def test_what_a_user_can_correct_is_not_restarted(tmp_path):
 TWO = [*INJURED, "--training.global_batch_size=4"]
 
 
-def two_nodes(folder, argv: list[str], **environ: str):
-    """Start two launchers with a rank each; return them, and the variables that both have."""
+def several_nodes(folder, argv: list[str], count: int = 2, **environ: str):
+    """Start launchers with a rank each; return them, and the variables that all have."""
     variables = {
-        "NNODES": "2",
+        "NNODES": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
         "NGPU": "1",
         **environ,
     }
-    return [
-        start([*TWO, *argv], folder, NODE_RANK=str(rank), **variables) for rank in (0, 1)
-    ], variables
+    nodes = [
+        start([*TWO, *argv], folder, NODE_RANK=str(rank), **variables) for rank in range(count)
+    ]
+    return nodes, variables
 
 
 def wait_for(path, process) -> None:
@@ -113,7 +114,7 @@ def wait_for(path, process) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
-    nodes, _ = two_nodes(tmp_path, [], INJURY="kill:backward:1:6")
+    nodes, _ = several_nodes(tmp_path, [], INJURY="kill:backward:1:6")
     results = [finish(node, 200) for node in nodes]
     assert [code for code, _ in results] == [0, 0] and [*losses(tmp_path)] == [*range(1, 9)], (
         results
@@ -126,7 +127,7 @@ def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
 
 @pytest.mark.long
 def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path):
-    nodes, _ = two_nodes(tmp_path, [], INJURY="term:start:1:0")
+    nodes, _ = several_nodes(tmp_path, [], INJURY="term:start:1:0")
     results = [finish(node, 200) for node in nodes]
     assert [code for code, _ in results] == [75, 75], results
     for _, out in results:
@@ -142,7 +143,7 @@ SLOW = [
 
 @pytest.mark.long
 def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
-    (first, second), _ = two_nodes(
+    (first, second), _ = several_nodes(
         tmp_path, [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"]
     )
     wait_for(tmp_path / "checkpoint/step-10", first)
@@ -164,8 +165,26 @@ def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
 
 
 @pytest.mark.long
+def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
+    pool.run(run_to_end, SAVING, str(tmp_path / "whole"), world=2)
+    folder = tmp_path / "run"
+    nodes, _ = several_nodes(folder, ["--fault.spare_nodes=1"], 3, INJURY="sleep:backward:1:6")
+    wait_for(folder / "checkpoint/step-4", nodes[0])
+    spare = next(node for node in nodes[1:] if len(descendants(node.pid)) == 0)
+    (lost,) = {*nodes[1:]} - {spare}
+    for pid in (lost.pid, *descendants(lost.pid)):
+        os.kill(pid, signal.SIGKILL)
+    results = [finish(node, 200) for node in (nodes[0], spare)]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "waits as a spare, for attempt 2" in results[1][1], results
+    assert "node 0 of 3 (1 spare), from NNODES" in results[0][1]
+    assert losses(folder) == losses(tmp_path / "whole")
+    finish(lost)
+
+
+@pytest.mark.long
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
-    (first, second), variables = two_nodes(tmp_path, SLOW)
+    (first, second), variables = several_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)
     second.kill()
     finish(second)
@@ -185,7 +204,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
 @pytest.mark.long
 def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_path):
     """No rank notices that it has lost a peer: this one sleeps, as one may that waits for NCCL."""
-    (first, second), variables = two_nodes(tmp_path, [], INJURY="sleep:optimizer:0:6")
+    (first, second), variables = several_nodes(tmp_path, [], INJURY="sleep:optimizer:0:6")
     wait_for(tmp_path / "checkpoint/step-4", first)
     time.sleep(2)  # step 6 is reached
     second.kill()
@@ -205,7 +224,7 @@ def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_
 
 @pytest.mark.long
 def test_a_lost_node_0_ends_the_others(tmp_path):
-    (first, second), _ = two_nodes(tmp_path, SLOW)
+    (first, second), _ = several_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)
     first.kill()
     code, out = finish(second)

@@ -76,6 +76,14 @@ def test_several_nodes_without_an_address_are_refused_at_once(tmp_path):
     assert code == 2 and "MASTER_ADDR is not set" in out and not list(tmp_path.iterdir())
 
 
+def test_as_many_spare_nodes_as_there_are_nodes_are_refused(tmp_path):
+    argv, plain = ["--checkpoint.enable", "--fault.spare_nodes=2"], {"MASTER_ADDR": "127.0.0.1"}
+    code, out = train([*TINY, *argv], tmp_path, NNODES="2", NODE_RANK="0", **plain)
+    assert code == 2 and out == (
+        "titanlite: fault.spare_nodes = 2 leaves no node to train: the run has 2 (NNODES)\n"
+    ), out
+
+
 PLAIN = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "head"}
 SLURM = {
     "SLURM_NNODES": "4",

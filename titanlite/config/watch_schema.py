@@ -95,6 +95,9 @@ class FaultSection(Section):
     """How long a restart waits for missing nodes, and a launcher for node 0."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
     """Minimum number of nodes for a restart; 0 means all."""
+    spare_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
+    """So many of the nodes do not train, but wait to take the place of a lost one, or of one that
+    failed twice."""
     stall_seconds: Literal[0] | Seconds = 0
     """Seconds without progress of any rank that end a run as hung, if other than
     comm.train_timeout_seconds; 0 means that. The start, the first step, loading and saving keep

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,8 +51,12 @@ class Restarts:
 class Decider:
     """Node 0's judgment."""
 
-    def __init__(self, config: JobConfig, nodes: int, now: float, restarts: Restarts) -> None:
+    def __init__(
+        self, config: JobConfig, nodes: int, now: float, restarts: Restarts, spare: int = 0
+    ) -> None:
+        """`spare` of the nodes do not train until others are lost."""
         self._config, self._nodes, self._restarts = config, nodes, restarts
+        self._needed = nodes - spare
         self._completed = 0
         """The last complete step of the attempt that failed."""
         self.decision = Decision()
@@ -65,6 +70,8 @@ class Decider:
         self._failed_at: float | None = None
         self._failures: list[Failure] = []
         """One of each attempt so far."""
+        self._failed_on: Counter[int] = Counter()
+        """The nodes of the ranks that failed first."""
 
     def look(self, statuses: Mapping[int, Status], now: float) -> Decision:
         """Return the decision for these statuses; those of nodes that never came are missing."""
@@ -123,8 +130,8 @@ class Decider:
         return bool(stop)
 
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
-        """Begin the attempt once its nodes are there: all for the first; for later ones those that
-        come in time.
+        """Begin the attempt once enough nodes are there; a later one with those that come in
+        time.
         """
         number, fault = self.decision.attempt, self._config.fault
         here = {
@@ -134,7 +141,7 @@ class Decider:
         }
         if 0 not in here:  # the others' time begins when node 0 itself is ready
             self._deadline = now + fault.rejoin_seconds
-        if len(here) < self._nodes and now <= self._deadline:
+        if (0 not in here or len(here) < self._needed) and now <= self._deadline:
             return None
         missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
         if len({*here.values()}) > 1:
@@ -144,7 +151,7 @@ class Decider:
                 "set NGPU to the same on all"
             )
             return self._end(REFUSED, why)
-        least = self._nodes if number == 1 else fault.min_nodes or self._nodes
+        least = self._needed if number == 1 else fault.min_nodes or self._needed
         if len(here) < least:
             within = f"within {fault.rejoin_seconds} s (fault.rejoin_seconds)"
             if number == 1:
@@ -152,16 +159,18 @@ class Decider:
                     f"within {self._config.comm.init_timeout_seconds} s (comm.init_timeout_seconds)"
                 )
             why = (
-                f"only {len(here)} of {self._nodes} nodes connected {within}; "
+                f"only {len(here)} of {self._needed} nodes connected {within}; "
                 f"missing: NODE_RANK {missing}"
             )
             return self._end(FAILED, why)
-        world = sum(here.values())
-        if missing and (why := self._restarts.fits(world)):
+        fit = [node for node in here if self._failed_on[node] < 2]
+        members = tuple(fit if len(fit) >= self._needed else here)[: self._needed]
+        world = sum(here[node] for node in members)
+        if len(members) < self._needed and (why := self._restarts.fits(world)):
             return self._end(FAILED, f"without NODE_RANK {missing}: {why}")
-        self._begun = {node: statuses[node].incarnation for node in here}
+        self._begun = {node: statuses[node].incarnation for node in members}
         self._judge = Hangs(self._config, str(number), world, now)
-        self.decision = replace(self.decision, members=tuple(here))
+        self.decision = replace(self.decision, members=members)
         return None
 
     # ---------------------------------------------------------------- while it runs
@@ -237,7 +246,15 @@ class Decider:
         saved = self._restarts.saved()
         self._failures.append(replace(failure, saved_step=saved.step))
         most, stop = self._restarts.most, self.decision.stop
-        return after(failure, earlier, most, saved, self._completed, stop)
+        verdict = after(failure, earlier, most, saved, self._completed, stop)
+        node = next((node for node in self._begun if failure.rank in statuses[node].beats), 0)
+        if not node or verdict.code is not None:  # node 0 has the store of the run
+            return verdict
+        self._failed_on[node] += 1
+        if self._failed_on[node] < 2 or self._needed == self._nodes:
+            return verdict
+        left = f"NODE_RANK {node} failed twice: a spare node takes its place if one is there"
+        return replace(verdict, why=f"{verdict.why}; {left}")
 
     def _settle(self, verdict: Verdict, now: float) -> None:
         if verdict.code is not None:

@@ -120,10 +120,10 @@ def _check_and_run(argv: list[str]) -> int:
         raise UserError(
             f"LOG_RANK={environ['LOG_RANK']}, but the ranks are 0 to {job.layout.world - 1}"
         )
-    if job.config.fault.min_nodes > nodes.count:
+    if job.config.fault.min_nodes > nodes.training:
         raise UserError(
             f"fault.min_nodes = {job.config.fault.min_nodes}, "
-            f"but the run has {nodes.count} (NNODES)"
+            f"but the run has {nodes.training} (NNODES)"
         )
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
     if nodes.count == 1 and os.path.exists(
@@ -158,11 +158,19 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     signal.signal(signal.SIGINT, signal.default_int_handler)
     check_torch()
     nodes = find_nodes(environ)
+    config = loaded.config
+    if config.checkpoint.enable and (spare := config.fault.spare_nodes):
+        if spare >= nodes.count:
+            raise UserError(
+                f"fault.spare_nodes = {spare} leaves no node to train: "
+                f"the run has {nodes.count} (NNODES)"
+            )
+        nodes = replace(nodes, spare=spare)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
     read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP would take all cores instead
-    device, processes = find_device(loaded.config.job.device, environ)
+    device, processes = find_device(config.job.device, environ)
     try:
-        job = job_from(loaded, world=nodes.count * processes, training=True, device=device)
+        job = job_from(loaded, world=nodes.training * processes, training=True, device=device)
     except ConfigError as error:
         raise ConfigError([*error.faults, *data_faults(loaded)]) from None
     return job, nodes, device, processes
@@ -376,8 +384,9 @@ def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[
         f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
     )
     reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
-    node = f"; node {nodes.rank} of {nodes.count}, from {nodes.source}" if nodes.count > 1 else ""
-    return f"{count} ({reason}){node}"
+    spare = f" ({nodes.spare} spare)" if nodes.spare else ""
+    node = f"; node {nodes.rank} of {nodes.count}{spare}, from {nodes.source}"
+    return f"{count} ({reason}){node if nodes.count > 1 else ''}"
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:

@@ -66,7 +66,7 @@ class Node:
         )
         self._decider: Decider | None = None
         if self.rank == 0:
-            self._decider = Decider(config, nodes.count, time.monotonic(), restarts)
+            self._decider = Decider(config, nodes.count, time.monotonic(), restarts, nodes.spare)
             open_board(self._store, nodes.count)
             self._store.set("run", uuid.uuid4().hex)
         self.address = nodes.master_addr, self._store.port
@@ -122,6 +122,8 @@ class Node:
             wanted = decision.attempt + bool(decision.members)  # one that runs cannot be joined
             if wanted != self.attempt:
                 board.put(attempt=wanted)
+                if self._nodes.spare and decision.members:
+                    say(f"titanlite: node {self.rank} waits as a spare, for attempt {wanted}")
             return False
 
         decision = self._wait(is_member)

@@ -36,6 +36,13 @@ class Nodes:
     master_port: int
     source: str
     """The variables that this was read from."""
+    spare: int = 0
+    """The number that waits to take the places of lost ones."""
+
+    @property
+    def training(self) -> int:
+        """Return the number that trains."""
+        return self.count - self.spare
 
 
 def find_nodes(environ: Mapping[str, str]) -> Nodes:
