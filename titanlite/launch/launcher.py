@@ -157,15 +157,8 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     # A background job inherits an ignored one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     check_torch()
-    nodes = find_nodes(environ)
     config = loaded.config
-    if config.checkpoint.enable and (spare := config.fault.spare_nodes):
-        if spare >= nodes.count:
-            raise UserError(
-                f"fault.spare_nodes = {spare} leaves no node to train: "
-                f"the run has {nodes.count} (NNODES)"
-            )
-        nodes = replace(nodes, spare=spare)
+    nodes = find_nodes(environ, config.fault.spare_nodes if config.checkpoint.enable else 0)
     read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
     read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP would take all cores instead
     device, processes = find_device(config.job.device, environ)

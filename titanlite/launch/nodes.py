@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.errors import UserError
@@ -45,8 +45,20 @@ class Nodes:
         return self.count - self.spare
 
 
-def find_nodes(environ: Mapping[str, str]) -> Nodes:
-    """Return the nodes that the environment announces, by default this one only."""
+def find_nodes(environ: Mapping[str, str], spare: int = 0) -> Nodes:
+    """Return the nodes that the environment announces, by default this one only; `spare` of them do
+    not train.
+    """
+    nodes = _announced_nodes(environ)
+    if spare and spare >= nodes.count:
+        raise UserError(
+            f"fault.spare_nodes = {spare} leaves no node to train: "
+            f"the run has {nodes.count} (NNODES)"
+        )
+    return replace(nodes, spare=spare)
+
+
+def _announced_nodes(environ: Mapping[str, str]) -> Nodes:
     if environ.get("NNODES"):
         source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
     elif environ.get("PET_NNODES"):
