@@ -327,6 +327,26 @@ def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
     assert pool.run(minutes, str(tmp_path), world=2) == [["step-1", "step-3"]] * 2
 
 
+def by_cost(folder: str) -> tuple[list[str], list[str], list[float]]:
+    """Save after a minute by the clock of rank 0, then as often as that save's cost says."""
+    run = trainer([*SAVING, "--checkpoint.interval=auto", "--fault.mtbf_hours=10"], folder)
+    run.saver._log, log = keeping_log()
+    run.saver._last_save -= 61 if rank() == 0 else 1000
+    run.train()
+    seconds = []
+    for waited, took in ((2.0, 3.0), (2.2, 3.0), (2.0, 900.0)):
+        run.saver._set_interval(waited, took)
+        seconds.append(run.saver._auto_seconds)
+    return steps_in(Path(folder)), log, seconds
+
+
+def test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failures(pool, tmp_path):
+    saved, log, seconds = pool.run(by_cost, str(tmp_path), world=2)[0]
+    assert saved == ["step-1", "step-3"], "the next would come much later; the last one"
+    assert seconds == [(2 * 2.0 * 36000) ** 0.5] * 2 + [1800.0], "a change below a tenth is none"
+    assert any("and a failure comes every 10 hours (fault.mtbf_hours)" in line for line in log)
+
+
 def empty(root: Path, *steps: int, weights_only: bool = False) -> None:
     for step in steps:
         step_folder(root, step).mkdir()

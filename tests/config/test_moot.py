@@ -74,6 +74,7 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
     ("steps of decay", "lr_scheduler.decay_type", "cosine", "--lr_scheduler.decay_ratio=0.0", 1),
     ("steps of decay", "lr_scheduler.min_lr_factor", "0.5", "--lr_scheduler.warmup_steps=3", 1),
     ("checkpoint.enable", "checkpoint.interval", "7", "", 1),
+    ('checkpoint.interval "auto"', "fault.mtbf_hours", "7.0", "--checkpoint.enable", 1),
     (
         "checkpoint.keep_latest_k",
         "checkpoint.keep_every",

@@ -388,6 +388,10 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     + "test_a_run_that_skips_a_step_equals_one_that_never_made_its_update",
     "fault.rollback_budget": BAD_STEP
     + "test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks",
+    "fault.mtbf_hours": (
+        "tests/checkpoint/test_save.py::"
+        "test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failures"
+    ),
     "fault.rejoin_seconds": DECIDE
     + "test_a_later_attempt_goes_on_with_fewer_nodes_if_that_is_allowed_and_fits",
     "fault.min_nodes": RESTART + "test_a_lost_node_is_left_behind_where_fewer_are_enough",

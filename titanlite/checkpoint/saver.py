@@ -6,6 +6,7 @@ step.
 """
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,9 @@ from titanlite.errors import RunFailed
 from titanlite.observe.run_folder import begin_of_metrics, describe_environment
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.page import OWN_PAGE, phase
+
+FIRST_SECONDS = 60
+"""Until the first save where its cost sets the interval, which is never shorter."""
 
 
 class PendingSave(threading.Thread):
@@ -76,6 +80,12 @@ class Saver:
         self._host_memory: Tensors = {}
         self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
         self._last_save = time.monotonic()
+        self._is_auto = self.settings.interval == "auto"
+        self._auto_seconds = FIRST_SECONDS if self._is_auto else math.inf
+        if self._is_auto:
+            self._log.info(
+                f'checkpoint.interval "auto": the first save, after {FIRST_SECONDS} s, sets it'
+            )
 
     def due(self, step: int, logged: bool) -> bool:
         """Return whether to save after this step.
@@ -87,19 +97,20 @@ class Saver:
             return False
         by_time = logged and self._agree()
         is_first = settings.enable_first_step_checkpoint and step == 1
-        return by_time or is_first or step % settings.interval == 0 or step == self._last_step
+        by_step = settings.interval != "auto" and step % settings.interval == 0
+        return by_time or is_first or by_step or step == self._last_step
 
     def _agree(self) -> bool:
-        """Return whether interval_minutes is due on rank 0.
+        """Return whether a save by the clock is due on rank 0.
 
         Settle on all ranks a save that ended or failed on any.
         """
         pending = self._pending
-        seconds = self.settings.interval_minutes * 60
+        seconds = min(self.settings.interval_minutes * 60 or math.inf, self._auto_seconds)
         flags = [
             pending is not None and pending.error is not None,
             pending is not None and pending.is_alive(),
-            self._rank == 0 and 0 < seconds <= time.monotonic() - self._last_save,
+            self._rank == 0 and seconds <= time.monotonic() - self._last_save,
         ]
         anywhere = torch.tensor(flags, dtype=torch.int64, device=self._device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
@@ -266,6 +277,20 @@ class Saver:
         took = max(waited, pending.costs["staging"] + pending.costs["write"])
         folder = step_folder(self._folder.root, pending.step)
         self._log.info(f"saved {folder} in {took:.2f} s; training waited {waited:.2f} s")
+        if self._is_auto and self._rank == 0:
+            self._set_interval(waited, took)
+
+    def _set_interval(self, waited: float, took: float) -> None:
+        """Set the seconds between saves by Young's rule: a failure loses half of them."""
+        hours = self._job.config.fault.mtbf_hours
+        seconds = max((2 * waited * hours * 3600) ** 0.5, 2 * took, FIRST_SECONDS)
+        if 0.9 < seconds / self._auto_seconds < 1.1:
+            return
+        self._auto_seconds = seconds
+        self._log.info(
+            f"from now on a save every {seconds / 60:.1f} minutes: each costs {waited:.2f} s, "
+            f"and a failure comes every {hours:g} hours (fault.mtbf_hours)"
+        )
 
     def wait_ignoring_errors(self) -> None:
         """Wait for the pending save when an error ends the run: that error is reported instead."""

@@ -90,6 +90,7 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         "traces or snapshots": profiling.enable_profiling or profiling.enable_memory_snapshot,
         "steps to skip": "skip" in (fault.on_nonfinite, on_spike),
         'fault.on_spike "rollback"': on_spike == "rollback",
+        'checkpoint.interval "auto"': saving.interval == "auto",
         "a GPU": config.job.device != "cpu",
     }
 

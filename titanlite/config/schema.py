@@ -216,10 +216,11 @@ class Checkpoint(Section):
     """Save checkpoints, and resume from them."""
     folder: str = "checkpoint"
     """Folder inside job.dump_folder."""
-    interval: Positive = 500
-    """Steps between checkpoints."""
+    interval: Literal["auto"] | Positive = 500
+    """Steps between checkpoints. "auto": the time that loses least, by the cost of a save here and
+    fault.mtbf_hours, checked at logged steps."""
     interval_minutes: NonNegative = 0
-    """Minutes between checkpoints, checked at logged steps; 0 saves by steps only."""
+    """Most minutes between checkpoints, checked at logged steps; 0 is no limit."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: block until written; async: copy, then write in the background;
     async_with_pinned_mem: also copy in the background, into page-locked memory, before the next

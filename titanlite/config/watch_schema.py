@@ -91,6 +91,10 @@ class FaultSection(Section):
     """Automatic restarts in a row from the same checkpoint after ranks were lost; each new
     checkpoint starts the count again. The variable MAX_RESTARTS sets another default. Failures that
     would repeat are not restarted. 0: never."""
+    mtbf_hours: Annotated[
+        float, Field(gt=0), Only("checkpoint.enable", 'checkpoint.interval "auto"')
+    ] = 24.0
+    """Mean time between failures of the whole run, for checkpoint.interval = "auto"."""
     rejoin_seconds: Seconds = 120
     """How long a restart waits for missing nodes, and a launcher for node 0."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0

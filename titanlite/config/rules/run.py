@@ -221,6 +221,11 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
             "fault.stop_after_minutes",
             "nothing is saved with checkpoint.enable = false; set it to true",
         )
+    if settings.interval == "auto":
+        yield (
+            "checkpoint.interval",
+            "nothing is saved with checkpoint.enable = false; set it to true",
+        )
     if settings.load_step != -1:
         yield (
             "checkpoint.load_step",
