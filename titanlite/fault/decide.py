@@ -162,12 +162,13 @@ class Decider:
                 f"only {len(here)} of {self._needed} nodes connected {within}; "
                 f"missing: NODE_RANK {missing}"
             )
-            return self._end(FAILED, why)
+            # Other nodes may be there at a new start, which code 76 requests.
+            return self._end(FAILED if number == 1 else CUT_SHORT, why)
         fit = [node for node in here if self._failed_on[node] < 2]
         members = tuple(fit if len(fit) >= self._needed else here)[: self._needed]
         world = sum(here[node] for node in members)
         if len(members) < self._needed and (why := self._restarts.fits(world)):
-            return self._end(FAILED, f"without NODE_RANK {missing}: {why}")
+            return self._end(CUT_SHORT, f"without NODE_RANK {missing}: {why}")
         self._begun = {node: statuses[node].incarnation for node in members}
         self._judge = Hangs(self._config, str(number), world, now)
         self.decision = replace(self.decision, members=members)
