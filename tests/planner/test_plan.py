@@ -11,7 +11,8 @@ import pytest
 from tests.jobs import TINY, job
 from tests.launch.run import ROOT, environment
 from titanlite.cli import main
-from titanlite.planner.hardware import GIB, load_hardware, recognize
+from titanlite.config.hardware_table import recognize
+from titanlite.planner.hardware import GIB, load_hardware
 from titanlite.planner.plan import Plan
 from titanlite.planner.record import Collective, Operation, Recording
 from titanlite.planner.speed import speed_of

@@ -9,6 +9,7 @@ from typing import Any
 from titanlite.config.toml import read_toml
 from titanlite.errors import UserError
 
+GIB = 1 << 30
 _SHIPPED = Path(__file__).with_name("hardware.toml")
 
 
@@ -33,6 +34,15 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
             ]:
                 raise UserError(f"{file}: {section}.{wrong[0]} must be a table")
     return table
+
+
+def recognize(name: str, memory: int | None, files: Iterable[Path] = ()) -> str:
+    """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
+    words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
+    alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
+    # Those of most words are first.
+    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]
+    return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any], place: str) -> None:

@@ -8,7 +8,7 @@ from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.needs import keys_without_effect
 from titanlite.config.rules import data, parallel, pipeline, run
 from titanlite.config.rules.facts import Facts
-from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
+from titanlite.config.schema import KEYS, JobConfig, config_of, value_of, with_values
 from titanlite.config.stages import Stages
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
@@ -77,8 +77,8 @@ def job_from(
     """
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
-    section = given.job.model_copy(update={"device": device or given.job.device})
-    loaded = replace(loaded, config=given.model_copy(update={"job": section}))
+    resolved = with_values(given, {"job.device": device or given.job.device})
+    loaded = replace(loaded, config=resolved)
     # find(name, function) calls a function with the facts that its parameters are named after, and
     # keeps what it returns as a fact of that name.
     facts = Facts(loaded, world)
@@ -99,7 +99,7 @@ def job_from(
     # Where there is no such model, all other faults follow from it.
     if faults := [each for each in facts.faults if each.key == "model.name"] or facts.faults:
         raise ConfigError(faults)
-    resolved, layout, batch = loaded.config, facts.layout, facts.batch
+    layout, batch = facts.layout, facts.batch
     on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
     idle = on_this_mesh | on_any
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields

@@ -218,6 +218,14 @@ def load(line: CommandLine) -> Loaded:
     return Loaded(config, tree, set(invalid), faults)
 
 
+def load_valid(line: CommandLine) -> Loaded:
+    """Do the same, and raise a ConfigError with all faults if there are any."""
+    loaded = load(line)
+    if loaded.faults:
+        raise ConfigError(loaded.faults)
+    return loaded
+
+
 def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str, Entry]) -> None:
     """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():

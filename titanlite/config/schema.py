@@ -364,6 +364,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
+def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
+    """Return the config with other values of some dotted keys."""
+    return config_of({**{key: value_of(config, key) for key in KEYS}, **values})
+
+
 def config_of(values: Mapping[str, Any]) -> JobConfig:
     """Return the config with these values of dotted keys and the defaults of all others, or raise
     ValidationError.

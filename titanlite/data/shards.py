@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +114,6 @@ def _load_numbers(path: Path) -> np.memmap:
     return numbers
 
 
-class _OpenFile:
-    descriptor = -1
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
 class ShardSource:
     """A folder of shards, or one shard, as one stream in the order of their names.
 
@@ -141,7 +130,7 @@ class ShardSource:
         self.vocab_size = vocab_size
         self.manifest = read_manifest(path) if path.is_dir() else None
         self.end = self.manifest["end"] if self.manifest else end
-        self._open = lru_cache(OPEN_FILES)(_OpenFile)
+        self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb"))  # closed when it is dropped
         if self.manifest:
             self._shards = _listed_shards(path, self.manifest)
         else:
@@ -210,7 +199,7 @@ class ShardSource:
         size = shard.dtype.itemsize
         try:
             file = self._open(shard.path)
-            content = os.pread(file.descriptor, length * size, shard.start + offset * size)
+            content = os.pread(file.fileno(), length * size, shard.start + offset * size)
         except OSError as error:
             raise RunFailed(f"{shard.path} cannot be read: {error.strerror}") from None
         if len(content) != length * size:

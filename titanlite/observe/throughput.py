@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from titanlite.config.hardware_table import hardware_table
+from titanlite.config.hardware_table import hardware_table, recognize
 from titanlite.registry import ModelDims, Rule
 
 
@@ -12,12 +12,8 @@ def peak_tflops(device: torch.device) -> float | None:
     """Return the device's dense bfloat16 peak in TFLOP/s, or None if the table lacks it."""
     if device.type != "cuda":
         return None
-    device_words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    gpus = hardware_table()["gpu"].values()
-    return next(
-        (gpu["peaks"]["bfloat16"] for gpu in gpus if device_words.issuperset(gpu["words"].split())),
-        None,
-    )
+    known = recognize(torch.cuda.get_device_name(device), memory=None)
+    return hardware_table()["gpu"][known]["peaks"]["bfloat16"] if known else None
 
 
 def flops_per_token(

@@ -8,9 +8,9 @@ another sequence of operations). Other models are rehearsed whole: flavors witho
 of different shapes, patterns that name a block, optimizers that take parameters one by one or in
 runs of equal size, and whatever does not pair off."""
 
-import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import lcm
 from typing import Any
@@ -67,12 +67,8 @@ def _shallow_jobs(job: Job) -> list[Job]:
         or not _is_affine(job)
     ):
         return []
-    flavors = [
-        dataclasses.replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)
-    ]
-    return [
-        dataclasses.replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors
-    ]
+    flavors = [replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)]
+    return [replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
 
 
 def _period(job: Job) -> int:
@@ -189,7 +185,7 @@ def _key(operation: Operation) -> Any:
     """Return what is equal for operations that pair off: the phase without its block, and the kind
     of operation.
     """
-    collective = operation.collective and dataclasses.replace(operation.collective, bytes=0)
+    collective = operation.collective and replace(operation.collective, bytes=0)
     return _phase(operation), operation.dtype, collective, operation.awaits
 
 
@@ -213,7 +209,7 @@ def _operation(like: Operation, values: list[int]) -> Operation:
     """Return an operation with a row of values."""
     number, live, flops, moved, size, *by_kind = values
     phase = f"{_phase(like)} {number}" if number >= 0 else like.phase
-    collective = like.collective and dataclasses.replace(like.collective, bytes=size)
+    collective = like.collective and replace(like.collective, bytes=size)
     return Operation(phase, live, flops, like.dtype, moved, collective, like.awaits, tuple(by_kind))
 
 
@@ -228,4 +224,4 @@ def _repeat_middle(recording: Recording, job: Job) -> Recording:
     starts = [i for i, phase in enumerate(phases) if phase == "embedding" != phases[i - 1]]
     before, middle = recording.operations[: starts[1]], recording.operations[starts[1] : starts[2]]
     operations = [*before, *[*middle] * (1 + times), *recording.operations[starts[2] :]]
-    return dataclasses.replace(recording, operations=operations)
+    return replace(recording, operations=operations)

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from titanlite.config.hardware_table import hardware_table
+from titanlite.config.hardware_table import GIB, hardware_table
 from titanlite.errors import UserError, nearest
 
-GIB = 1 << 30
 Positive = Annotated[float, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 _EXACT = ConfigDict(extra="forbid")
@@ -140,15 +139,6 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     }
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")
     return Hardware(gpu, found, node, nic, reserve, efficiencies)
-
-
-def recognize(name: str, memory: int | None, files: Sequence[Path] = ()) -> str:
-    """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
-    words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
-    alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
-    # Those of most words are first.
-    same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]
-    return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 
 
 def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:

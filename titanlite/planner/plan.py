@@ -10,13 +10,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from titanlite.config.hardware_table import recognize
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import DIMENSIONS
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.build import build_model
 from titanlite.planner.depth import plan_step
-from titanlite.planner.hardware import GIB, Hardware, load_hardware, recognize, with_source
+from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.search import Candidate, changes
 from titanlite.planner.speed import WAITING, Speed, is_upper_bound, ranks_in_a_node, speed_of_job
@@ -199,7 +200,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
     """
     try:
         recording = plan_step(job, as_on_cuda=bool(gpu))
-        known = recognize(gpu, memory) if gpu else ""
+        known = recognize(gpu, memory)
         hardware = load_hardware(known) if known else None
         speed = (
             f'no speed bound of "{gpu}", which hardware.toml has not'

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.config.job import Job
+from titanlite.config.schema import with_values
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
 from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
@@ -127,12 +128,8 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
 
 def _eager(job: Job) -> Job:
     """Return the job without what only changes how its operations are run."""
-    config = job.config
-    update: dict[str, Any] = {"compile": config.compile.model_copy(update={"enable": False})}
-    update["parallelism"] = config.parallelism.model_copy(
-        update={"enable_async_tensor_parallel": False}
-    )
-    return replace(job, config=config.model_copy(update=update))
+    off = {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False}
+    return replace(job, config=with_values(job.config, off))
 
 
 def _skeleton(job: Job, mesh: Mesh) -> tuple[Context, list[nn.Module]]:

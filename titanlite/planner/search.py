@@ -17,7 +17,7 @@ import torch
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
-from titanlite.config.schema import KEYS, config_of, value_of
+from titanlite.config.schema import value_of, with_values
 from titanlite.layout import divisors
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import optimizer_bytes, trained_parameters
@@ -144,8 +144,7 @@ def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> 
 
 def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
     """Return the job with other settings, or None if they break a rule of the config."""
-    values = {key: value_of(job.given, key) for key in KEYS} | dict(settings)
-    loaded = Loaded(config_of(values), {}, set(), [])
+    loaded = Loaded(with_values(job.given, settings), {}, set(), [])
     try:
         return job_from(
             loaded, world=world or job.layout.world, training=True, device=job.config.job.device

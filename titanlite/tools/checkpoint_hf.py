@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.manifest import CONFIG, CorruptCheckpoint, Manifest, committed
 from titanlite.checkpoint.resume import saved_model
 from titanlite.config.config_json import read_config
-from titanlite.config.load import DEFAULT_CONFIG, ConfigError, load, parse_command_line
-from titanlite.config.schema import JobConfig
+from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
+from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError, some_of
 from titanlite.runtime import store
@@ -49,7 +49,7 @@ def export(arguments: Namespace) -> int:
     def fetch(name: str, owner: int) -> torch.Tensor:
         return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
 
-    config = _load_config(["--config", str(folder / CONFIG)], {})
+    config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     if arguments.format == "hf":
         tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
@@ -146,12 +146,12 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
     read_config(source)  # without one the error would name model.flavor
-    config = _load_config(_of_folder(source, [*overrides], os.environ), os.environ)
+    config = load_valid(
+        parse_command_line(_of_folder(source, [*overrides], os.environ), os.environ)
+    ).config
     if config.checkpoint.initial_load_path == str(source):
-        unset = {"initial_load_path": "", "initial_load_in_hf": False}
-        config = config.model_copy(
-            update={"checkpoint": config.checkpoint.model_copy(update=unset)}
-        )
+        unset = {"checkpoint.initial_load_path": "", "checkpoint.initial_load_in_hf": False}
+        config = with_values(config, unset)
     spec = get_model(config.model.name, config.model.package)
     flavor = spec.configure(config.model.flavor, config.model.overrides)
     weights = HuggingFaceFolder(source, spec, flavor)
@@ -180,10 +180,3 @@ def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> lis
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
         return argv
     return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]
-
-
-def _load_config(argv: list[str], environ: Mapping[str, str]) -> JobConfig:
-    loaded = load(parse_command_line(argv, environ))
-    if loaded.faults:
-        raise ConfigError(loaded.faults)
-    return loaded.config

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.options import declare
+from titanlite.config.schema import with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
@@ -79,8 +80,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
         folder = Path(name)
-        here = job.config.job.model_copy(update={"dump_folder": name})
-        config = job.config.model_copy(update={"job": here})
+        config = with_values(job.config, {"job.dump_folder": name})
         node = Node(nodes, processes, config, folder)
 
         def work(attempt: Attempt, watch: Callable[[], None]) -> Ended:
@@ -149,7 +149,8 @@ def facts_table(facts: Sequence[Facts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
     from titanlite.train.rank_facts import by, named
 
-    rows = [tuple("ranks host device software Python revision config machine free clock".split())]
+    header = "ranks host device software Python revision config machine free clock".split()
+    rows = []
     for group in by(
         lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
     ).values():
@@ -159,7 +160,7 @@ def facts_table(facts: Sequence[Facts]) -> str:
         ranks, device = named(group).split()[1:-2], first.gpu or first.device
         what = device, first.software, first.python, revision, first.config_hash, first.machine
         rows.append((" ".join(ranks), first.host, *what, free, f"{clock:+.1f} s"))
-    return format_table(rows)
+    return format_table(rows, header)
 
 
 def shown_variables(environ: Mapping[str, str]) -> list[str]:

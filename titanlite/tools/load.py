@@ -155,11 +155,7 @@ def saved_root(dump_folder: Path) -> Path:
 def find_checkpoint(path: Path) -> Path:
     """Return a checkpoint, or the latest complete one of a folder or a run."""
     folders = find_checkpoints(path)
-    return (
-        folders[0]
-        if len(folders) == 1
-        else next(filter(is_complete, reversed(folders)), folders[-1])
-    )
+    return next(filter(is_complete, reversed(folders)), folders[-1])
 
 
 def whole_manifest(

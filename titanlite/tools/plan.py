@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titanlite.config.hardware_table import hardware_table
+from titanlite.config.hardware_table import hardware_table, recognize
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.toml import toml_value, values_to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.nodes import gpu_bytes, gpu_name
-from titanlite.planner.hardware import Hardware, load_hardware, recognize
+from titanlite.planner.hardware import Hardware, load_hardware
 
 MEASURED = 5
 """Steps that --measure times, after as many that warm up."""
@@ -141,9 +141,10 @@ def _measure(overrides: list[str], world: int, settings: dict[str, Any]) -> floa
     """Train a few steps on this machine; return the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder:
         own = [f"--{key}={toml_value(value)}" for key, value in settings.items()]
+        own.append(f"--job.dump_folder={folder}")
         own += f"""
-            --job.dump_folder={folder} --training.steps={2 * MEASURED} --metrics.log_freq=1
-            --validation.no_enable --checkpoint.no_enable --generate.no_at_end --job.no_plan
+            --training.steps={2 * MEASURED} --metrics.log_freq=1 --validation.no_enable
+            --checkpoint.no_enable --generate.no_at_end --job.no_plan
             """.split()
         command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
         environ = {**os.environ, "NGPU": f"{world}"}

@@ -38,8 +38,8 @@ def measure(
     overrides: list[str],
     reference: str,
     row: Row,
-    fault: str = "",
-    role: tuple[str, Role] | None = None,
+    fault: str,
+    role: tuple[str, Role] | None,
 ) -> Mismatch:
     """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known
     fault if named.

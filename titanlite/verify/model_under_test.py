@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, ConfigFault, load, parse_command_line
+from titanlite.config.load import ConfigError, ConfigFault, load_valid, parse_command_line
 from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
@@ -155,9 +155,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     for key in line.overrides:
         if not key.startswith("model.") and key != "optimizer.name":
             line.faults.append(ConfigFault(f"--{key}", reason))
-    loaded = load(line)
-    if loaded.faults:
-        raise ConfigError(loaded.faults)
+    loaded = load_valid(line)
     model = loaded.config.model
     flavor_given = "model.flavor" in loaded.entries
     spec = get_model(model.name, model.package)

@@ -141,8 +141,16 @@ class RowRunner:
             with new_ranks as pool:
                 reference, max_norm = self._reference(pool, row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
-                arguments = overrides, reference, row, fault, role
-                worst = pool.run(measure, *arguments, world=row.mesh.world, timeout=TIMEOUT_SECONDS)
+                worst = pool.run(
+                    measure,
+                    overrides,
+                    reference,
+                    row,
+                    fault,
+                    role,
+                    world=row.mesh.world,
+                    timeout=TIMEOUT_SECONDS,
+                )
         except RankFailed as error:
             if self._pool.log:
                 with open(self._pool.log, "a", encoding="utf-8") as log:

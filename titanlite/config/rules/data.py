@@ -33,10 +33,10 @@ def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | No
 
 
 def _sequences_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
-    longest = shape.max_seq_len
     for section in ("training", "validation"):
-        if (getattr(config, section).seq_len or 0) > longest:
-            yield f"{section}.seq_len", f"the model has positions for {longest} tokens at most"
+        if (getattr(config, section).seq_len or 0) > shape.max_seq_len:
+            why = f"the model has positions for {shape.max_seq_len} tokens at most"
+            yield f"{section}.seq_len", why
 
 
 def _chunks_have_tokens(config: ConfigView, layout: Layout) -> Refusals:
@@ -49,18 +49,13 @@ def _chunks_have_tokens(config: ConfigView, layout: Layout) -> Refusals:
 
 
 def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) -> Refusals:
-    model, size = config.model, shape.vocab_size
+    model = config.model
     if any(part.dataset == "tokens" for part in config.training.sources):
         return  # token shards bring a tokenizer or need none
-    if not model.hf_assets_path and size < BYTE_VOCABULARY:
-        why = (
-            "must be a folder with a tokenizer.json: "
-            f"the byte tokenizer's {BYTE_VOCABULARY} tokens do not fit"
-        )
-        yield (
-            "model.hf_assets_path",
-            f"{why} {model.name} {model.flavor} with its vocabulary of {size}",
-        )
+    if not model.hf_assets_path and shape.vocab_size < BYTE_VOCABULARY:
+        why = "must be a folder with a tokenizer.json: the byte tokenizer's "
+        why += f"{BYTE_VOCABULARY} tokens do not fit {model.name} {model.flavor} "
+        yield "model.hf_assets_path", f"{why}with its vocabulary of {shape.vocab_size}"
 
 
 def _data_sets_have_paths(config: ConfigView) -> Refusals:

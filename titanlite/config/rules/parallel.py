@@ -202,8 +202,9 @@ def _context_parallel_divides_the_sequence(
 def _expert_parallel_finds_experts(
     config: ConfigView, spec: ModelSpec, model: Any, shape: ModelDims
 ) -> Refusals:
-    ep = config.parallelism.expert_parallel_degree
-    if ep > 1 and not (shape.experts and expert_paths(spec.rules(model), spec.blocks)):
+    if config.parallelism.expert_parallel_degree > 1 and not (
+        shape.experts and expert_paths(spec.rules(model), spec.blocks)
+    ):
         why = f"the table of {spec.name} {config.model.flavor} has no experts; legal: 1"
         yield "parallelism.expert_parallel_degree", why
 
@@ -218,9 +219,8 @@ def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims)
 
 
 def _groups_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
-    size, layers = config.parallelism.fsdp_blocks_per_group, shape.layers
-    if size > layers:
-        yield "parallelism.fsdp_blocks_per_group", f"the model has {layers} blocks"
+    if config.parallelism.fsdp_blocks_per_group > shape.layers:
+        yield "parallelism.fsdp_blocks_per_group", f"the model has {shape.layers} blocks"
 
 
 def _resharding_splits_the_sharding_ranks(config: ConfigView, layout: Layout) -> Refusals:
@@ -269,15 +269,13 @@ def _recomputation_finds_blocks(config: ConfigView, shape: ModelDims) -> Refusal
     settings, layers = config.activation_checkpoint, shape.layers
     option = settings.selective_ac_option
     if settings.mode == "selective" and option != "op" and int(option) > layers:
-        yield (
-            "activation_checkpoint.selective_ac_option",
-            f"the model has {layers} blocks; at most {layers}",
-        )
+        why = f"the model has {layers} blocks; at most {layers}"
+        yield "activation_checkpoint.selective_ac_option", why
 
 
 def _float8_can_multiply(config: ConfigView) -> Refusals:
-    float8, training = config.quantize.linear.float8, config.training
-    if float8.enable and training.mixed_precision_param == "float64":
+    is_float64 = config.training.mixed_precision_param == "float64"
+    if config.quantize.linear.float8.enable and is_float64:
         yield _FLOAT8 + "enable", "float8 products come out in float32 or bfloat16, not in float64"
 
 

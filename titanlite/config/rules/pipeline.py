@@ -230,9 +230,9 @@ def _gathers_are_the_schedules(config: ConfigView, layout: Layout) -> Refusals:
     """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first
     used.
     """
-    settings, pp = config.parallelism, layout.pp
+    settings = config.parallelism
     reshard, schedule = settings.fsdp_reshard_after_forward, settings.pipeline_parallel_schedule
-    if pp == 1 or layout.max_shard_degree == 1:
+    if layout.pp == 1 or layout.max_shard_degree == 1:
         return
     if schedule not in SINGLE or settings.pipeline_parallel_schedule_csv:
         name = (
@@ -272,14 +272,17 @@ def _sums_wait_for_the_end_of_the_step(config: ConfigView, layout: Layout) -> Re
 def _halves_of_the_backward_pass_can_run(
     config: ConfigView, layout: Layout, order: Rows
 ) -> Refusals:
-    settings, compiler = config.parallelism, config.compile
-    if layout.pp == 1 or not splits_backward(settings.pipeline_parallel_schedule, order):
+    schedule, compiler = config.parallelism.pipeline_parallel_schedule, config.compile
+    if layout.pp == 1 or not splits_backward(schedule, order):
         return
-    recompute, instead = config.activation_checkpoint, "use Interleaved1F1B or LoopedBFS"
+    instead = "use Interleaved1F1B or LoopedBFS"
     if compiler.enable and "model" in compiler.components:
         why = "a compiled block would run its whole backward pass for each of the halves"
         yield "compile.components", f'{why}; remove "model", or {instead}'
-    if recompute.mode in ("full", "selective"):  # torch 2.14: llama3 10 times, not once
+    if config.activation_checkpoint.mode in (
+        "full",
+        "selective",
+    ):  # torch 2.14: llama3 10 times, not once
         why = "a split backward pass would recompute a block again for each of its parameters"
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
 
@@ -300,7 +303,7 @@ def _tied_weights_are_on_two_ranks(
 def _groups_fit_the_stages(
     config: ConfigView, spec: ModelSpec, shape: ModelDims, layout: Layout, stages: Stages
 ) -> Refusals:
-    size, blocks = config.parallelism.fsdp_blocks_per_group, f"{spec.blocks}."
-    most = max(sum(name.startswith(blocks) for name in names) for names in stages.names)
+    size = config.parallelism.fsdp_blocks_per_group
+    most = max(sum(name.startswith(f"{spec.blocks}.") for name in names) for names in stages.names)
     if layout.pp > 1 and most < size <= shape.layers:
         yield f"{_FSDP}blocks_per_group", f"the largest stage has {most} blocks; at most {most}"
