@@ -13,18 +13,28 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.load import at_path, load_tensors, restore
-from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, read_manifest
+from titanlite.checkpoint.manifest import (
+    MANIFEST,
+    CorruptCheckpoint,
+    File,
+    Manifest,
+    faults,
+    is_complete,
+    read_manifest,
+)
 from titanlite.checkpoint.resume import saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.models import gpt2, llama3
+from titanlite.runtime import store
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +111,36 @@ def test_verify_on_load_sizes_reads_only_small_files(pool, run):
     assert pool.run(start, argv, str(run), world=1)[0][0] == 2
     flip(run / "checkpoint/step-2/environment.json", 3)  # small files are always read
     assert pool.run(start, argv, str(run), world=1)[0][0] == 1
+
+
+def sizes_asked(folder: str) -> list[str]:
+    """Verify a checkpoint; return the files whose sizes this rank asked for."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        size = store.size
+        patch.setattr(store, "size", lambda path: asked.append(path.name) or size(path))
+        at_path(Path(folder), True, dist.group.WORLD, weights_only=False)  # type: ignore[arg-type]
+    return asked
+
+
+def test_the_size_of_a_file_is_asked_by_one_rank(pool, saved):
+    folder = saved / "checkpoint/step-3"
+    asked = pool.run(sizes_asked, str(folder), world=2)
+    assert sorted(asked[0] + asked[1]) == sorted(read_manifest(folder).files)
+    assert abs(len(asked[0]) - len(asked[1])) <= 1
+
+
+def test_an_outline_is_the_manifest_without_tensors_and_no_damage_escapes_it(saved, tmp_path):
+    copy = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / "step-3"))
+    assert read_manifest(copy, outline=True) == replace(read_manifest(copy), tensors={})
+    raw = (copy / MANIFEST).read_bytes()
+    for offset in {*range(0, len(raw), 97), *range(30), *range(len(raw) - 30, len(raw))}:
+        flip(copy / MANIFEST, offset)
+        with pytest.raises(CorruptCheckpoint, match=f"{MANIFEST}: damaged, not as it was written"):
+            read_manifest(copy, outline=True)
+        flip(copy / MANIFEST, offset)
+    (copy / MANIFEST).write_bytes(raw + b"\n")
+    assert not is_complete(copy)
 
 
 def test_load_step_refuses_a_damaged_checkpoint(pool, run):

@@ -24,15 +24,18 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_unti
 from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, manifest
 from titanlite.checkpoint import folder as checkpoint_folder
 from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
+    Chunk,
     File,
     Manifest,
+    Tensor,
     faults,
     is_complete,
+    latest_complete,
     read_manifest,
     step_folder,
     steps_to_delete,
@@ -376,6 +379,20 @@ def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
     empty(tmp_path, 15, 40, weights_only=True)
     assert steps_to_delete(tmp_path, 1, 0) == [10, 20]
     assert steps_to_delete(tmp_path, 2, 0) == [10]
+
+
+def test_retention_parses_no_entry_of_a_tensor(tmp_path, monkeypatch):
+    """Parsing them holds the trainer's lock for seconds: they grow with tensors x ranks."""
+    chunks = tuple(Chunk((row, 0), (1, 8), "__0_0.distcp", row, 1) for row in range(2000))
+    tensors = {"model.a": Tensor((2000, 8), "float32", "replicated", chunks)}
+    for step in (10, 20, 30):
+        empty(tmp_path, step)
+        raw = Manifest(step, False, {}, tensors).render()
+        (step_folder(tmp_path, step) / "manifest.json").write_bytes(raw)
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
+    assert steps_to_delete(tmp_path, 1, 0) == [10, 20] and latest_complete(tmp_path) == 30
+    assert len(parsed) == 4 and max(parsed) < 200
 
 
 def test_only_leftovers_are_cleared(tmp_path):

@@ -37,7 +37,6 @@ from titanlite.checkpoint.manifest import (
     faults,
     read_manifest,
     read_state,
-    split_files_by_size,
     step_folder,
 )
 from titanlite.checkpoint.resume import DATA, Resume, excluded
@@ -105,19 +104,17 @@ def _verify(
 ) -> tuple[Resume | None, list[str]]:
     """Return a checkpoint, or its faults on any rank.
 
-    With `full` each rank reads an equal share of the bytes.
+    Each rank looks at an equal share of the files, with `full` at their bytes too.
     """
     manifest = None
     try:
         manifest = read_manifest(folder)
-        shares = split_files_by_size(manifest, dist.get_world_size(group))
-        contents = shares[dist.get_rank(group)] if full else [STATE, CONFIG, ENVIRONMENT]
-        problems = faults(folder, manifest, contents, resumable=not weights_only)
+        contents = manifest.files if full else [STATE, CONFIG, ENVIRONMENT]
+        share = slice(dist.get_rank(group), None, dist.get_world_size(group))
+        problems = faults(folder, manifest, contents, not weights_only, share)
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
-    problems = list(
-        dict.fromkeys(problem for part in gather_objects(problems, group) for problem in part)
-    )
+    problems = sorted({problem for part in gather_objects(problems, group) for problem in part})
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)

@@ -217,7 +217,7 @@ def _check_start(job: Job) -> None:
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:
     try:
-        problems = faults(folder, read_manifest(folder), resumable=resumable)
+        problems = faults(folder, read_manifest(folder, outline=True), resumable=resumable)
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     if problems:
