@@ -90,6 +90,11 @@ def replace_unprintable() -> None:
         stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
 
+def print_notice(text: str) -> None:
+    """Print a line for people, apart from a command's output."""
+    print(f"titanlite: {text}", file=sys.stderr, flush=True)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

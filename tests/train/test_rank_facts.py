@@ -14,11 +14,11 @@ from tests.jobs import TINY, job, trainer
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.train.network import Timed, _always_slow, check_network, slow_parts
 from titanlite.train.rank_facts import (
     Facts,
     facts_of,
-    gather_facts,
     gpu_complaints,
     notable,
     require_equal,
@@ -42,7 +42,7 @@ def refusals(folder: str, others: dict[str, dict[str, Any]]) -> dict[str, str]:
     for case, changes in others.items():
         try:
             require_equal(
-                gather_facts(replace(own, **changes) if dist.get_rank() > 1 else own, world), world
+                gather_on_rank_0(replace(own, **changes) if dist.get_rank() > 1 else own), world
             )
         except UserError as error:
             found[case] = str(error)
@@ -89,7 +89,7 @@ def refusal_of_configs(folder: str) -> str:
     world, rank = dist.get_world_size(), dist.get_rank()
     with pytest.raises(UserError) as error:
         require_equal(
-            gather_facts(facts([*TINY, f"--optimizer.lr=0.{rank + 1}"], f"{folder}/{rank}"), world),
+            gather_on_rank_0(facts([*TINY, f"--optimizer.lr=0.{rank + 1}"], f"{folder}/{rank}")),
             world,
         )
     return str(error.value)
@@ -225,7 +225,7 @@ def lines_with_a_slow_rank(argv: list[str], folder: str, slow: int) -> list[str]
     """Return the lines of a preflight in which a rank is late to every transfer."""
     found, everyone = (
         job([*TINY, *argv], dist.get_world_size()),
-        gather_facts(facts(TINY, folder), dist.get_world_size()),
+        gather_on_rank_0(facts(TINY, folder)),
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "batch_isend_irecv") if dist.get_rank() == slow else ():

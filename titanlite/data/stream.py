@@ -13,7 +13,6 @@ tokens left over.
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import RunFailed, UserError, first_line, install_command
+from titanlite.errors import RunFailed, UserError, first_line, install_command, print_notice
 from titanlite.runtime.determinism import derive_seed
 
 # A block with this much text ends, even with fewer than `Stream.block` documents.
@@ -286,7 +285,7 @@ class Reader:
                 if retries == RETRIES:
                     raise RunFailed(f"{message}; gave up after {RETRIES} retries") from None
                 pause = self._stream.pause * 2**retries
-                print(f"titanlite: {message}; retrying in {pause:g} s", file=sys.stderr, flush=True)
+                print_notice(f"{message}; retrying in {pause:g} s")
                 time.sleep(pause)
                 retries += 1
             finally:

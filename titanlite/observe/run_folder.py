@@ -9,10 +9,11 @@ import time
 import zlib
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
@@ -129,13 +130,8 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute."""
-    installed = {"python": platform.python_version()}
-    for name in ("titanlite", "torch", "torchdata", "numpy"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
+    installed = {name: version(name) for name in ("torch", "torchdata", "numpy")}
+    return {"python": platform.python_version(), "titanlite": __version__, **installed}
 
 
 @cache

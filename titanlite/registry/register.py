@@ -33,11 +33,8 @@ class Registry(Generic[Item]):
     def find(self, name: str, package: str = "") -> Item:
         """Return an item; import `package`, a folder in models/, or an entry point for it."""
         import_package(package)
-        if name in self.items:
-            return self.items[name]
-        loaders = self._loaders()
-        if name in loaders:
-            loaders[name]()
+        if name not in self.items and (load := self._loaders().get(name)):
+            load()
         if name in self.items:
             return self.items[name]
         known = self.names()

@@ -7,14 +7,13 @@ import os
 import re
 import resource
 import socket
-import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from titanlite.errors import UserError, install_command
+from titanlite.errors import UserError, install_command, print_notice
 
 DEFAULT_PORT, PORTS = 29500, (1, 65535)
 DRIVER_SECONDS = 30
@@ -136,10 +135,7 @@ def check_torch() -> None:
     if _major_minor(installed) < low:
         raise UserError(f"torch {installed} is too old: titanlite needs {requirement}")
     if _major_minor(installed) >= high:
-        print(
-            f"titanlite: torch {installed} is newer than any that was tested ({requirement})",
-            file=sys.stderr,
-        )
+        print_notice(f"torch {installed} is newer than any that was tested ({requirement})")
 
 
 def _major_minor(version_text: str) -> tuple[int, ...]:

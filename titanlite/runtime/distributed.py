@@ -113,6 +113,15 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if group else 0
 
 
+def gather_on_rank_0(value: T) -> list[T]:
+    """Return every rank's value on rank 0, and elsewhere only this rank's."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, everyone)
+    return everyone or [value]
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return every rank's value, on every rank of the group; without one there is only this
     process.

@@ -8,11 +8,10 @@ inherit it. Closing any descriptor of the file would release it, so a holder lea
 import fcntl
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
-from titanlite.errors import UserError
+from titanlite.errors import UserError, print_notice
 
 RUN_LOCK, _BUSY = ".titanlite.lock", "busy"
 _PATIENCE_SECONDS = 1.5  # the ranks of a killed launcher exit in less
@@ -34,10 +33,7 @@ def take(path: Path, folder: str) -> None:
         time.sleep(0.1)
     if fault:
         why = f"the file system has no locks ({fault}): a second run is not refused"
-        print(
-            f"titanlite: {folder}: {why}, and the remains of killed saves are not deleted",
-            file=sys.stderr,
-        )
+        print_notice(f"{folder}: {why}, and the remains of killed saves are not deleted")
     os.truncate(file, 0)
     os.write(
         file,

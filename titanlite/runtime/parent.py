@@ -1,10 +1,11 @@
 """End a process after its parent has ended in any way, a kill included."""
 
 import os
-import sys
 import threading
 import time
 from multiprocessing import parent_process
+
+from titanlite.errors import print_notice
 
 
 def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
@@ -19,7 +20,7 @@ def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
         while os.getppid() == pid:
             time.sleep(0.5)
         if notice:
-            print(notice, file=sys.stderr, flush=True)
+            print_notice(notice)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.errors import UserError, some_of
+from titanlite.errors import UserError, print_notice, some_of
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import find_checkpoint, whole_manifest
@@ -129,7 +128,7 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
         return tokenizer
     what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
-    print(f"titanlite: no tokenizer is exported: {what}", file=sys.stderr)
+    print_notice(f"no tokenizer is exported: {what}")
     return None
 
 

@@ -1,7 +1,6 @@
 """`titanlite data`: tokenize text into shards, and inspect what a folder of shards holds."""
 
 import shlex
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from titanlite.data.documents import SUFFIXES, text_files
 from titanlite.data.prepare import Progress, prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
-from titanlite.errors import UserError, format_table
+from titanlite.errors import UserError, format_table, print_notice
 from titanlite.runtime.cluster import cores
 from titanlite.tools.exclusive import writing
 
@@ -51,10 +50,10 @@ def _prepare(arguments: Namespace) -> int:
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
     documents = {source: text_files(source, source) for source in arguments.src}
     for notice in filter(None, (found.notice for found in documents.values())):
-        _print_notice(notice)
+        print_notice(notice)
     with writing(arguments.out), _progress_bar() as report:
         manifest = prepare(
-            documents, arguments.tokenizer, arguments.out, arguments.workers, report, _print_notice
+            documents, arguments.tokenizer, arguments.out, arguments.workers, report, print_notice
         )
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
@@ -72,10 +71,6 @@ def counts_line(manifest: dict[str, Any]) -> str:
     return ", ".join(
         f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items()
     )
-
-
-def _print_notice(text: str) -> None:
-    print(f"titanlite: {text}", file=sys.stderr)
 
 
 @contextmanager

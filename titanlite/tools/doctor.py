@@ -114,9 +114,9 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     from titanlite.observe.memory import machine_bytes
     from titanlite.observe.run_folder import git_revision
     from titanlite.parallel.mesh import build_mesh
-    from titanlite.runtime.distributed import pick_device, process_group
+    from titanlite.runtime.distributed import gather_on_rank_0, pick_device, process_group
     from titanlite.train.network import check_network
-    from titanlite.train.rank_facts import facts_of, gather_facts, notable, require_equal
+    from titanlite.train.rank_facts import facts_of, notable, require_equal
 
     device = pick_device(job.config.job.device, rank.local_rank)
     private = Path(environ[RESOLVED_CONFIG]).parent
@@ -125,7 +125,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         heart.start()
         revision = git_revision() if rank.local_rank == 0 else None
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
-        facts = gather_facts(facts_of(job, rank, device, revision, machine), rank.world)
+        facts = gather_on_rank_0(facts_of(job, rank, device, revision, machine))
         if rank.rank == 0:
             build = torch.__config__.show().strip().splitlines()
             lines = [*shown_variables(environ), "", f"{sys.executable}, {platform.platform()}"]

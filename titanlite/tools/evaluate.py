@@ -3,14 +3,13 @@ groups.
 """
 
 import math
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
 from titanlite.config.options import declare
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from titanlite.errors import UserError, format_table
+from titanlite.errors import UserError, format_table, print_notice
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 
@@ -55,11 +54,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     loader: Any = Counted(
         build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer
     )
-    print(
-        f"titanlite: {folder} on {settings.dataset} {settings.dataset_path}".rstrip(),
-        file=sys.stderr,
-        flush=True,
-    )
+    print_notice(f"{folder} on {settings.dataset} {settings.dataset_path}".rstrip())
     loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
     assert loss is not None
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"

@@ -2,7 +2,6 @@
 groups.
 """
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from titanlite.checkpoint.manifest import read_state
 from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import UserError, print_notice
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 _KEYS = {
@@ -64,10 +63,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     forward = Forward([load_model(job, folder, device)], device)  # verifies the folder
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
-    print(
-        f"titanlite: {folder}, temperature {settings.temperature:g}, seed {first_seed}",
-        file=sys.stderr,
-    )
+    print_notice(f"{folder}, temperature {settings.temperature:g}, seed {first_seed}")
     narrow = narrowing(settings.temperature, top_k, top_p)
     for number, seed in enumerate(range(first_seed, first_seed + count), start=1):
         if count > 1:

@@ -3,14 +3,13 @@ sets. No torch.
 """
 
 import dataclasses
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 from titanlite.config.options import declare
 from titanlite.config.toml import toml_value
-from titanlite.errors import UserError, format_table
+from titanlite.errors import UserError, format_table, print_notice
 from titanlite.registry import ModelSpec, get_model, model_names
 from titanlite.registry.register import import_package
 
@@ -78,7 +77,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         except UserError as error:  # another package's, which hides none of the rest
             if arguments.name:
                 raise
-            print(f"titanlite: {error}", file=sys.stderr)
+            print_notice(str(error))
     if arguments.markdown:
         print(
             markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end=""
@@ -92,12 +91,10 @@ def markdown(specs: list[ModelSpec]) -> str:
     """Return the text of docs/models.md."""
     out = [_INTRODUCTION]
     for spec in specs:
-        for title, rows in (("flavor", _flavors(spec)), ("field", _fields(spec))):
-            header, *lines = rows
-            out += [f"## {spec.name}\n"] if title == "flavor" else []
-            out += [
-                "| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines)
-            ]
+        out.append(f"## {spec.name}\n")
+        for header, *rows in (_flavors(spec), _fields(spec)):
+            lines = (header, ["---"] * len(header), *rows)
+            out += ["| " + " | ".join(line) + " |" for line in lines]
             out.append("")
     return "\n".join(out)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanlite.config.options import declare
-from titanlite.errors import UserError, format_table, install_command
+from titanlite.errors import UserError, format_table, install_command, print_notice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +112,7 @@ def read_runs(dumps: list[Path]) -> list[Run]:
         except UserError as error:
             if dump == dumps[-1] and not runs:
                 raise
-            print(f"titanlite: skipped: {error}", file=sys.stderr)
+            print_notice(f"skipped: {error}")
     return runs
 
 

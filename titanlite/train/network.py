@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallel.collectives import swap
+from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.train.rank_facts import Facts, agreement, named, notable
 
 BYTES, PROBE, REPEATS, LONGEST_SECONDS = 8_000_000, 64, 3, 0.25
@@ -101,9 +102,7 @@ def measure(
         rounds.append(Timed(ranks, *_time(action, device)))
     if device.type == "cuda":
         dist.destroy_process_group(pairs)
-    everyone: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object((groups, rounds), everyone)
-    everyone = everyone or [(groups, rounds)]
+    everyone = gather_on_rank_0((groups, rounds))
     by_name = {name: [seen[name] for seen, _ in everyone] for name in groups}
     return by_name, [[seen[number] for _, seen in everyone] for number in range(len(rounds))]
 

@@ -25,6 +25,7 @@ from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
 from titanlite.runtime.cluster import DRIVER_SECONDS, RankInfo
+from titanlite.runtime.distributed import gather_on_rank_0
 
 K = TypeVar("K")
 CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
@@ -127,17 +128,9 @@ def compare(own: Facts, world: int) -> list[Facts]:
 
     Return all facts on rank 0.
     """
-    facts = gather_facts(own, world)
+    facts = gather_on_rank_0(own)
     require_equal(facts, world)
     return facts
-
-
-def gather_facts(own: Facts, world: int) -> list[Facts]:
-    """Return the facts of all ranks on rank 0, and elsewhere this rank's."""
-    everyone: list[Facts] | None = [own] * world if own.rank == 0 else None
-    if world > 1:
-        dist.gather_object(own, everyone)
-    return everyone or [own]
 
 
 def require_equal(facts: Sequence[Facts], world: int) -> None:

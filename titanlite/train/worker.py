@@ -18,7 +18,7 @@ from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import OK, RunFailed, UserError, first_line
+from titanlite.errors import OK, RunFailed, UserError, first_line, print_notice
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
@@ -49,7 +49,7 @@ def main(
         os.dup2(2, 1)  # one log file for both streams
         # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's
         # folder.
-        notice = "titanlite: launcher exited; stopping this rank"
+        notice = "launcher exited; stopping this rank"
         exit_with_parent(pid=int(environ[LAUNCHED]), notice=notice)
     stop: Stop | None = None
     try:
@@ -71,13 +71,11 @@ def main(
         if isinstance(error, UserError):
             if LAUNCHED in environ:
                 print(FAILED_MARK, file=sys.stderr)
-            print(f"titanlite: {error}", file=sys.stderr, flush=True)
+            print_notice(str(error))
             write_error_file(error, environ)
             return error.code
         if stop and stop.others_may_have_left():
-            print(
-                f"titanlite: failed after the request to stop: {first_line(error)}", file=sys.stderr
-            )
+            print_notice(f"failed after the request to stop: {first_line(error)}")
             return stop.leave("another rank had left")
         print(FAILED_MARK, file=sys.stderr, flush=True)
         write_error_file(error, environ)
