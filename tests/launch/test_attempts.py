@@ -25,7 +25,7 @@ from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
-from titanlite.launch.attempts import Attempts, leaving, saved_since
+from titanlite.launch.attempts import Attempt, Attempts, _keep_logs, leaving, saved_since
 from titanlite.launch.failure import Exit
 from titanlite.launch.node import Node
 from titanlite.launch.nodes import Nodes
@@ -70,6 +70,23 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start
     assert attempts._begin(Decision(3, (1, 2))).ranks == range(2), (
         "without node 0 the ranks move up"
     )
+
+
+def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp_path):
+    logs, archive = tmp_path / "logs", tmp_path / "archive"
+    logs.mkdir()
+    archive.mkdir()
+    (archive / "rank-0.log").write_text("mine")
+    (logs / "attempt-2").symlink_to(archive)
+    config = job(TINY, world=2).given
+    for number in (1, 3, 4, 5):
+        (logs / "rank-0.log").write_text(f"{number}")
+        (logs / "rank-1.log").write_text(f"{number}")
+        kept = _keep_logs(tmp_path, Attempt(number, range(1), 2, config))
+        _keep_logs(tmp_path, Attempt(number, range(1, 2), 2, config))
+        assert (kept / "rank-1.log").read_text() == f"{number}"
+    assert sorted(path.name for path in logs.iterdir()) == [f"attempt-{n}" for n in (2, 3, 4, 5)]
+    assert (archive / "rank-0.log").read_text() == "mine"
 
 
 def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):

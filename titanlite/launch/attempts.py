@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import sys
@@ -25,6 +26,9 @@ from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE, rank_file
+
+KEPT_ATTEMPTS = 3
+"""Of the attempts that failed, whose logs are kept."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,14 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:
     """Move this node's logs of an attempt out of the way of the next one's; return where they are.
 
-    Node 0 moves all: the launcher of another node may be lost.
+    Node 0 moves all: the launcher of another node may be lost. A run of weeks has many attempts,
+    and each has a log of every rank.
     """
     kept = folder / "logs" / f"attempt-{attempt.number}"
     kept.mkdir(exist_ok=True)
+    if 0 in attempt.ranks:
+        old = kept.with_name(f"attempt-{attempt.number - KEPT_ATTEMPTS}")
+        shutil.rmtree(old, ignore_errors=True)
     for rank in range(attempt.world) if 0 in attempt.ranks else attempt.ranks:
         log = rank_log(folder, rank)
         with suppress(FileNotFoundError):
