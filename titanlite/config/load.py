@@ -75,6 +75,8 @@ class CommandLine:
     """The arguments of `titanlite train` or of a worker."""
 
     files: list[str] = field(default_factory=list)
+    names_files: bool = False
+    """Whether the files are its own: not of CONFIG_FILE, nor the default."""
     overrides: dict[str, Any] = field(default_factory=dict)
     faults: list[ConfigFault] = field(default_factory=list)
 
@@ -121,8 +123,8 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
         else:  # --section.key switches on, --section.no_key switches off
             on = name in KEYS or ".no_" not in name
             line.overrides[name if on else name.replace(".no_", ".")] = on
-    if not line.files:
-        line.files = [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
+    line.names_files = bool(line.files)
+    line.files = line.files or [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
     return line
 
 

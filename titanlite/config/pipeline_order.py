@@ -196,9 +196,8 @@ def describe(stages: Stages, order: Order) -> str:
 
 def stage_table(stages: Stages) -> str:
     """Return the pipeline rank and the modules of every stage."""
-    rank_of = stages.rank_of
     rows = [
-        (f"{stage}", f"{rank_of[stage]}", _shortened(names))
+        (f"{stage}", f"{stages.rank_of[stage]}", _shortened(names))
         for stage, names in enumerate(stages.names)
     ]
     return format_table(rows, ("stage", "rank", "modules"))

@@ -6,7 +6,6 @@ A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one
 """
 
 import gzip
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
@@ -57,22 +57,16 @@ class Documents:
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
-        return _hash_lines(
-            [tokenizer, *(f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))]
-        )
+        sizes = (f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))
+        return fingerprint("\n".join([tokenizer, *sizes]))
 
     def state(self) -> str:
         """Hash the folder and the files' names, sizes and modification times: the key of the local
         cache.
         """
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
-        return _hash_lines(
-            [str(self.root.resolve()), *map(str, zip(self.names, self.sizes, times, strict=True))]
-        )
-
-
-def _hash_lines(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        files = map(str, zip(self.names, self.sizes, times, strict=True))
+        return fingerprint("\n".join([str(self.root.resolve()), *files]))
 
 
 @cache

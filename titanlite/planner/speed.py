@@ -177,22 +177,21 @@ def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator
     )
     moved = sum(map(_moved, recording.operations))
     yield Term(MEMORY, "", moved, moved / hardware.memory_rate)
-    sent: dict[str, dict[str, float]] = {LINK: defaultdict(float), NETWORK: defaultdict(float)}
+    links: dict[str, float] = defaultdict(float)
+    networks: dict[str, float] = defaultdict(float)
     for collective, count in recording.collectives().items():
         # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce
         # only once.
         count /= 2 if collective.kind == "all-reduce" else 1
-        for resource, size in zip(
-            sent, traffic(collective, layout, hardware.node.gpus), strict=True
-        ):
-            sent[resource][collective.dimension] += count * size
-    rates = {LINK: hardware.link_rate, NETWORK: hardware.network_rate}
-    for resource, by_dimension in sent.items():
-        yield from (
-            Term(resource, of, size, size / rates[resource])
-            for of, size in by_dimension.items()
-            if size
-        )
+        near, far = traffic(collective, layout, hardware.node.gpus)
+        links[collective.dimension] += count * near
+        networks[collective.dimension] += count * far
+    for of, size in links.items():
+        if size:
+            yield Term(LINK, of, size, size / hardware.link_rate)
+    for of, size in networks.items():
+        if size:
+            yield Term(NETWORK, of, size, size / hardware.network_rate)
 
 
 def _moved(operation: Operation) -> int:

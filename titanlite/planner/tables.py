@@ -186,12 +186,12 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
 
 def _name(one: Candidate) -> str:
     """Return a short name of a plan that a search found, in the words that `_KEYS` explains."""
-    layout, batch, config = one.job.layout, one.job.batch, one.job.config
+    layout, config = one.job.layout, one.job.config
     degrees = {"replicate": layout.dp_replicate, "dp": layout.dp_shard, "tp": layout.tp}
     mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
     parts = [
         mesh,
-        f"batch {batch.local}",
+        f"batch {one.job.batch.local}",
         config.activation_checkpoint.mode.replace("none", "no recompute"),
     ]
     parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []

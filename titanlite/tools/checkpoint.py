@@ -58,12 +58,11 @@ def _ls(arguments: Namespace) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
-        weights = ", weights" if manifest and manifest.weights_only else ""
-        size, mesh = (
-            (format_bytes(manifest.size) + weights, _environment(folder)[0])
-            if manifest
-            else ("?", "?")
-        )
+        size = mesh = "?"
+        if manifest:
+            weights = ", weights" if manifest.weights_only else ""
+            size = format_bytes(manifest.size) + weights
+            mesh, _ = _environment(folder)
         state = (
             f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         )

@@ -173,9 +173,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
     """Return a command line with the folder's own model, unless a config or a flavor is given."""
     line = parse_command_line(argv, environ)
-    is_default = line.files == [DEFAULT_CONFIG] and not any(
-        word.startswith("--config") for word in argv
-    )
+    is_default = line.files == [DEFAULT_CONFIG] and not line.names_files
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
         return argv
     return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]

@@ -75,10 +75,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
-    names_config = any(
-        word.partition("=")[0] in ("--config", "--job.config_file") for word in overrides
-    )
-    names_config = names_config or (checkpoint is None and bool(os.environ.get("CONFIG_FILE")))
+    names_config = given.names_files or (checkpoint is None and os.environ.get("CONFIG_FILE"))
     job = job_from(given, world=None, training=False) if names_config else None
     if checkpoint is None:
         config = job.config if job else load_config(given).config

@@ -17,7 +17,6 @@ from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
 from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
-CONFIG_FLAGS = ("--config", "--job.config_file")
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
 """A prime, as hard to divide as real vocabularies; a flavor that is given by name keeps its own."""
@@ -72,12 +71,12 @@ class ModelUnderTest:
     @property
     def variants(self) -> dict[str, list[str]]:
         """Return the further overrides of each variant that it has."""
-        shape, blocks = self.spec.shape(self.flavor), self.spec.blocks
+        shape = self.spec.shape(self.flavor)
         frozen = [
             *self.frozen,
             *(rule.pattern for rule in self.rules if rule.tensor == "embedding"),
         ]
-        frozen.append(f"{blocks}.{min(1, shape.layers - 1)}.*")
+        frozen.append(f"{self.spec.blocks}.{min(1, shape.layers - 1)}.*")
         variants = {"plain": [], "frozen": [f"--model.freeze={toml_value(frozen)}"]}
         if hasattr(self.flavor, "tied"):
             other = toml_value(not self.flavor.tied)
@@ -147,9 +146,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     is a mistake.
     """
     line = parse_command_line(argv, environ)
-    if not environ.get("CONFIG_FILE") and not any(
-        argument.partition("=")[0] in CONFIG_FLAGS for argument in argv
-    ):
+    if not environ.get("CONFIG_FILE") and not line.names_files:
         line.files = []  # not the debug config: without --config the defaults of [model] count
     reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
     for key in line.overrides:
