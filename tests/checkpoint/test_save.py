@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,7 @@ from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock
 from titanlite.runtime.distributed import WATCH_SECONDS
+from titanlite.runtime.torch_private import forget_save_plans
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
@@ -500,6 +502,57 @@ def content(
     return commit.Content(1, tensors, values.__getitem__, None, lambda _: {}, weights_only=True)
 
 
+def merges(folder: str, caching: bool) -> int:
+    """Save three times, then weights only; return how often this rank merged all ranks' plans."""
+    made, merge = [], default_planner.create_default_global_save_plan
+    init = commit._Planner.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            default_planner,
+            "create_default_global_save_plan",
+            lambda *args, **more: made.append(1) or merge(*args, **more),
+        )
+        patch.setattr(
+            commit._Planner, "__init__", lambda self, lookup, _: init(self, lookup, caching)
+        )
+        argv = [*SAVING, "--training.steps=4", "--checkpoint.last_save_model_only"]
+        trainer(argv, folder).train()
+    return len(made)
+
+
+def test_plans_are_merged_again_only_when_the_state_changes(pool, tmp_path):
+    """Another number of ranks in the same processes starts anew."""
+    for world in (4, 2):
+        folders = [tmp_path / f"{world}{caching}" for caching in (True, False)]
+        assert pool.run(merges, str(folders[0]), True, world=world) == [2, *[0] * (world - 1)]
+        assert pool.run(merges, str(folders[1]), False, world=world) == [4, *[0] * (world - 1)]
+        for step in (1, 2, 3, 4):
+            cached, planned = (folder / f"checkpoint/step-{step}" for folder in folders)
+            assert read_manifest(cached).tensors == read_manifest(planned).tensors
+            found, whole = load_tensors(cached), load_tensors(planned)
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def failing_once_after_the_merge(folder: str) -> None:
+    """Train with a first save that fails when rank 0 remembers its plan and no other rank does."""
+    failures, prepare = [OSError("late")], commit._Writer.prepare_global_plan
+
+    def fail_once(self, plans):
+        if failures:
+            raise failures.pop()
+        return prepare(self, plans)
+
+    argv = [*SAVING, "--training.steps=3", "--checkpoint.async_mode=disabled"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit._Writer, "prepare_global_plan", fail_once)
+        trainer([*argv, "--checkpoint.on_failure=warn"], folder).train()
+
+
+def test_plans_of_a_failed_save_are_forgotten(pool, tmp_path):
+    pool.run(failing_once_after_the_merge, str(tmp_path), world=2)
+    assert steps_in(tmp_path) == ["step-2", "step-3"]
+
+
 def uneven(folder: str) -> bool:
     """Save tensors of two and five rows on four ranks, and one that is whole on each."""
     mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
@@ -507,6 +560,7 @@ def uneven(folder: str) -> bool:
     live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     live["model.plain"] = whole["model.plain"] = torch.ones(4)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
+    forget_save_plans()
     commit.commit(Path(folder), content(live, held), everyone())
     found = load_tensors(Path(folder) / "step-1")
     return all(torch.equal(found[name], whole[name]) for name in whole)
@@ -518,6 +572,7 @@ def test_shards_may_be_uneven_or_empty(pool, tmp_path):
 
 def commit_twice(folder: str) -> str:
     tensors = {"model.a": torch.ones(2)}
+    forget_save_plans()
     for value in (1, 2):
         try:
             copies = {"model.a": torch.full((2,), value)}

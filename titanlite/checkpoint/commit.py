@@ -177,7 +177,7 @@ def _write_tensors(
     Return the files, and the placements of the tensors with a first element that this rank
     wrote: so each has one from one rank.
     """
-    planner = _Planner(content.lookup)
+    planner = _Planner(content.lookup, group is not None)
     rank = rank_in(group)
     dcp.save(
         dict(content.tensors),
@@ -216,10 +216,15 @@ def describe_placement(tensor: torch.Tensor) -> str:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by the shards of the live tensors, and takes the values from `lookup`."""
+    """Plans by the shards of the live tensors, and takes the values from `lookup`.
 
-    def __init__(self, lookup: Callable[[str], torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    With `caching`, plans that did not change since the last save are neither sent nor merged.
+    """
+
+    def __init__(self, lookup: Callable[[str], torch.Tensor], caching: bool) -> None:
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=caching
+        )
         self._lookup = lookup
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:

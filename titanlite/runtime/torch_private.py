@@ -46,6 +46,18 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def forget_save_plans() -> None:
+    """Forget the plans of this process's saves: they belong to one state on one set of ranks, and
+    after a failed save the ranks may remember different ones.
+    """
+    # torch 2.14. The caches are dicts of the class, by the name of the planner's class.
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    for name, plans in vars(SavePlanner).items():
+        if name.startswith("_cached"):
+            plans.clear()
+
+
 def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     """Return where this rank's shard begins in the full tensor."""
     # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
