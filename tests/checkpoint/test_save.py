@@ -44,7 +44,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
-from titanlite.runtime import lock
+from titanlite.runtime import lock, store
 from titanlite.runtime.distributed import WATCH_SECONDS
 from titanlite.runtime.torch_private import forget_save_plans
 
@@ -551,6 +551,34 @@ def failing_once_after_the_merge(folder: str) -> None:
 def test_plans_of_a_failed_save_are_forgotten(pool, tmp_path):
     pool.run(failing_once_after_the_merge, str(tmp_path), world=2)
     assert steps_in(tmp_path) == ["step-2", "step-3"]
+
+
+def heard(folder: str) -> tuple[int, int]:
+    """Save once; return the listings of the folder that is written, and the placements that this
+    rank got of others.
+    """
+    listed, received = [], []
+    gather, list_folder = commit.gather_objects, store.list_folder
+
+    def note(value, group, **more):
+        values = gather(value, group, **more)
+        if isinstance(value, tuple):
+            received.append(len({id(part) for part in values}) - 1)
+        return values
+
+    def note_list(path):
+        listed.append(path)
+        return list_folder(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "gather_objects", note)
+        patch.setattr(store, "list_folder", note_list)
+        trainer([*SAVING, "--training.steps=1"], folder).train()
+    return sum(path.name.endswith(".staging") for path in listed), received[0]
+
+
+def test_a_rank_names_its_file_and_only_rank_0_hears_of_the_others(pool, tmp_path):
+    assert pool.run(heard, str(tmp_path), world=4) == [(0, 3), *[(0, 0)] * 3]
 
 
 def uneven(folder: str) -> bool:

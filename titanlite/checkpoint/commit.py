@@ -165,7 +165,8 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         own_files, own_placements = run_on_all_ranks(
             group, saving, lambda: _write_tensors(writer, content, group)
         )
-        parts = gather_objects((own_files, own_placements, content.payload), group)
+        part = (own_files, own_placements, content.payload)
+        parts = gather_objects(part, group, only_rank_0=True)
         run_on_rank_0(group, f"the commit of step {step}", publish)
 
 
@@ -187,8 +188,12 @@ def _write_tensors(
         no_dist=group is None,
     )
     files = {}
-    for name, path in store.list_folder(writer.staging).items():
-        if name.startswith(f"__{rank}_") or (rank == 0 and name == _DCP_INDEX):
+    names = [f"__{rank}_0.distcp"]
+    if rank == 0:
+        names.append(_DCP_INDEX)
+    for name in names:
+        path = writer.staging / name
+        if store.exists(path):  # a list would have the files of all ranks
             # Summed after the write: the checksum is of the file's content, and the disk works
             # meanwhile.
             files[name] = File(*store.sync_and_sum(path))

@@ -122,12 +122,15 @@ def gather_on_rank_0(value: T) -> list[T]:
     return everyone or [value]
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's value, on every rank of the group; without one there is only this
-    process.
+def gather_objects(value: T, group: dist.ProcessGroup | None, only_rank_0: bool = False) -> list[T]:
+    """Return every rank's value, on every rank of the group or rank 0; without one there is only
+    this process.
     """
     values = [value]
     if group:
         values *= dist.get_world_size(group)
+    if group and only_rank_0:
+        dist.gather_object(value, values if rank_in(group) == 0 else None, group=group)
+    elif group:
         dist.all_gather_object(values, value, group=group)
     return values
