@@ -10,6 +10,7 @@ from titanlite.config.options import declare, positive_int
 from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
+from titanlite.runtime.cluster import read_number
 
 _ABOUT = """Print the config that `titanlite train` would run with the same options: \
 files and command line merged,
@@ -60,8 +61,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     elif arguments.placements:
         from titanlite.planner import placements
 
-        per_node = os.environ.get("NGPU", "")
-        given = int(per_node) if per_node.isdigit() else 0
+        given = read_number(os.environ, "NGPU", 0)
         print(placements.describe(job, given or min(8, job.layout.world)))
     else:
         ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"

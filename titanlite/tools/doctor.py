@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
 import socket
 import sys
 import tempfile
@@ -29,8 +28,9 @@ from titanlite.launch import launcher
 from titanlite.launch.nodes import worker_environment
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
-from titanlite.runtime.page import OWN_PAGE, share_own_page
+from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
+from titanlite.train.__main__ import main
 
 if TYPE_CHECKING:
     from titanlite.config.job import Job
@@ -209,10 +209,4 @@ def _read_traces(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    share_own_page(os.environ)
-    from titanlite.train import worker
-
-    code = worker.main(sys.argv[1:], examine)
-    sys.stdout.flush()
-    os._exit(code)  # a normal interpreter exit can abort in a communication thread
+    main(examine)

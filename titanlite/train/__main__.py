@@ -8,8 +8,11 @@ import faulthandler
 import os
 import signal
 import sys
+from typing import Any
 
-if __name__ == "__main__":
+
+def main(task: Any = None) -> None:
+    """Be a worker that trains, or does another task."""
     # Ctrl-C ends a rank at once, also inside a collective or an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
@@ -20,9 +23,13 @@ if __name__ == "__main__":
     replace_unprintable()
     set_defaults(os.environ)
     share_own_page(os.environ)  # before torch takes its seconds
-    from titanlite.train.worker import main
+    from titanlite.train import worker
 
-    code = main(sys.argv[1:])
+    code = worker.main(sys.argv[1:], task)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a normal interpreter exit can abort in a communication thread
+
+
+if __name__ == "__main__":
+    main()
