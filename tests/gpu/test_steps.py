@@ -114,6 +114,7 @@ COMMUNICATORS = {
     "--parallelism.context_parallel_degree=2": (4, 9, 2),
     MOE: (4, 9, 3),
     PIPELINE: (2, 7, 2),
+    f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B": (2, 9, 4),
 }
 
 
@@ -124,6 +125,30 @@ def test_a_layout_has_so_many_communicators(train_on_gpus, tmp_path, options):
     (trace, *_) = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()]).traces
     assert len(trace.of("communicator")) == made
     assert len({event.facts["comm"] for event in trace.of("collective", "send", "receive")}) == used
+
+
+@pytest.mark.long
+def test_each_edge_of_a_pipeline_has_a_communicator_and_a_stream_of_its_own(
+    train_on_gpus, tmp_path
+):
+    """A send that waits for its receiver would stop all that comes after it in its stream."""
+    options = (
+        f"{STEPS} {PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B "
+        "--parallelism.pipeline_parallel_degree=4 --model.overrides.n_layers=10"
+    )
+    ran = train_on_gpus(tmp_path, 4, options.split())
+    assert ran.code == 0, ran.out
+    assert mismatches(ran.traces) == []
+    senders = Counter[str]()
+    for trace in ran.traces:
+        operations = trace.step(3).of("send", "receive")
+        lanes = {(event.kind, event.facts["comm"]) for event in operations}
+        streams = {(event.facts["comm"], event.facts["stream"]) for event in operations}
+        assert [kind for kind, _ in sorted(lanes)] == ["receive"] * 2 + ["send"] * 2
+        assert len({comm for _, comm in lanes}) == len({stream for _, stream in streams}) == 4
+        senders.update(comm for kind, comm in lanes if kind == "send")
+    assert {*senders.values()} == {1}
+    assert len(senders) == 8
 
 
 @pytest.mark.long

@@ -1,10 +1,13 @@
 """The sub-meshes of a layout, in a fake world."""
 
+from unittest.mock import patch
+
 import pytest
 import torch.distributed as dist
 
 from tests.jobs import fake_world
 from titanlite.layout import DIMENSIONS, Layout
+from titanlite.parallel.stage import build_lanes
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,38 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             shards = mesh.experts.mesh.view(layout.dp_replicate, -1).tolist()
             assert replica[place % layout.ep :: layout.ep] in shards
             assert len(replica) * layout.dp_replicate == layout.ep * sum(map(len, shards))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "splits"),
+    [
+        (Layout(pp=2), [0, 1, 0, 1], 2),
+        (Layout(pp=3, tp=2), [0, 1, 2, 0, 1, 2], 6),
+        (Layout(pp=4, dp_shard=2), [0, 1, 2, 3, 3, 2, 1, 0], 4),
+        (Layout(pp=8, tp=2), [*range(8), *range(8)], 4),
+        (Layout(pp=4), [0, 3, 1, 1, 2], 4),
+    ],
+    ids=str,
+)
+def test_every_rank_asks_for_the_lanes_of_all_edges_in_the_same_order(layout, ranks, splits):
+    edges = {(a, b) for a, b in zip(ranks, ranks[1:], strict=False) if a != b}
+    edges |= {(b, a) for a, b in edges}
+    asked = []
+    for rank in range(layout.world):
+        make = dist.new_subgroups_by_enumeration
+        with (
+            fake_world(layout, rank) as mesh,
+            patch.object(dist, make.__name__, side_effect=make) as made,
+        ):
+            columns = mesh.world.mesh.flatten(1)
+            lanes = build_lanes(columns, ranks)
+            assert lanes.keys() == edges
+            own, place = (columns == rank).nonzero()[0].tolist()
+            touching = [edge for edge in edges if own in edge]
+            for edge in touching:
+                expected = columns[[*edge], place].sort().values.tolist()
+                assert sorted(dist.get_process_group_ranks(lanes[edge])) == expected
+            assert len({lanes[edge].group_name for edge in touching}) == len(touching)
+            asked.append([call.args[0] for call in made.call_args_list])
+    assert len(asked[0]) == splits
+    assert all(each == asked[0] for each in asked)

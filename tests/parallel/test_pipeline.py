@@ -236,6 +236,31 @@ CSV = """0F0,1F0,0F1,1F1,1B0,0B0,,1B1,0B1
 """
 
 
+def one_step_in_one_lane(argv: list[str], folder: str) -> dict[str, Any]:
+    with patch("titanlite.parallel.stage.build_lanes", lambda *_: {}):
+        return one_step(argv, folder)
+
+
+@pytest.mark.parametrize("degree", sample((2, 4), 4))
+@pytest.mark.parametrize("schedule", sample(SCHEDULES[2:], "Interleaved1F1B"))
+def test_a_group_for_each_edge_changes_no_bit(pool, tmp_path, degree, schedule):
+    argv = [
+        *FOUR,
+        f"--parallelism.pipeline_parallel_degree={degree}",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--model.overrides.n_layers=8",
+        "--training.local_batch_size=12",
+    ]
+    in_lanes = pool.run(one_step, argv, str(tmp_path), world=degree)
+    in_one = pool.run(one_step_in_one_lane, argv, str(tmp_path), world=degree)
+    for found, expected in zip(in_lanes, in_one, strict=True):
+        assert found["loss"] == expected["loss"]
+        for kind in ("gradients", "after"):
+            assert found[kind].keys() == expected[kind].keys()
+            for name, value in found[kind].items():
+                assert torch.equal(value, expected[kind][name]), f"{kind} of {name}"
+
+
 def test_a_csv_places_stages_and_orders_them(pool, alone, tmp_path):
     """Neighbors on one rank, and one micro-batch whose backward pass is split."""
     file = tmp_path / "order.csv"

@@ -1,7 +1,7 @@
 """The device mesh of a Layout, and its sub-meshes by purpose."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,20 +55,18 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if layout.pp > 1:
         loss = _group("loss", world.mesh.movedim(-1, 0).flatten(1).tolist())
     stage = _group("stage", world.mesh.flatten(1).tolist())
+    whole = Mesh(world, fsdp, sharding["tp"], data, loss, stage)
     if not layout.experts_on_own_mesh:
-        return Mesh(world, fsdp, sharding["tp"], data, loss, stage)
+        return whole
     # A third view of the same ranks: those of ep follow each other.
     degrees = layout.expert_degrees
     root = init_device_mesh(device_type, degrees, mesh_dim_names=EXPERT_DIMENSIONS)
     experts = root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"]
-    return Mesh(world, fsdp, sharding["tp"], data, loss, stage, experts, root["ep"])
+    return replace(whole, experts=experts, ep=root["ep"])
 
 
 def _group(name: str, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup:
     """Return the group of this rank's list; one list has all ranks."""
     if len(lists_of_ranks) == 1:  # all ranks need no second group, on NCCL no second communicator
-        assert dist.group.WORLD
-        return dist.group.WORLD
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        return dist.group.WORLD  # type: ignore[return-value]
+    return dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)[0]  # type: ignore

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config.job import Job
 from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
@@ -81,13 +80,9 @@ def orders(stages: Stages) -> list[list[str]]:
             list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
         ]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    own = stages.ranks[0]
-    blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in own]
+    blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in stages.ranks[0]]
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
-    rows = []
-    for rank in range(ranks):
-        rows.append([str(action) for action in found[rank] if action is not None])
-    return rows
+    return [[*map(str, filter(None, found[rank]))] for rank in range(ranks)]
 
 
 def _schedule_class(stages: Stages) -> Any:
@@ -124,7 +119,7 @@ class Pipeline:
 
         `reseed` gets the step, a micro-batch's number and a stage.
         """
-        from titanlite.parallel.stage import Stage
+        from titanlite.parallel.stage import Stage, build_lanes
 
         self.context = context
         self.job = context.job
@@ -133,17 +128,22 @@ class Pipeline:
         stages = self.job.stages
         if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
-        mesh = context.mesh.world["pp"]
-        self.group = mesh.get_group()
-        self.width = _width(self.job)
+        self.group = context.mesh.world["pp"].get_group()
+        whole, _ = build_meta_model(self.job.spec, self.job.model)
+        (embeddings,) = split(whole, self.job.spec, [self.job.spec.before])
+        token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        self.width = embeddings(token, token).size(-1)
         self.shape = (stages.size, self.job.config.training.seq_len // self.job.layout.cp)
         """Sequences and tokens of a micro-batch."""
         self.rank_of = stages.rank_of
-        own = stages.ranks[mesh.get_local_rank()]
+        ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
+        self.first_with_loss = int(context.mesh.world.mesh[ranks[-1]].min())
+        if stages.schedule in SINGLE:
+            ranks = []  # lanes gain nothing, and these batch sends with receives
+        self.lanes = build_lanes(context.mesh.world.mesh.flatten(1), ranks)
+        own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
-        last = self.rank_of[len(stages.names) - 1]
-        self.first_with_loss = int(context.mesh.world.mesh[last].min())
         self.numbers = list(range(stages.micro_batches))
         """The number of each micro-batch, by the number that torch's schedule has for it."""
         self.schedule = self._schedule(stages)
@@ -154,9 +154,7 @@ class Pipeline:
         """This rank's actions in the last step."""
         self.runs_again = False
         """A backward pass is in its first half, which leaves out the gradients of weights."""
-        self.step = 0
         self.micro_batches: list[MicroBatch] = []
-        self.valid_tokens = torch.ones(())
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
         """Yield each trained parameter of this rank that another stage has too.
@@ -166,26 +164,20 @@ class Pipeline:
         for first, rule in self.context.table.items():
             if not rule.tied:
                 continue
-            first_stage = self._stage_of(first)
-            second_stage = self._stage_of(rule.tied)
-            if first_stage == second_stage:
-                continue
-            own_names = {first_stage: first, second_stage: rule.tied}
-            other_stages = {first_stage: second_stage, second_stage: first_stage}
+            names = {self._stage_of(first): first, self._stage_of(rule.tied): rule.tied}
             for stage in self.stages:
                 index = stage.stage_index
-                if index not in own_names:
+                if index not in names or len(names) < 2:
                     continue
-                parameter = stage.submod.get_parameter(own_names[index])
+                parameter = stage.submod.get_parameter(names[index])
+                (other,) = names.keys() - {index}
                 if parameter.requires_grad:
-                    yield parameter, self.rank_of[other_stages[index]], index == second_stage
+                    yield parameter, self.rank_of[other], names[index] == rule.tied
 
     def _stage_of(self, name: str) -> int:
         """Return the number of the stage that has a parameter."""
-        for stage, modules in enumerate(self.job.stages.names):
-            if any(name.startswith(f"{module}.") for module in modules):
-                return stage
-        raise AssertionError(f"{name} is in no stage")
+        named = (any(name.startswith(f"{m}.") for m in each) for each in self.job.stages.names)
+        return [*named].index(True)
 
     def _schedule(self, stages: Stages) -> Any:
         options: dict[str, Any] = {
@@ -205,8 +197,10 @@ class Pipeline:
         Between blocks tensor parallel splits the sequence.
         """
         dtype = getattr(torch, self.job.config.training.mixed_precision_param)
-        size = (sequences, tokens // self.job.layout.tp, self.width)
-        return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+        tokens //= self.job.layout.tp
+        return torch.empty(
+            sequences, tokens, self.width, dtype=dtype, device=device, requires_grad=True
+        )
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
@@ -220,8 +214,10 @@ class Pipeline:
         self.micro_batches = [micro_batches[number] for number in self.numbers]
         self.actions = []
         losses: list[Tensor] = []
-        numbers = torch.arange(len(micro_batches))  # what torch splits as targets
-        self.schedule.step(target=numbers, losses=losses, return_outputs=False)
+        # torch splits the numbers as targets.
+        self.schedule.step(
+            target=torch.arange(len(micro_batches)), losses=losses, return_outputs=False
+        )
         self.micro_batches = []
         zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
         return torch.stack([zero, *(loss.detach().double() for loss in losses)]).sum()
@@ -241,19 +237,19 @@ class Pipeline:
         Return the result of `last`, called with the last stage, the batch and the stage's hidden
         states; None on other ranks.
         """
-        own = dist.get_group_rank(self.group, dist.get_rank())
+        own = self.group.rank()
         inputs = batch.tokens
         for stage in self.stages:
             index = stage.stage_index
-            if index and self.rank_of[index - 1] != own:
+            if index and (peer := self.rank_of[index - 1]) != own:
                 sequences, tokens = batch.tokens.shape
                 inputs = self.hidden(sequences, tokens, self.context.device).detach()
-                dist.recv(inputs, group=self.group, group_src=self.rank_of[index - 1])
+                dist.recv(inputs, group=self.group, group_src=peer)
             if stage.is_last:
                 return last(stage.submod, batch, inputs)
             inputs = stage.submod(inputs, batch.positions, batch.documents)
-            if self.rank_of[index + 1] != own:
-                dist.send(inputs.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
+            if (peer := self.rank_of[index + 1]) != own:
+                dist.send(inputs.contiguous(), group=self.group, group_dst=peer)
         return None
 
     def begin(self, stage: int, kind: str, number: int) -> None:
@@ -263,11 +259,3 @@ class Pipeline:
         self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
-
-
-def _width(job: Job) -> int:
-    """Return the size of a hidden state, found by running the embeddings on the meta device."""
-    whole, _ = build_meta_model(job.spec, job.model)
-    (embeddings,) = split(whole, job.spec, [job.spec.before])
-    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    return embeddings(token, token).size(-1)

@@ -5,6 +5,7 @@ Imported only where there is a pipeline: torch needs a second for it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,32 @@ from titanlite.runtime.page import phase
 
 if TYPE_CHECKING:
     from titanlite.parallel.pipeline_parallel import Pipeline
+
+
+def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Return the group of each directed edge between neighbors in the pipeline.
+
+    On one NCCL communicator, a send that waits for its receiver stops all that come after it.
+    `columns` has the ranks of each pipeline rank, `ranks` the pipeline rank of each stage. A group
+    of an edge that does not touch this rank is not for use.
+    """
+    edges = {*pairwise(ranks), *pairwise(ranks[::-1])} - {(rank, rank) for rank in ranks}
+    lanes = {}
+    while edges:
+        apart = []  # no rank twice: one split makes the groups of them all
+        for edge in sorted(edges):
+            if not {*edge} & {*chain(*apart)}:
+                apart.append(edge)
+        edges -= {*apart}
+        pairs = columns[torch.tensor(apart)].transpose(1, 2).flatten(0, 1).tolist()
+        name = f"pipeline edges {apart}"
+        # On NCCL each new group would be a split of all ranks.
+        if dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
+            group = dist.split_group(split_ranks=pairs, group_desc=name)
+        else:
+            group, _ = dist.new_subgroups_by_enumeration(pairs, group_desc=name)
+        lanes |= dict.fromkeys(apart, group)
+    return lanes
 
 
 class Received(dict[int, Any]):
@@ -68,11 +95,27 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         _place(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._in_lanes(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _place(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._in_lanes(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lanes(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lanes(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _in_lanes(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Move operations to the groups of their edges, where there are such groups."""
+        for each in operations:
+            edge = self.group_rank, each.group_peer
+            if each.op is dist.irecv:
+                edge = edge[::-1]
+            each.group = self.pipeline.lanes.get(edge, each.group)
+            each.group_peer = dist.get_group_rank(each.group, each.peer)
+        return operations
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = False

@@ -219,9 +219,8 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
         ranks_per_subgroup_list: list[list[int]], group_desc: str
     ) -> tuple[Any, list[Any]]:
         subgroups = [group_of(ranks, group_desc) for ranks in ranks_per_subgroup_list]
-        return next(
-            group for group in subgroups if rank in dist.get_process_group_ranks(group)
-        ), subgroups
+        own = (group for group in subgroups if rank in dist.get_process_group_ranks(group))
+        return next(own, None), subgroups
 
     vars(device_mesh)["new_group"] = group_of
     vars(dist)["new_subgroups_by_enumeration"] = groups_of
