@@ -50,7 +50,7 @@ def forget_save_plans() -> None:
     """Forget the plans of this process's saves: they belong to one state on one set of ranks, and
     after a failed save the ranks may remember different ones.
     """
-    # torch 2.14. The caches are dicts of the class, by the name of the planner's class.
+    # torch 2.11 and 2.13 (read), 2.14 (run): dicts of the class, by the planner's class.
     from torch.distributed.checkpoint.planner import SavePlanner
 
     for name, plans in vars(SavePlanner).items():
