@@ -111,27 +111,46 @@ def test_too_few_nodes_with_a_spare_are_counted_without_it():
     assert verdict.why.endswith("missing: NODE_RANK 1, 2")
 
 
-def test_a_node_whose_rank_failed_twice_makes_room_for_a_spare_and_node_0_stays():
-    beats = [{0: BEAT, 1: BEAT}, {2: BEAT, 3: BEAT}]
-    for rank, members in ((2, (0, 2)), (0, (0, 1))):
-        board, now = Board(nodes=3, spare=1), 0.0
-        for attempt in (1, 2):
-            now += 10
-            for node in range(2):
-                board.put(node, attempt=attempt, ended=None, beats=beats[node])
-            assert board.look(now).members == (0, 1)
-            board.put(2, attempt=attempt + 1)
-            for node in range(2):
-                board.put(node, ended=Ended(replace(KILL, rank=rank), over=True))
-            verdict = board.look(now + 1).verdict
-            named = "NODE_RANK 1 failed twice: a spare node" in verdict.why
-            assert named == (rank == 2 and attempt == 2), verdict.why
-        for node in range(3):
-            board.put(node, attempt=3, ended=None, beats={})
-        assert board.look(now + 2).members == members
+def failed_twice(rank: int, nodes: int) -> Board:
+    """Return a board with one spare, after two attempts that a rank ended before it had a beat."""
+    board, members = Board(nodes=nodes, spare=1), range(nodes - 1)
+    for attempt in (1, 2):
+        for node in members:
+            board.put(node, attempt=attempt, ended=None)
+        assert board.look(10 * attempt).members == (*members,)
+        for node in members:
+            board.put(node, ended=Ended(replace(KILL, rank=rank), over=True))
+        verdict = board.look(10 * attempt + 1).verdict
+        assert verdict
+        named = "NODE_RANK 1 failed twice: a spare node" in verdict.why
+        assert named == (rank == 2 and attempt == 2), verdict.why
+    return board
+
+
+@pytest.mark.parametrize(("rank", "members"), [(2, (0, 2)), (0, (0, 1))])
+def test_a_node_whose_rank_failed_twice_makes_room_for_a_spare_and_node_0_stays(rank, members):
+    board = failed_twice(rank, 3)
+    for node in range(3):
+        board.put(node, attempt=3, ended=None)
+    assert board.look(22).members == members
+
+
+def test_nodes_that_did_not_fail_are_waited_for_and_come_first():
+    board = failed_twice(2, 4)
+    for node in (0, 1, 3):
+        board.put(node, attempt=3, ended=None)
+    assert board.look(22).members == (), "node 2 is late"
+    assert board.look(22 + 31).members == (0, 1, 3), "and does not come"
+    board = failed_twice(2, 4)
+    board.decider._failed_on[2] = 2
+    for node in range(4):
+        board.put(node, attempt=3, ended=None)
+    assert board.look(22).members == (0, 1, 3)
 
 
 def test_nodes_with_different_numbers_of_processes_are_refused():
+    board = Board(nodes=3, spare=1).put(0).put(1, processes=4).put(2)
+    assert board.look(1).members == (0, 2), "a spare one is left out"
     verdict = Board().put(0).put(1, processes=4).look(1).verdict
     assert verdict and verdict.code == REFUSED
     assert "the nodes have different numbers of processes (node 0: 2, node 1: 4)" in verdict.why

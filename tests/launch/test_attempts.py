@@ -83,8 +83,10 @@ def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp
         (logs / "rank-0.log").write_text(f"{number}")
         (logs / "rank-1.log").write_text(f"{number}")
         kept = _keep_logs(tmp_path, Attempt(number, range(1), 2, config))
+        (logs / "rank-1.log").write_text("the next attempt's, on a spare node")
         _keep_logs(tmp_path, Attempt(number, range(1, 2), 2, config))
-        assert (kept / "rank-1.log").read_text() == f"{number}"
+        assert (kept / "rank-1.log").read_text() == f"{number}", "the other node is late"
+        (logs / "rank-1.log").unlink()
     assert sorted(path.name for path in logs.iterdir()) == [f"attempt-{n}" for n in (2, 3, 4, 5)]
     assert (archive / "rank-0.log").read_text() == "mine"
 
@@ -164,6 +166,22 @@ def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(tmp_path, 
     found = together.all(first.meet, second.meet)
     for decision in found:
         assert decision.is_final and decision.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
+
+
+def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_next(
+    tmp_path, monkeypatch
+):
+    first, second = Together(tmp_path).nodes
+    wait = second._wait
+
+    def wait_through_a_hang(*condition):
+        decision = wait(*condition)
+        second._board.put(found={})
+        return decision
+
+    monkeypatch.setattr(second, "_wait", wait_through_a_hang)
+    assert second.meet().members == first.meet().members == (0, 1)
+    assert second._board.own.found is None
 
 
 def test_a_second_signal_to_a_launcher_does_not_end_ranks_of_other_nodes_that_still_save(tmp_path):

@@ -134,14 +134,13 @@ class Decider:
         time.
         """
         number, fault = self.decision.attempt, self._config.fault
-        here = {
-            node: status.processes
-            for node, status in sorted(statuses.items())
-            if status.attempt == number and not status.left and self.silent[node] <= SILENCE_SECONDS
-        }
+        here = self._present(statuses)
         if 0 not in here:  # the others' time begins when node 0 itself is ready
             self._deadline = now + fault.rejoin_seconds
-        if (0 not in here or len(here) < self._needed) and now <= self._deadline:
+        by_fitness = sorted(here, key=lambda node: self._failed_on[node] > 1)
+        fit = [node for node in here if self._failed_on[node] < 2]
+        may_come = len(fit) < self._needed and len(here) < self._nodes
+        if (0 not in here or may_come) and now <= self._deadline:
             return None
         missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
         if len({*here.values()}) > 1:
@@ -164,8 +163,7 @@ class Decider:
             )
             # Other nodes may be there at a new start, which code 76 requests.
             return self._end(FAILED if number == 1 else CUT_SHORT, why)
-        fit = [node for node in here if self._failed_on[node] < 2]
-        members = tuple(fit if len(fit) >= self._needed else here)[: self._needed]
+        members = tuple(sorted(by_fitness[: self._needed]))
         world = sum(here[node] for node in members)
         if len(members) < self._needed and (why := self._restarts.fits(world)):
             return self._end(CUT_SHORT, f"without NODE_RANK {missing}: {why}")
@@ -173,6 +171,18 @@ class Decider:
         self._judge = Hangs(self._config, str(number), world, now)
         self.decision = replace(self.decision, members=members)
         return None
+
+    def _present(self, statuses: Mapping[int, Status]) -> dict[int, int]:
+        """Return the numbers of processes of the nodes that are ready for the next attempt."""
+        here = {
+            node: status.processes
+            for node, status in sorted(statuses.items())
+            if status.attempt == self.decision.attempt
+            and not status.left
+            and self.silent[node] <= SILENCE_SECONDS
+        }
+        alike = {node: count for node, count in here.items() if count == statuses[0].processes}
+        return alike if len(alike) >= self._needed else here
 
     # ---------------------------------------------------------------- while it runs
 
@@ -248,7 +258,9 @@ class Decider:
         self._failures.append(replace(failure, saved_step=saved.step))
         most, stop = self._restarts.most, self.decision.stop
         verdict = after(failure, earlier, most, saved, self._completed, stop)
-        node = next((node for node in self._begun if failure.rank in statuses[node].beats), 0)
+        node = 0
+        if failure.rank >= 0:  # it may have failed before its first heartbeat
+            node = self.decision.members[failure.rank // statuses[0].processes]
         if not node or verdict.code is not None:  # node 0 has the store of the run
             return verdict
         self._failed_on[node] += 1

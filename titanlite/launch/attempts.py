@@ -174,8 +174,8 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:
     """Move this node's logs of an attempt out of the way of the next one's; return where they are.
 
-    Node 0 moves all: the launcher of another node may be lost. A run of weeks has many attempts,
-    and each has a log of every rank.
+    Node 0 moves all: the launcher of another node may be lost. After it, others move nothing, which
+    may be the next attempt's. A run of weeks has many attempts, and each has a log of every rank.
     """
     kept = folder / "logs" / f"attempt-{attempt.number}"
     kept.mkdir(exist_ok=True)
@@ -184,6 +184,7 @@ def _keep_logs(folder: Path, attempt: Attempt) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     for rank in range(attempt.world) if 0 in attempt.ranks else attempt.ranks:
         log = rank_log(folder, rank)
-        with suppress(FileNotFoundError):
-            log.rename(kept / log.name)
+        if 0 in attempt.ranks or not (kept / log.name).exists():
+            with suppress(FileNotFoundError):
+                log.rename(kept / log.name)
     return kept

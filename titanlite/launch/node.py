@@ -129,6 +129,8 @@ class Node:
         decision = self._wait(is_member)
         if decision.is_final:
             self._leave()
+        else:
+            board.put(found=None)  # a spare has none of its ranks to inspect if an attempt hangs
         return decision
 
     def prepare(self, decision: Decision) -> Decision:

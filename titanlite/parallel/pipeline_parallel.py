@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
@@ -138,8 +139,10 @@ class Pipeline:
         self.rank_of = stages.rank_of
         ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
         self.first_with_loss = int(context.mesh.world.mesh[ranks[-1]].min())
-        if stages.schedule in SINGLE:
-            ranks = []  # lanes gain nothing, and these batch sends with receives
+        # Before 2.14 ranks that were in fewer splits gave a group another name (pytorch#189073).
+        is_old = TorchVersion(torch.__version__) < "2.14"
+        if stages.schedule in SINGLE or (is_old and context.mesh.world.device_type == "cuda"):
+            ranks = []  # lanes gain single schedules nothing, and these batch sends with receives
         self.lanes = build_lanes(context.mesh.world.mesh.flatten(1), ranks)
         own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]

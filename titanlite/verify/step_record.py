@@ -29,7 +29,7 @@ from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.registry import expert_paths
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
-"""The receiver's rank in the group, a shape and a type."""
+"""The receiver's rank, a shape and a type."""
 
 
 class StepRecord:
@@ -57,7 +57,8 @@ class StepRecord:
                 if (
                     tensor.is_floating_point()
                 ):  # torch's first step also tries connections, by integers
-                    self.sent[receiver, tuple(tensor.shape), tensor.dtype] += 1
+                    rank = dist.get_global_rank(group, receiver)
+                    self.sent[rank, tuple(tensor.shape), tensor.dtype] += 1
             return send(group, tensors, receiver, tag)
 
         recorder = recorded(self.gathered, self.reduced) if self.sharded else nullcontext()
@@ -111,10 +112,7 @@ class StepRecord:
             if self.sent[kind] != declared[kind]:
                 receiver, shape, dtype = kind
                 size = f"{' x '.join(map(str, shape))} of {str(dtype).removeprefix('torch.')}"
-                return (
-                    f"{self.sent[kind]} instead of {declared[kind]} of {size} "
-                    f"to pipeline rank {receiver}"
-                )
+                return f"{self.sent[kind]} instead of {declared[kind]} of {size} to rank {receiver}"
         return ""
 
     def _declared_sends(self, pipeline: Pipeline) -> Counter[Send]:
@@ -131,11 +129,12 @@ class StepRecord:
             other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)
         ):
             if (receiver := rank_of.get(neighbor, self.stage_rank)) != self.stage_rank:
-                sends[receiver, shape, getattr(torch, training.mixed_precision_param)] += (
-                    stages.micro_batches
-                )
+                rank = dist.get_global_rank(pipeline.group, receiver)
+                dtype = getattr(torch, training.mixed_precision_param)
+                sends[rank, shape, dtype] += stages.micro_batches
         for parameter, receiver, _ in pipeline.tied:
-            sends[receiver, tuple(local_part(parameter).shape), parameter.dtype] += 1
+            rank = dist.get_global_rank(pipeline.group, receiver)
+            sends[rank, tuple(local_part(parameter).shape), parameter.dtype] += 1
         return sends
 
 
