@@ -23,9 +23,9 @@ def main(task: Any = None) -> None:
     replace_unprintable()
     set_defaults(os.environ)
     share_own_page(os.environ)  # before torch takes its seconds
-    from titanlite.train import worker
+    from titanlite.train.worker import main as work
 
-    code = worker.main(sys.argv[1:], task)
+    code = work(sys.argv[1:], task)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a normal interpreter exit can abort in a communication thread
