@@ -179,8 +179,10 @@ class Pipeline:
 
     def _stage_of(self, name: str) -> int:
         """Return the number of the stage that has a parameter."""
-        named = (any(name.startswith(f"{m}.") for m in each) for each in self.job.stages.names)
-        return [*named].index(True)
+        for stage, modules in enumerate(self.job.stages.names):
+            if any(name.startswith(f"{module}.") for module in modules):
+                return stage
+        raise AssertionError(f"{name} is in no stage")
 
     def _schedule(self, stages: Stages) -> Any:
         options: dict[str, Any] = {
