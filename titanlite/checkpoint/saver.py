@@ -80,9 +80,9 @@ class Saver:
         self._host_memory: Tensors = {}
         self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
         self._last_save = time.monotonic()
-        self._is_auto = self.settings.interval == "auto"
-        self._auto_seconds = FIRST_SECONDS if self._is_auto else math.inf
-        if self._is_auto:
+        self._auto_seconds = math.inf
+        if self.settings.interval == "auto":
+            self._auto_seconds = FIRST_SECONDS
             self._log.info(
                 f'checkpoint.interval "auto": the first save, after {FIRST_SECONDS} s, sets it'
             )
@@ -277,7 +277,7 @@ class Saver:
         took = max(waited, pending.costs["staging"] + pending.costs["write"])
         folder = step_folder(self._folder.root, pending.step)
         self._log.info(f"saved {folder} in {took:.2f} s; training waited {waited:.2f} s")
-        if self._is_auto and self._rank == 0:
+        if self.settings.interval == "auto" and self._rank == 0:
             self._set_interval(waited, took)
 
     def _set_interval(self, waited: float, took: float) -> None:
