@@ -47,11 +47,13 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 52_800, "titanlite": 173_850}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 178_750}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
-titanlite: what stands while the issue of rings goes on, whose limit at its end is 145,000.
+titanlite: 173,250 stood when the issues after that of rings began (its own goal is 145,000); the
+fake GPU allows 1,500 more, scale 1,000, the planner 3,000.
+rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
