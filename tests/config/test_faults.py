@@ -158,7 +158,7 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (
             ["--checkpoint.folder=tb/states"],
             'metrics.save_tb_folder = "tb"   (default)\n      must differ from '
-            "checkpoint.folder, and neither may be inside of the other",
+            "checkpoint.folder, and neither may contain the other",
         ),
         (
             ["--comm.save_traces_folder=profile_traces"],

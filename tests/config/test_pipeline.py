@@ -123,7 +123,7 @@ def test_a_csv_gives_the_order_and_the_number_of_stages(of_csv):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (ORDER + "2F0", "has 3 rows, one for each pipeline rank, of which there are 2"),
+        (ORDER + "2F0", "has 3 rows for 2 pipeline ranks"),
         (ORDER.replace("0B1", "0G1"), 'row 1: "0G1" is not an action such as 2F0'),
         (ORDER.replace("1F1", "0F1"), "stage 0 is in rows 1 and 2"),
         (

@@ -61,9 +61,9 @@ def stages_of(order: Order) -> tuple[tuple[int, ...], ...]:
 
 
 def faults_of(order: Order, ranks: int, micro_batches: int) -> Iterator[str]:
-    """Yield what keeps an order from running each micro-batch of a step through all stages once."""
+    """Yield the faults of an order that should run each micro-batch through all stages once."""
     if len(order) != ranks:
-        yield f"has {len(order)} rows, one for each pipeline rank, of which there are {ranks}"
+        yield f"has {len(order)} rows for {ranks} pipeline ranks"
     kinds, rows = defaultdict[tuple[int, int], str](str), defaultdict[int, set[int]](set)
     for row, cells in enumerate(order, 1):
         try:

@@ -32,8 +32,8 @@ _WAITS = re.compile(
     r"torch/(distributed/|cuda/streams\.py)"
     r"|.*titanlite/(train/(late_copy|report)|parallel/expert_parallel)\.py"
 )
-"""Files in which a thread waits for other ranks, or for its GPU: a copy to the host has no file of
-its own.
+"""Files of torch and titanlite that wait for other ranks or for the GPU. (A copy to the host has no
+file of its own.)
 """
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
 """Files of torch that only call on: their callers show the work of a thread."""

@@ -260,7 +260,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
                 f"{first_line(error)}"
             )
             raise UserError(
-                f"pipeline parallel: {why}; docs/extending.md says what a stage asks of forward"
+                f"pipeline parallel: {why}; docs/extending.md has what a stage needs of forward"
             ) from None
     return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
 

@@ -39,7 +39,7 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
         return []
     layout = context.job.layout
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    # Two places in the order, of which each job uses one. As a rule the compiler gets a block that
+    # It has two places in the order, and a job uses one. As a rule the compiler gets a block that
     # recomputes. Whole-block recomputation under tensor or context parallel goes around the
     # compiled block: torch 2.13 fails to compile it (2.11 does not).
     is_outside_compile = layout.tp * layout.cp > 1 and not by_operation

@@ -16,7 +16,7 @@ from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
 
 Refusals = Iterator[tuple[str, str]]
-"""Keys, and what is wrong with each."""
+"""Keys, each with its fault."""
 Refuse = Callable[[str, str], None]
 
 

@@ -146,7 +146,7 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
         if inside and "column" not in inside:
             return (
                 f'no row inside of {path} has the role "column", '
-                "so it would attend within a slice of the tokens"
+                "so attention would see only a slice of the tokens"
             )
     return ""
 

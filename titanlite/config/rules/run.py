@@ -163,7 +163,7 @@ def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
             yield key, "must be the name of a folder inside job.dump_folder"
         for other, owner in taken.items():
             if other[: len(parts)] == parts[: len(other)]:
-                yield key, f"must differ from {owner}, and neither may be inside of the other"
+                yield key, f"must differ from {owner}, and neither may contain the other"
         taken[parts] = key
 
 
