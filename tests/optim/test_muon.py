@@ -5,6 +5,7 @@ of matrices.
 """
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.jobs import FLOAT64, TINY, full, relative_error, trainer, weights
 from tests.lanes import sample
 from titanlite.optim import muon, optimizer_bytes
 from titanlite.optim.bf16_state import chunk_by_numel
-from titanlite.optim.muon import Muon, _plan, owners_of
+from titanlite.optim.muon import Muon, Spread, _plan, owners_of
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import Box
 from titanlite.verify.pool import RankFailed
@@ -213,12 +214,42 @@ def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
 def test_the_owner_s_own_replica_sends():
     """Two replicas of two shards: no transfer to an owner crosses replicas."""
     upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
-    boxes: list[tuple[Box, ...]] = [(upper, lower, upper, lower)] * 8
+    holders = {(0,): [0, 2], (1,): [1, 3]}
     for rank in range(4):
-        route = _plan(boxes, [torch.Size((8, 8))] * 8, rank).gather
+        spread = Spread(torch.empty(8, 8), 0, holders, (rank % 2,))
+        with patch.object(Spread, "box", lambda _, at: (upper, lower)[at[0]]):
+            route = _plan([spread] * 8, rank, 4).gather
         assert len(route.recv) == 4 and all(
             t.source // 2 == t.target // 2 for t in (*route.send, *route.recv)
         )
+
+
+def regions(argv: list[str], folder: str) -> dict[str, list[Box]]:
+    """Return each rank's region of each matrix, as this rank knows it without the others."""
+    run, found = trainer([*MUON, *argv], folder), {}
+    optimizer = run.runner.optimizer
+    for name, weight, _ in optimizer._weights():
+        coordinates = optimizer._coordinates[muon._mesh_of(weight)]
+        (spread,) = muon._spreads(weight, coordinates, dist.get_rank())
+        boxes = {rank: spread.box(at) for at, ranks in spread.holders.items() for rank in ranks}
+        found[name] = [boxes[rank] for rank in range(dist.get_world_size())]
+        own = boxes[dist.get_rank()]
+        assert own == spread.box(spread.own)
+        assert torch.equal(full(weight)[own], local_part(weight)), name
+    return found
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.data_parallel_replicate_degree=2", KEPT],
+    ],
+    ids=["fsdp x tp", "hsdp"],
+)
+def test_each_rank_s_part_of_a_matrix_follows_from_mesh_and_placement(pool, tmp_path, argv):
+    first, *others = pool.run(regions, argv, str(tmp_path), world=4)
+    assert len(first) == 14 and all(other == first for other in others)
 
 
 def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:

@@ -49,6 +49,43 @@ def test_rank_with_another_seed_is_named_with_the_parameter(pool, tmp_path, worl
         pool.run(with_another_seed, [*TINY, words], str(tmp_path), odd, world=world)
 
 
+def test_a_tied_weight_that_differs_between_stages_is_named(pool, tmp_path):
+    argv = [*TINY, "--model.overrides.tied", "--parallelism.pipeline_parallel_degree=2"]
+    pool.run(with_another_seed, argv, str(tmp_path), -1, world=2)
+    says = "tok_embeddings.weight on rank 1 differs from rank 0"
+    with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
+        pool.run(with_another_seed, argv, str(tmp_path), 1, world=2)
+
+
+def bytes_compared(argv: list[str], folder: str) -> int:
+    """Return the bytes that a check sends along the dimensions of the mesh."""
+    run = trainer(argv, folder)
+    sent, reduce = [], torch.distributed.all_reduce
+
+    def counted(tensor: torch.Tensor, *args) -> None:
+        sent.append(tensor.nbytes)
+        reduce(tensor, *args)
+
+    with patch.object(torch.distributed, "all_reduce", counted):
+        check_replicas(run.parts, "", run.report.context, run.runner.optimizer)
+    return sum(sent)
+
+
+def test_what_is_compared_does_not_grow_with_the_ranks_and_sharded_weights_are_left_out(
+    pool, tmp_path
+):
+    """32 bytes for each tensor that ranks have in common, and 8 for the verdict."""
+    one_buffer = 32 + 8  # the turns of RoPE
+    for world in (2, 4):
+        assert pool.run(bytes_compared, TINY, str(tmp_path), world=world) == [one_buffer] * world
+    weights = 32 * 21
+    for replicas, world in ((2, 2), (2, 4), (4, 4)):
+        argv = [*TINY, f"{REPLICATED}{replicas}"]
+        found = pool.run(bytes_compared, argv, str(tmp_path), world=world)
+        dimensions = 1 + (world > replicas)
+        assert found == [dimensions * (weights + 32) + 8] * world
+
+
 def test_unreplicated_shards_are_not_compared(pool, tmp_path):
     pool.run(with_another_seed, TINY, str(tmp_path), 1, world=2)
 

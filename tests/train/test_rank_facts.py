@@ -1,6 +1,7 @@
 """Before the model is built: what differs between ranks is named, and what is slow."""
 
 import logging
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
+from titanlite.train import network
 from titanlite.train.network import Timed, _always_slow, check_network, slow_parts
 from titanlite.train.rank_facts import (
     Facts,
@@ -26,6 +28,7 @@ from titanlite.train.rank_facts import (
 from titanlite.verify.pool import Pool
 
 CPU = torch.device("cpu")
+PAIRS = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
 REVISION = "0123456789" * 4
 
 
@@ -165,20 +168,13 @@ def test_memory_errors_and_slowdowns_are_read_from_old_and_new_drivers():
 
 
 def rounds(world: int, seconds: Callable[[int, int], float]) -> list[list[Timed]]:
-    """Return what ranks would see of exchanges that take so long between two of them."""
-    pairs = [
-        [(rank, rank ^ (1 << bit)) for rank in range(world)]
-        for bit in range((world - 1).bit_length())
-    ]
-    return [
-        [
-            Timed(tuple(sorted(pair)), 8_000_000, seconds(*pair))
-            if pair[1] < world
-            else Timed((), 0, 0.0)
-            for pair in pairs
-        ]
-        for pairs in pairs
-    ]
+    """Return what ranks see of exchanges that take so long between two of them."""
+    found: list[list[Timed]] = []
+    for bit in range((world - 1).bit_length()):
+        pairs = [(rank, rank ^ (1 << bit)) for rank in range(world)]
+        pairs = [(one, other) for one, other in pairs if one < other < world]
+        found.append([Timed(pair, 8_000_000, seconds(*pair)) for pair in pairs])
+    return found
 
 
 @pytest.mark.parametrize("world", [4, 6, 8, 16, 64])
@@ -213,12 +209,37 @@ def test_who_met_only_one_partner_is_not_told_from_the_link():
 
 def test_a_slow_group_is_named_where_no_rank_or_link_explains_it():
     ranks = [some(rank) for rank in range(4)]
-    groups = {"tp": [Timed((0, 1), 8_000_000, 0.1)] * 2 + [Timed((2, 3), 8_000_000, 0.5)] * 2}
+    groups = {"tp": [Timed((0, 1), 8_000_000, 0.1), Timed((2, 3), 8_000_000, 0.5)]}
     (line,) = slow_parts(groups, [], ranks)
     assert line == "slow group of tp: ranks 2-3 on host1, 500 ms for 8 MB, peers 100 ms"
-    crossing = {"dp_shard": [Timed((0, 2), 100_000, 0.5)] * 2}
+    crossing = {"dp_shard": [Timed((0, 2), 100_000, 0.5)]}
     (line,) = slow_parts(crossing, [], ranks)
     assert line.startswith("slow network between hosts (0.0002 GB/s): ranks 0, 2 on host0, host1")
+
+
+def sent_to_rank_0(argv: list[str], folder: str) -> tuple[int, dict[str, list[Timed]]]:
+    """Return the bytes that this rank sends of what it measured, and on rank 0 the groups."""
+    found, sent = job([*TINY, *argv], dist.get_world_size()), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            network,
+            "gather_on_rank_0",
+            lambda value: [sent.append(value), gather_on_rank_0(value)][1],
+        )
+        groups, _ = network.measure(build_mesh(found.layout, "cpu").world, CPU)
+    return len(pickle.dumps(sent)), groups
+
+
+def test_a_rank_sends_what_it_measured_and_no_list_of_ranks(pool, tmp_path):
+    """As much on 4 ranks as on 2, but for a round; rank 0 knows who was in each group."""
+    (two, _), *_ = pool.run(sent_to_rank_0, [], str(tmp_path), world=2)
+    (four, groups), *others = pool.run(sent_to_rank_0, [], str(tmp_path), world=4)
+    assert four - two < 40
+    assert [one.ranks for one in groups["dp_shard"]] == [(0, 1, 2, 3)]
+    assert not any(others_groups for _, others_groups in others)
+    _, groups = pool.run(sent_to_rank_0, PAIRS, str(tmp_path), world=4)[0]
+    assert [one.ranks for one in groups["dp_shard"]] == [(0, 2), (1, 3)]
+    assert [one.ranks for one in groups["tp"]] == [(0, 1), (2, 3)]
 
 
 def lines_with_a_slow_rank(argv: list[str], folder: str, slow: int) -> list[str]:
@@ -236,9 +257,6 @@ def lines_with_a_slow_rank(argv: list[str], folder: str, slow: int) -> list[str]
                 lambda *a, original=original, **k: [time.sleep(0.4), original(*a, **k)][1],
             )
         return check_network(build_mesh(found.layout, "cpu").world, CPU, everyone)
-
-
-PAIRS = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
 
 
 @pytest.mark.long

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.build import TrainedParam, adam_options, groups
 from titanlite.parallel.collectives import send_rows
-from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.parallel.dtensor import local_part
 from titanlite.registry import Box
+from titanlite.runtime import torch_private
 from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
@@ -74,6 +77,28 @@ class Transfer:
     box: Box
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A matrix, or a stack's matrix `number`, over the ranks of a group."""
+
+    weight: torch.Tensor
+    number: int
+    holders: Mapping[tuple[int, ...], Sequence[int]]
+    """The ranks that hold each shard, by its coordinate in the mesh of the weight."""
+    own: tuple[int, ...]
+    """Of this rank's shard."""
+
+    def box(self, coordinate: tuple[int, ...]) -> Box:
+        """Return the region of a shard."""
+        size, start = self.weight.shape, (0,) * self.weight.dim()
+        if isinstance(self.weight, DTensor):
+            size, start = torch_private.shard_at(self.weight, coordinate)
+        box = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
+        if len(box) == 2 or box[0].start <= self.number < box[0].stop:
+            return box[-2:]
+        return (slice(0, 0), slice(0, 0))
+
+
 class Route:
     """One all-to-all: the transfers from this rank, by target, and to this rank, by source."""
 
@@ -119,16 +144,11 @@ class Muon(torch.optim.AdamW):
         if group:
             self._rank = dist.get_rank(group)
             self._ranks = dist.get_world_size(group)
-        own_boxes = {name: box_of(weight) for name, weight, _ in self._weights()}
-        all_boxes = gather_objects(own_boxes, group)
-        self._boxes: dict[str, list[tuple[Box, ...]]] = {}
-        """The regions of each matrix of a weight on all ranks."""
-        for name, weight, _ in self._weights():
-            boxes = [rank_boxes[name] for rank_boxes in all_boxes]
-            matrices = len(weight) if weight.dim() == 3 else 1
-            self._boxes[name] = []
-            for number in range(matrices):
-                self._boxes[name].append(tuple(_box_of_matrix(box, number) for box in boxes))
+        meshes = dict.fromkeys(_mesh_of(weight) for _, weight, _ in self._weights())
+        own = [mesh.get_coordinate() if mesh else () for mesh in meshes]
+        everyone = gather_objects(own, group)
+        self._coordinates = dict(zip(meshes, zip(*everyone, strict=True), strict=True))
+        """Those of all ranks of the group, for each mesh of a weight."""
         self._plans: dict[tuple[str, ...], Plan] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,14 +177,8 @@ class Muon(torch.optim.AdamW):
             self._step_together(weights[run])
 
     def _step_together(self, weights: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        names = []
-        shapes = []
-        updates = []
-        for name, weight, _ in weights:
-            names.append(name)
-            shapes.append(weight.shape)
-            updates.append(self._momentum(weight))
-        self._orthogonalize(names, shapes, updates)
+        updates = [self._momentum(weight) for _, weight, _ in weights]
+        self._orthogonalize({name: weight for name, weight, _ in weights}, updates)
         for (_, weight, group), update in zip(weights, updates, strict=True):
             local = local_part(weight)
             lr = group["lr"]
@@ -183,27 +197,23 @@ class Muon(torch.optim.AdamW):
         running.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(running, MOMENTUM).to(self._dtype)
 
-    def _orthogonalize(
-        self, names: list[str], shapes: list[torch.Size], parts: list[torch.Tensor]
-    ) -> None:
+    def _orthogonalize(self, weights: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> None:
         """Replace this rank's parts of weights by those of the orthogonalized matrices."""
         held: list[torch.Tensor] = []
         for part in parts:
             if part.numel():
                 stack = part if part.dim() == 3 else part[None]
                 held.extend(stack)
-        if self._ranks == 1 or names == [""]:
+        if self._ranks == 1 or "" in weights:
             for matrix in held:
                 matrix.copy_(orthogonalize(matrix))
             return
-        key = tuple(names)
+        key = tuple(weights)
         if key not in self._plans:
-            boxes = []
-            sizes = []
-            for name, shape in zip(names, shapes, strict=True):
-                boxes += self._boxes[name]
-                sizes += [shape[-2:]] * len(self._boxes[name])
-            self._plans[key] = _plan(boxes, sizes, self._rank)
+            spreads: list[Spread] = []
+            for weight in weights.values():
+                spreads += _spreads(weight, self._coordinates[_mesh_of(weight)], self._rank)
+            self._plans[key] = _plan(spreads, self._rank, self._ranks)
         plan = self._plans[key]
         like = parts[0]
         own = dict(zip(plan.held, held, strict=True))
@@ -217,11 +227,26 @@ class Muon(torch.optim.AdamW):
             own[t.matrix].copy_(content.view_as(own[t.matrix]))
 
 
-def _box_of_matrix(box: Box, expert: int) -> Box:
-    """Return the part of an expert's matrix in the box of a stack; a box of two is a matrix's."""
-    if len(box) == 2 or box[0].start <= expert < box[0].stop:
-        return box[-2:]
-    return (slice(0, 0), slice(0, 0))
+def _mesh_of(weight: torch.Tensor) -> DeviceMesh | None:
+    return weight.device_mesh if isinstance(weight, DTensor) else None
+
+
+def _spreads(
+    weight: torch.Tensor, coordinates: Sequence[Sequence[int]], rank: int
+) -> Iterator[Spread]:
+    """Yield where the matrices of a weight are; `coordinates` are those of all ranks."""
+    placements = weight.placements if isinstance(weight, DTensor) else ()
+    holders: dict[tuple[int, ...], list[int]] = {}
+    own = ()
+    for holder, coordinate in enumerate(coordinates):
+        # Ranks that differ in a replicated dimension only hold the same shard.
+        parts = zip(coordinate, placements, strict=True)
+        shard = tuple(0 if placement.is_replicate() else part for part, placement in parts)
+        holders.setdefault(shard, []).append(holder)
+        if holder == rank:
+            own = shard
+    for number in range(len(weight) if weight.dim() == 3 else 1):
+        yield Spread(weight, number, holders, own)
 
 
 def _transfer(
@@ -237,27 +262,30 @@ def _transfer(
     return zip(route.recv, received.split(sizes), strict=True)
 
 
-def _plan(boxes: list[tuple[Box, ...]], shapes: list[torch.Size], rank: int) -> Plan:
-    """Return the part of `rank` in a batch; `boxes` has the regions of each matrix on all ranks.
+def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> Plan:
+    """Return the part of `rank` in a batch of matrices.
 
-    All ranks agree on the owners.
+    All ranks agree on the owners. An owner looks at all shards of its matrices, and a rank only at
+    its own of the others: a batch costs as much as it has matrices, and not that times the ranks.
     """
-    ranks = len(boxes[0])
-    owners = owners_of(shapes, ranks)
+    owners = owners_of([spread.weight.shape[-2:] for spread in spreads], ranks)
     gather = []
     scatter = []
-    for number, (box_by_rank, owner) in enumerate(zip(boxes, owners, strict=True)):
-        replicas: dict[tuple[tuple[int, int], ...], list[Transfer]] = {}
-        for holder, box in enumerate(box_by_rank):
-            if _numel(box):
-                scatter.append(Transfer(number, owner, holder, box))
-                region = tuple((part.start, part.stop) for part in box)
-                replicas.setdefault(region, []).append(Transfer(number, holder, owner, box))
-        # Replicas are the mesh's outermost dimension and far apart: the owner's own replica sends.
-        gather += [same[owner * len(same) // ranks] for same in replicas.values()]
-    held = tuple(number for number, box_by_rank in enumerate(boxes) if _numel(box_by_rank[rank]))
-    owned = {number: shapes[number] for number, owner in enumerate(owners) if owner == rank}
-    return Plan(held, owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
+    held = []
+    for number, (spread, owner) in enumerate(zip(spreads, owners, strict=True)):
+        for coordinate in spread.holders if owner == rank else [spread.own]:
+            box = spread.box(coordinate)
+            if not _numel(box):
+                continue
+            same = spread.holders[coordinate]
+            # Replicas are the mesh's outermost dimension and far apart: the owner's own sends.
+            sender = same[owner * len(same) // ranks]
+            gather.append(Transfer(number, sender, owner, box))
+            scatter += [Transfer(number, owner, holder, box) for holder in same]
+            if coordinate == spread.own:
+                held.append(number)
+    owned = {n: spreads[n].weight.shape[-2:] for n, owner in enumerate(owners) if owner == rank}
+    return Plan(tuple(held), owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Replica check: ranks that hold the same shard of a tensor hold the same bytes, or the run stops.
 
 A wrong replica still trains, and only its numbers are wrong. So every parameter and buffer, and
-after a load the optimizer's state, is hashed where it is, and the hashes are compared: 16 bytes a
-tensor and rank in one collective.
+after a load the optimizer's state, is hashed where it is. The largest and the smallest hash are
+compared along each dimension of the mesh: 32 bytes a tensor however many ranks there are, and under
+plain FSDP nothing of the tensors that it splits.
 """
 
 from collections import Counter
@@ -12,14 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanlite.errors import RunFailed
 from titanlite.parallel.build import Context, named_parameters
 from titanlite.parallel.dtensor import local_part, shard_offset
+from titanlite.parallel.mesh import Mesh
 from titanlite.registry import Rule
 from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.distributed import gather_objects
 
+Hashed = tuple[str, int, int]
+"""A tensor: its name, a hash of its shard's place and one of its content."""
 _CHUNK_BYTES = {"cpu": 1 << 18, "cuda": 1 << 27}
 """Small enough for a core's cache, large enough for a GPU; hashing takes three times the memory."""
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as an int64
@@ -35,34 +40,58 @@ def check_replicas(
 
     `when` is part of the message, such as "after initialization".
     """
-    tensors: list[tuple[str, torch.Tensor]] = []
+    pipeline = context.job.layout.pp > 1
+    own: list[Hashed] = []
     for part in parts:
-        tensors += _tensors(part, context.table, optimizer)
-    hashes = [_hash_shard(name, tensor, context.device) for name, tensor in tensors]
-    local_hashes = torch.stack(hashes)
-    count = torch.tensor(len(tensors), device=context.device)
-    dist.all_reduce(count, dist.ReduceOp.MAX)  # pipeline stages have unlike numbers of tensors
-    local_hashes = F.pad(local_hashes, (0, 0, 0, int(count) - len(tensors)))
-    all_hashes = local_hashes.new_empty(dist.get_world_size(), *local_hashes.shape)
-    # Before torch 2.14 it has only the other name, which warns since then.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(all_hashes.flatten(0, 1), local_hashes)
-    shards, contents = all_hashes.cpu().unbind(-1)  # each (rank, tensor)
-    _, group = shards.flatten().unique(return_inverse=True)
-    numbers = torch.arange(len(group))
-    first = torch.full_like(numbers, len(group)).scatter_reduce_(0, group, numbers, "amin")[group]
-    differing = (contents.flatten() != contents.flatten()[first]).nonzero().flatten()
-    if not len(differing):
-        return
-    shard = shards.flatten()[differing[0]]
-    ranks, indices = (shards == shard).nonzero().unbind(-1)
-    own_name = ""
-    for (name, _), key in zip(tensors, local_hashes[:, 0], strict=False):
-        if key == shard:
-            own_name = name
-            break
-    known = next(filter(None, gather_objects(own_name, dist.group.WORLD)))
-    raise RunFailed(_describe(known, when, ranks.tolist(), contents[ranks, indices].tolist()))
+        for name, tensor in _tensors(part, context.table, optimizer):
+            if pipeline or not _is_split_by_all(tensor, context.mesh.stage):
+                own.append((name, *_hash_shard(name, tensor)))
+    wrong = set[int]()
+    if own:
+        hashes = torch.tensor([shard_and_content for _, *shard_and_content in own])
+        for group in _groups(context.mesh):
+            wrong |= _differing(hashes.to(context.device), group)
+    if pipeline:
+        wrong |= _differing_between_stages(own, context.mesh.world.get_group("pp"))
+    is_wrong = torch.tensor(len(wrong), device=context.device)
+    dist.all_reduce(is_wrong, dist.ReduceOp.MAX)
+    if is_wrong.item():
+        raise RunFailed(_describe(own[min(wrong)] if wrong else None, when, own))
+
+
+def _is_split_by_all(tensor: torch.Tensor, stage: dist.ProcessGroup) -> bool:
+    """Return whether no two ranks of a stage hold the same part, as under plain FSDP."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() < stage.size():
+        return False
+    return not any(placement.is_replicate() for placement in tensor.placements)
+
+
+def _groups(mesh: Mesh) -> Iterator[dist.ProcessGroup]:
+    """Yield this rank's group along each dimension of the meshes, within its stage."""
+    for view in filter(None, (mesh.world, mesh.experts, mesh.ep)):
+        for name, size in zip(view.mesh_dim_names or (), view.shape, strict=True):
+            if name != "pp" and size > 1:
+                yield view.get_group(name)
+
+
+def _differing(own: torch.Tensor, group: dist.ProcessGroup) -> set[int]:
+    """Return the tensors whose content differs though all ranks of a group hold the same shard."""
+    extremes = torch.cat([own, ~own])  # the smallest x is the one with the largest ~x
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    largest, smallest = extremes.cpu().chunk(2)
+    same_shard, same_content = (largest == ~smallest).unbind(-1)
+    return {*(same_shard & ~same_content).nonzero().flatten().tolist()}
+
+
+def _differing_between_stages(own: list[Hashed], group: dist.ProcessGroup) -> set[int]:
+    """Return the tensors, such as a tied weight, that another stage has too and that differ
+    there.
+    """
+    contents: dict[tuple[str, int], set[int]] = {}
+    for hashed in gather_objects(own, group):
+        for name, shard, content in hashed:
+            contents.setdefault((name, shard), set()).add(content)
+    return {number for number, (name, shard, _) in enumerate(own) if len(contents[name, shard]) > 1}
 
 
 def _tensors(
@@ -79,11 +108,11 @@ def _tensors(
                 yield f"{key} of {name}", value
 
 
-def _hash_shard(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _hash_shard(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     """Return two hashes: of the shard's name and place, and of its content."""
     local = local_part(tensor)
     shard = derive_seed("shard", name, *shard_offset(tensor), "of", *local.shape)
-    return torch.stack([torch.tensor(shard, device=device), content_hash(local).to(device)])
+    return shard, int(content_hash(local))
 
 
 @torch.no_grad()
@@ -101,15 +130,18 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _describe(name: str, when: str, ranks: list[int], hashes: list[int]) -> str:
-    most_common = Counter(hashes).most_common(1)[0][0]  # the first rank's in a draw
-    odd = []
-    rest = []
-    for rank, value in zip(ranks, hashes, strict=True):
-        if value == most_common:
-            rest.append(rank)
-        else:
-            odd.append(rank)
+def _describe(found: Hashed | None, when: str, own: list[Hashed]) -> str:
+    """Return the message about the first rank's tensor that differs, if this one `found` any."""
+    name, shard, _ = next(filter(None, gather_objects(found, dist.group.WORLD)))
+    same = [content for *which, content in own if which == [name, shard]]
+    hashes = {
+        rank: contents[0]
+        for rank, contents in enumerate(gather_objects(same, dist.group.WORLD))
+        if contents
+    }
+    most_common = Counter(hashes.values()).most_common(1)[0][0]  # the first rank's in a draw
+    odd = [rank for rank, content in hashes.items() if content != most_common]
+    rest = [rank for rank in hashes if rank not in odd]
     return (
         f"replicas out of sync {when}: {name} on rank {_format_ranks(odd)} differs from rank "
         f"{_format_ranks(rest)}, though they hold the same shard; check that versions and files "

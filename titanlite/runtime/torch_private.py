@@ -58,16 +58,22 @@ def forget_save_plans() -> None:
             plans.clear()
 
 
+def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shape of the shard at a coordinate of the mesh, and where it begins in the full
+    tensor.
+    """
+    # torch 2.14; 2.11 read only. The public API gives the shape of this rank's only.
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    mesh = tensor.device_mesh.shape
+    return _compute_local_shape_and_global_offset(
+        tensor.shape, mesh, [*coordinate], tensor.placements
+    )
+
+
 def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     """Return where this rank's shard begins in the full tensor."""
-    # torch 2.11, 2.13 and 2.15. The public API gives a shard's shape only.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(
-        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
-            1
-        ]
-    )
+    return tuple(shard_at(tensor, tensor.device_mesh.get_coordinate() or ())[1])
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from statistics import median_low
 from typing import Any
 
@@ -21,6 +22,8 @@ from titanlite.parallel.collectives import swap
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.train.rank_facts import Facts, agreement, named, notable
 
+Seconds = tuple[int, float]
+"""Bytes that a rank sent, and its shortest time for them."""
 BYTES, PROBE, REPEATS, LONGEST_SECONDS = 8_000_000, 64, 3, 0.25
 """Bytes to send.
 
@@ -36,10 +39,7 @@ SLOW_NETWORK = 0.1e9
 
 @dataclass(frozen=True)
 class Timed:
-    """A transfer of `size` bytes in a group or a pair of ranks.
-
-    In none if a rank has no partner.
-    """
+    """A transfer of `size` bytes in a group or a pair of ranks."""
 
     ranks: tuple[int, ...]
     size: int
@@ -81,33 +81,58 @@ def measure(
 ) -> tuple[dict[str, list[Timed]], list[list[Timed]]]:
     """Return the times of the groups of each dimension and of the pairs of each round, on rank
     0.
+
+    Which ranks these are follows from the mesh: a rank sends only what it has measured.
     """
     rank = dist.get_rank()
     world = dist.get_world_size()
-    groups: dict[str, Timed] = {}
-    rounds: list[Timed] = []
-    for name in mesh.mesh_dim_names or ():
-        group = mesh.get_group(name)
-        if len(ranks := dist.get_process_group_ranks(group)) > 1:
-            groups[name] = Timed(
-                tuple(ranks), *_time(partial(dist.all_reduce, group=group), device)
-            )
+    groups: dict[str, Seconds] = {}
+    rounds: list[Seconds] = []
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if size > 1:
+            groups[name] = _time(partial(dist.all_reduce, group=mesh.get_group(name)), device)
     # NCCL keeps buffers for every pair: in a group of its own they are freed with it.
-    pairs: Any = dist.new_group() if device.type == "cuda" else dist.group.WORLD
+    pairs: Any = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
     for bit in range((world - 1).bit_length()):
         peer = rank ^ (1 << bit)
-        ranks, action = (), torch.Tensor.detach  # without a partner there is nothing to time
+        action = torch.Tensor.detach  # without a partner there is nothing to time
         if peer < world:
-            ranks, action = tuple(sorted((rank, peer))), partial(swap, peer=peer, group=pairs)
-        rounds.append(Timed(ranks, *_time(action, device)))
+            action = partial(swap, peer=peer, group=pairs)
+        rounds.append(_time(action, device))
     if device.type == "cuda":
         dist.destroy_process_group(pairs)
     everyone = gather_on_rank_0((groups, rounds))
-    by_name = {name: [seen[name] for seen, _ in everyone] for name in groups}
-    return by_name, [[seen[number] for _, seen in everyone] for number in range(len(rounds))]
+    if rank > 0:
+        return {}, []
+    by_name = {
+        name: _timed_groups(mesh, name, [seen[name] for seen, _ in everyone]) for name in groups
+    }
+    return by_name, [
+        _timed_pairs(bit, [seen[bit] for _, seen in everyone]) for bit in range(len(rounds))
+    ]
 
 
-def _time(action: Callable[[torch.Tensor], object], device: torch.device) -> tuple[int, float]:
+def _timed_groups(mesh: DeviceMesh, name: str, seen: Sequence[Seconds]) -> list[Timed]:
+    """Return the groups of a dimension, each with the shortest time of its ranks."""
+    dimension = (mesh.mesh_dim_names or ()).index(name)
+    groups = mesh.mesh.movedim(dimension, -1).flatten(0, -2).tolist()
+    return [
+        Timed(tuple(ranks), *min((seen[rank] for rank in ranks), key=itemgetter(1)))
+        for ranks in groups
+    ]
+
+
+def _timed_pairs(bit: int, seen: Sequence[Seconds]) -> list[Timed]:
+    """Return the pairs of a round, each with the shortest time of both."""
+    timed = []
+    for rank, (size, seconds) in enumerate(seen):
+        peer = rank ^ (1 << bit)
+        if rank < peer < len(seen):
+            timed.append(Timed((rank, peer), size, min(seconds, seen[peer][1])))
+    return timed
+
+
+def _time(action: Callable[[torch.Tensor], object], device: torch.device) -> Seconds:
     """Return the bytes that an action was given, and its shortest time.
 
     All ranks begin each together.
@@ -186,18 +211,15 @@ def slow_parts(
 
 
 def _judge(timed: Sequence[Timed], hosts: Sequence[str], noise: float) -> list[Timed]:
-    peers: dict[bool, dict[tuple[int, ...], Timed]] = {False: {}, True: {}}
-    # The shortest time of its ranks is kept.
-    for one in sorted(timed, key=lambda one: -one.seconds):
-        if one.ranks:
-            peers[len({hosts[rank] for rank in one.ranks}) > 1][one.ranks] = one
+    inside, between = list[Timed](), list[Timed]()
+    for one in timed:
+        crosses = any(hosts[rank] != hosts[one.ranks[0]] for rank in one.ranks)
+        (between if crosses else inside).append(one)
     judged = []
-    for group in filter(None, peers.values()):
-        typical = median_low(one.seconds for one in group.values())
+    for peers in filter(None, (inside, between)):
+        typical = median_low(one.seconds for one in peers)
         limit = typical + max(typical, noise)
-        judged += [
-            replace(one, typical=typical, slow=one.seconds > limit) for one in group.values()
-        ]
+        judged += [replace(one, typical=typical, slow=one.seconds > limit) for one in peers]
     return judged
 
 
