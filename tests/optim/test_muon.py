@@ -214,7 +214,7 @@ def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
 def test_the_owner_s_own_replica_sends():
     """Two replicas of two shards: no transfer to an owner crosses replicas."""
     upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
-    holders = {(0,): [0, 2], (1,): [1, 3]}
+    holders: dict[tuple[int, ...], list[int]] = {(0,): [0, 2], (1,): [1, 3]}
     for rank in range(4):
         spread = Spread(torch.empty(8, 8), 0, holders, (rank % 2,))
         with patch.object(Spread, "box", lambda _, at: (upper, lower)[at[0]]):
