@@ -19,10 +19,11 @@ from tests.lanes import sample
 from tests.launch.run import train
 from tests.observe.test_sinks import tensorboard
 from titanlite.config.load import ConfigError
+from titanlite.config.schema import FaultSection
 from titanlite.errors import GivenUp, RunFailed, UserError
 from titanlite.optim.skip import step_unless
 from titanlite.parallel.dtensor import local_part
-from titanlite.train.bad_steps import BadSteps
+from titanlite.train.bad_steps import BadSteps, Window
 from titanlite.train.guard import StepGuard
 from titanlite.train.trainer import Trainer
 
@@ -51,18 +52,25 @@ OPTIMIZERS = {
 
 def poison(run: Trainer, factors: dict[int, float]) -> None:
     """Multiply the gradients after so many batches of the data by a factor, whatever the number of
-    the step.
+    the step. NaN spoils the loss too.
     """
+    forward_backward = run.runner.forward_backward
     clip = run.runner.clip_gradients
+
+    def factor() -> float:
+        return factors.get(1 + run.consumed // run.rank_slice.per_step, 1.0)
+
+    def poisoned_loss(*args: Any) -> torch.Tensor:
+        loss = forward_backward(*args)
+        return loss * math.nan if math.isnan(factor()) else loss
 
     def clip_gradients() -> torch.Tensor:
         for parameter in run.runner.parameters:
             assert parameter.grad is not None
-            local_part(parameter.grad).mul_(
-                factors.get(1 + run.consumed // run.rank_slice.per_step, 1.0)
-            )
+            local_part(parameter.grad).mul_(factor())
         return clip()
 
+    run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign]
     run.runner.clip_gradients = clip_gradients  # type: ignore[method-assign]
 
 
@@ -224,7 +232,7 @@ def test_the_first_of_several_bad_steps_is_named_also_where_only_spikes_are_skip
     pool, tmp_path, skips
 ):
     argv = [*TINY, "--training.steps=6", *[*SPIKES, "--fault.on_spike=skip"] * skips]
-    found = pool.run(end_of, argv, str(tmp_path), {3: math.nan, 4: math.nan}, world=2)
+    found = pool.run(end_of, argv, str(tmp_path), {3: math.inf, 4: math.inf}, world=2)
     assert found[0]["error"].startswith("NonFinite 1: at step 3 the gradient norm was not finite")
 
 
@@ -476,6 +484,30 @@ def test_a_skipped_step_of_a_class_derived_from_torchs_changes_nothing():
         parameter.grad = torch.ones(3)
         step_unless(torch.tensor(skipped), Drifting([parameter], fused=True))
         assert bool(parameter.any()) != skipped
+
+
+def window_of(values: list[float]) -> Window:
+    window = Window(FaultSection(spike_sigma=4.0, spike_window=3), torch.device("cpu"))
+    for value in values:
+        window.judge(torch.tensor(value, dtype=torch.float64))
+    return window
+
+
+def is_spike(window: Window, value: float) -> bool:
+    return bool(window.judge(torch.tensor(value, dtype=torch.float64))[1])
+
+
+def test_a_spike_does_not_hide_the_next_one():
+    window = window_of([1.0, 1.1, 0.9])
+    assert [is_spike(window, value) for value in (9.0, 9.0, 1.0, 9.0)] == [True, True, False, True]
+
+
+def test_a_window_that_was_not_full_goes_on_where_it_was():
+    window, resumed = window_of([1.0, 1.1]), window_of([])
+    resumed.load(window.state())
+    for value in (0.9, 9.0, 1.2):
+        assert is_spike(resumed, value) == is_spike(window, value) == (value == 9.0)
+    assert resumed.state() == window.state()
 
 
 def test_skips_older_than_a_thousand_steps_are_forgotten():
