@@ -30,6 +30,7 @@ COMMANDS = {
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
+    "init": ("titanlite.tools.init", "start a project: a model with its table, config and proof"),
     "tour": (
         "titanlite.tools.tour",
         "train, kill, resume on another mesh, export: the promises in 3 minutes",

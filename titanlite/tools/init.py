@@ -1,0 +1,80 @@
+"""`titanlite init`: a project of one's own: a config, a model with its table, a proof, a SLURM
+script.
+"""
+
+import keyword
+from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+from titanlite.config.load import SHIPPED
+from titanlite.config.options import declare
+from titanlite.errors import UserError, command_line
+from titanlite.registry import model_names
+from titanlite.runtime import store
+
+TEMPLATES = Path(__file__).with_name("project")
+FILES = {
+    "README.md": "README.md.template",
+    "PROJECT/__init__.py": "package.py.template",
+    "PROJECT/model.py": "model.py.template",
+    "test_PROJECT.py": "test.py.template",
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    declare(parser, {"NAME": "of a new folder, of the model in it and its package"})
+    parser.epilog = "example: titanlite init mine"
+
+
+def run(arguments: Namespace, overrides: list[str]) -> int:
+    """Write the project, and print how to train it."""
+    name = arguments.name
+    _check(name)
+    staging = Path(f".{name}.new")
+    store.delete(staging)
+    for path, content in _files(name).items():
+        target = staging / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content, encoding="utf-8")
+    store.publish(staging, Path(name))
+    print(f"{name}/ has a model, its config and its proof; README.md there is a page about it\n")
+    print(f"  cd {name}")
+    print("  " + command_line("titanlite", "train", "--config", f"{name}.toml"))
+    return 0
+
+
+def _check(name: str) -> None:
+    """Raise unless a name is free as a folder, a package and a model."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise UserError(f'"{name}" must be a name for a Python package, such as my_model')
+    if name in model_names():
+        raise UserError(f'"{name}" is a model of titanlite; take another name')
+    if Path(name).exists():
+        raise UserError(f"{name} exists already, and was left as it is")
+    if find_spec(name):
+        raise UserError(f'"{name}" is a Python package already; take another name')
+
+
+def _files(name: str) -> dict[str, str]:
+    """Return the texts of a project by path."""
+    texts = {path: _read(TEMPLATES / template) for path, template in FILES.items()}
+    config = _read(SHIPPED / "debug.toml").partition("\n\n")[2]
+    config = config.replace('name = "llama3"', 'package = "PROJECT"\nname = "PROJECT"')
+    texts["PROJECT.toml"] = config.replace("a small Llama learns", "PROJECT learns")
+    script = _read(TEMPLATES / "train.slurm")
+    script = script.replace("scripts/slurm/train.slurm --config llama_8b.toml", "train.slurm")
+    texts["train.slurm"] = (
+        script.replace('./run_train.sh "$@"', 'titanlite train --config PROJECT.toml "$@"')
+        .replace("from the checkout", "from the project")
+        .replace("the checkout is", "the project is")
+    )
+    texts[".gitignore"] = "outputs/\n__pycache__/\n"
+    return {
+        path.replace("PROJECT", name): text.replace("PROJECT", name) for path, text in texts.items()
+    }
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
