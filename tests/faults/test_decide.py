@@ -135,6 +135,27 @@ def test_a_node_whose_rank_failed_twice_makes_room_for_a_spare_and_node_0_stays(
     assert board.look(22).members == members
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["waits", "has left"])
+def test_what_failed_twice_on_a_node_is_tried_on_a_spare_if_one_waits(left):
+    board = Board(nodes=3, spare=1).put(2, left=left)
+    codes = []
+    for attempt, rank in ((1, 2), (2, 2), (3, 3)):
+        members = (0, 2) if attempt == 3 else (0, 1)
+        for node in range(3):
+            board.put(node, attempt=attempt, ended=None)
+        assert board.look(10 * attempt).members == members
+        failed = replace(ERROR, step=0, rank=min(rank, 2), host=f"host of {members[1]}")
+        for node in members:
+            board.put(node, ended=Ended(failed, over=True))
+        verdict = board.look(10 * attempt + 1).verdict
+        assert verdict
+        codes.append(verdict.code)
+        if verdict.code:
+            assert verdict.why == "not restarted: step 0 failed before, with the same words"
+            break
+    assert codes == ([None, FAILED] if left else [None, None, FAILED])
+
+
 def test_nodes_that_did_not_fail_are_waited_for_and_come_first():
     board = failed_twice(2, 4)
     for node in (0, 1, 3):

@@ -183,6 +183,18 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
 
 
 @pytest.mark.long
+def test_a_request_to_a_spare_that_never_had_workers_ends_all_nodes_at_one_step(tmp_path):
+    nodes, _ = several_nodes(tmp_path, [*SLOW, "--fault.spare_nodes=1"], 3)
+    wait_for(tmp_path / "checkpoint/step-6", nodes[0])
+    spare = next(node for node in nodes[1:] if len(descendants(node.pid)) == 0)
+    spare.send_signal(signal.SIGTERM)
+    results = [finish(node, 200) for node in nodes]
+    assert [code for code, _ in results] == [75] * 3, results
+    steps = {re.findall(r"stopped at step (\d+)", out)[-1] for _, out in results}
+    assert len(steps) == 1 and int(*steps) >= 6, results
+
+
+@pytest.mark.long
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     (first, second), variables = several_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)

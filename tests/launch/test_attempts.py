@@ -249,9 +249,41 @@ def test_a_second_signal_after_a_failure_ends_all_nodes_with_one_code(tmp_path):
 
 
 def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may_take(tmp_path):
+    """And node 0 learns why they end."""
     together = Together(tmp_path, **{"comm.init_timeout_seconds": 2}).running()
-    with pytest.raises(RunFailed, match="did not prepare the dump folder within 2 s"):
-        together.nodes[1].prepare(Decision(members=(0, 1)))
+    first, second = together.nodes
+
+    def wait() -> None:
+        with leaving(second):
+            second.prepare(Decision(members=(0, 1)))
+
+    waiting = together.threads.submit(wait)
+    first._board.put(ended=Ended(over=True))
+    wait_until(lambda: first.decision.is_final, 10)
+    why = "has ended: node 0 did not prepare the dump folder within 2 s (comm.init_timeout_seconds)"
+    assert first.decision.verdict and why in first.decision.verdict.failure.text
+    first._board.put(left=True)
+    with pytest.raises(TimeoutError, match="did not prepare the dump folder within 2 s"):
+        waiting.result(60)
+
+
+def test_the_keys_of_an_attempt_that_is_over_are_deleted_while_the_next_one_runs(tmp_path):
+    together = Together(tmp_path).running()
+    first, second = together.nodes
+    own = [f"attempt-{number}/{key}" for number in (1, 10) for key in range(700)]
+    for key in own:
+        first._store.set(key, "")
+    lost = together.threads.submit(second.settle, Ended(LOST, over=True))
+    assert first.settle(Ended(over=True)).code is None and lost.result(30)
+    together.running()
+
+    def left() -> set[str]:
+        first.poll()
+        return {key for key in first._store.list_keys() if key.startswith("attempt")}
+
+    assert len(left()) == 700 + 200, "some at each poll"
+    assert left() == {key for key in own if key.startswith("attempt-10/")}
+    assert first._store.check(["decision", "status/1", "run"])
 
 
 @pytest.mark.long

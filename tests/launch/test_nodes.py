@@ -2,16 +2,21 @@
 
 import os
 import random
+import shutil
 import socket
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import finish, records, start, train
+from tests.launch.run import environment, finish, records, start, train
 from titanlite.cli import main
 from titanlite.errors import UserError
+from titanlite.fault.board import ANSWER_SECONDS
 from titanlite.launch import nodes
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime.cluster import rank_info, store_address
@@ -27,6 +32,54 @@ def free_port() -> str:
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return str(port)
+
+
+SILENT = """
+ip link set lo up
+echo 'nameserver 127.0.0.1' > resolv.conf && mount --bind resolv.conf /etc/resolv.conf
+: > hosts && mount --bind hosts /etc/hosts
+"$PYTHON" -c 'import socket, time
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+open("answers-nothing", "w")
+time.sleep(100)' &
+trap "kill $!" EXIT
+while [ ! -e answers-nothing ]; do sleep 0.1; done
+"$PYTHON" -c "$CODE"
+"""
+"""A machine of its own, but for the files, whose name server does not answer."""
+LISTEN = """
+import os, time
+from pathlib import Path
+from titanlite.config.schema import JobConfig
+from titanlite.launch.node import Node
+from titanlite.launch.nodes import Nodes
+began = time.monotonic()
+node = Node(Nodes(2, 0, "127.0.0.1", 0, ""), 1, JobConfig(), Path("."))
+print(time.monotonic() - began, flush=True)
+os._exit(0)
+"""
+
+
+def seconds_to_listen(folder: Path, **extra: str) -> float:
+    """Return the seconds in which a launcher makes the store, where no name server answers."""
+    folder.mkdir()
+    environ = environment(PYTHON=sys.executable, CODE=LISTEN, **extra)
+    command = ["unshare", "--net", "--mount", "bash", "-ec", SILENT]
+    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("unshare") or os.getuid() > 0, reason="needs namespaces")
+def test_a_name_server_that_does_not_answer_holds_up_the_store_for_less_than_launchers_wait(
+    tmp_path,
+):
+    assert seconds_to_listen(tmp_path / "own") < ANSWER_SECONDS
+    assert seconds_to_listen(tmp_path / "given", RES_OPTIONS="timeout:5 attempts:1") > 5
 
 
 def node(rank: int, port: str, argv: list[str], folder, **extra: str):

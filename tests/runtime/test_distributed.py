@@ -19,7 +19,7 @@ from tests.jobs import TINY, trainer
 from titanlite.config.schema import Comm
 from titanlite.layout import Layout
 from titanlite.parallel.mesh import build_mesh
-from titanlite.runtime import torch_private
+from titanlite.runtime import distributed, torch_private
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import WATCH_SECONDS, process_group, set_collective_timeout
 
@@ -105,7 +105,7 @@ def environ(monkeypatch, tmp_path):
     joins its job.
     """
 
-    def join(**variables: str) -> tuple[dict[str, str], int]:
+    def join(ranks_here: int = 2, **variables: str) -> tuple[dict[str, str], int]:
         found: list[tuple[dict[str, str], int]] = []
 
         def init(*_: Any, **__: Any) -> None:
@@ -116,9 +116,10 @@ def environ(monkeypatch, tmp_path):
             patch.setattr(dist, "init_process_group", init)
             patch.setattr(dist, "destroy_process_group", lambda: None)
             patch.setattr(os, "environ", {"PATH": "/bin", **variables})
-            with process_group(
-                RankInfo(0, 1, 0, "h"), torch.device("cuda", 0), Comm(), tmp_path, {}
-            ):
+            patch.setattr(distributed, "_store", lambda *_: dist.HashStore())
+            here = {"LOCAL_WORLD_SIZE": str(ranks_here)}
+            rank, gpu = RankInfo(0, 2, 0, "h"), torch.device("cuda", 0)
+            with process_group(rank, gpu, Comm(), tmp_path, here):
                 pass
         return found[0]
 
@@ -146,6 +147,14 @@ def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(envir
     }
     own |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine", "PATH": "/bin"}
     assert environ(**own)[0] == own, "a newer name would replace what the older one says"
+
+
+def test_ranks_on_several_hosts_connect_when_they_need_it_and_wait_a_second_for_a_name(environ):
+    names = ("TORCH_GLOO_LAZY_INIT", "RES_OPTIONS")
+    assert not {*names} & environ()[0].keys(), "one host"
+    assert [environ(ranks_here=1)[0][name] for name in names] == ["1", "timeout:1 attempts:1"]
+    own = dict(zip(names, ("0", "timeout:3"), strict=True))
+    assert own.items() <= environ(ranks_here=1, **own)[0].items()
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows(environ):

@@ -148,6 +148,7 @@ class Board(threading.Thread):
         self._lock = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._lost_at = 0.0
+        self._is_open = False
         self.decision = Decision()
         self.statuses: dict[int, Status] = {}
         """Of all that came; for number 0."""
@@ -226,10 +227,10 @@ class Board(threading.Thread):
         """Put a status; return the decision, or for number 0 all statuses; None before the board is
         open.
         """
-        if self._decide is None and not store.check(["decision"]):
+        self._is_open = self._is_open or store.check(["decision"])
+        if not self._is_open:
             return None
-        incarnation = f"incarnation/{self._number}"
-        if store.check([incarnation]) and int(store.get(incarnation)) > own.incarnation:
+        if int(store.get(f"incarnation/{self._number}")) > own.incarnation:
             self.is_replaced = True
             return None
         store.set(f"status/{self._number}", dump(own))
@@ -250,4 +251,5 @@ def open_board(store: dist.Store, count: int) -> None:
     """
     for number in range(count):
         store.set(f"status/{number}", "")
+        store.set(f"incarnation/{number}", "0")
     store.set("decision", dump(Decision()))

@@ -253,14 +253,16 @@ class Decider:
         self._completed = max(
             [(failure.step or 1) - 1, *(beat.completed for beat in beats.values())]
         )
+        node = 0
+        if failure.rank >= 0:  # it may have failed before its first heartbeat
+            node = self.decision.members[failure.rank // statuses[0].processes]
+        here = [n for n in statuses if not statuses[n].left and self.silent[n] <= SILENCE_SECONDS]
+        spare_waits = bool(node) and len(here) > self._needed
         earlier = self._failures[:]
         saved = self._restarts.saved()
         self._failures.append(replace(failure, saved_step=saved.step))
         most, stop = self._restarts.most, self.decision.stop
-        verdict = after(failure, earlier, most, saved, self._completed, stop)
-        node = 0
-        if failure.rank >= 0:  # it may have failed before its first heartbeat
-            node = self.decision.members[failure.rank // statuses[0].processes]
+        verdict = after(failure, earlier, most, saved, self._completed, stop, spare_waits)
         if not node or verdict.code is not None:  # node 0 has the store of the run
             return verdict
         self._failed_on[node] += 1
@@ -288,9 +290,12 @@ def after(
     saved: Saved,
     completed: int,
     stop: str = "",
+    spare_waits: bool = False,
 ) -> Verdict:
     """Return the decision after a failure: another attempt, unless it failed the same way before,
     or would again.
+
+    Where a spare can take the place of the host that failed, only others show that it would.
     """
     if failure.is_user_error:
         return Verdict(failure.code, failure=failure)
@@ -298,7 +303,8 @@ def after(
         return replace(stopped(saved, completed, stop), failure=failure)
     if not max_restarts:
         return Verdict(failure.code, failure=failure)
-    if any(failure.repeats(other) for other in earlier):
+    tried = [each for each in earlier if not spare_waits or each.host != failure.host]
+    if any(failure.repeats(other) for other in tried):
         why = f"not restarted: step {failure.step} failed before, with the same words"
         return Verdict(FAILED, why, failure)
     if sum(failure.time - each.time < DAY_SECONDS for each in earlier) >= MOST_A_DAY:

@@ -256,6 +256,8 @@ class Launch:
         node = Node(
             self.nodes, self.processes, config, private, restarts, lambda: self.stopping.reason
         )
+        if self.nodes.spare:
+            self.stopping.expect_no_workers()
         with leaving(node):
             decision = node.meet()
             if not decision.is_final:

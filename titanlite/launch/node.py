@@ -30,14 +30,16 @@ from titanlite.fault.status import Decision, Ended, Inspection, Status, Verdict
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
 from titanlite.launch.workers import kill_group
-from titanlite.runtime.cluster import raise_file_limit
+from titanlite.runtime.cluster import RESOLVER, raise_file_limit
 from titanlite.runtime.page import read_pages
-from titanlite.runtime.rank_files import STACK, rank_file
+from titanlite.runtime.rank_files import ATTEMPT, STACK, attempt_prefix, rank_file
 
 LEAVE_SECONDS = 30.0
 """Time for all launchers to read the end of the run."""
 OVER_SECONDS = 5.0
 """For the verdict on an attempt that a second signal has ended."""
+KEYS_A_POLL = 500
+"""Of an attempt that is over, deleted while the next one runs: all at once would hold it up."""
 NONE = Restarts()
 
 
@@ -61,6 +63,10 @@ class Node:
         self.rank, self.processes = nodes.rank, processes
         self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
+        self._old_keys: list[str] = []
+        """Of attempts that are over, on node 0."""
+        if nodes.count > 1:
+            os.environ.setdefault("RES_OPTIONS", RESOLVER)  # for the workers too
         self._store = (
             _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
         )
@@ -144,7 +150,8 @@ class Node:
             newest = self._wait(lambda newest: newest.prepared or newest.is_final, seconds)
         except TimeoutError:
             within = f"within {seconds} s (comm.init_timeout_seconds)"
-            raise RunFailed(
+            # No RunFailed: node 0 should learn why this launcher ends.
+            raise TimeoutError(
                 f"node 0 did not prepare the dump folder {within}; see that node's log"
             ) from None
         if not newest.is_final:
@@ -167,6 +174,9 @@ class Node:
             raise RunFailed("another node has failed")
         if board.lost_seconds > SILENCE_SECONDS:
             raise RunFailed(f"node 0 has not answered for {SILENCE_SECONDS:.0f} s")
+        for key in self._old_keys[-KEYS_A_POLL:]:
+            self._store.delete_key(key)
+        del self._old_keys[-KEYS_A_POLL:]
 
     def _look(self, status: Status) -> Status:
         """Add the beats and the requests of this node's ranks."""
@@ -223,6 +233,9 @@ class Node:
         verdict = verdict or Verdict(ended.early.code if ended.early else FAILED, early=ended.early)
         if verdict.code is not None:
             self._leave()
+        elif self.rank == 0:
+            own = f"{attempt_prefix({ATTEMPT: str(number)})}/"
+            self._old_keys += [key for key in self._store.list_keys() if key.startswith(own)]
         return verdict
 
     def leave(self, ended: Ended) -> None:

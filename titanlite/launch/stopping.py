@@ -75,6 +75,10 @@ class Stopping:
         if not self._has_begun:
             raise Stopped(self._early())
 
+    def expect_no_workers(self) -> None:
+        """Take signals for requests from now on, on a node that may never have workers."""
+        self._has_begun = True
+
     def begin(self, private: Path) -> None:
         """Leave a request to the workers that start now, with their files in `private`."""
         self._has_begun = True

@@ -16,6 +16,12 @@ from pathlib import Path
 from titanlite.errors import UserError, install_command, print_notice
 
 DEFAULT_PORT, PORTS = 29500, (1, 65535)
+RESOLVER = "timeout:1 attempts:1"
+"""Options of name look-ups between several hosts.
+
+Torch's store looks up who connects, in its only thread: where no name server answers, each would
+take the 10 s of the defaults, and nodes would count as lost. Without a name the address is used.
+"""
 DRIVER_SECONDS = 30
 """How long nvidia-smi may take: with a sick driver it never ends."""
 

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from titanlite.config.schema import Comm, JobConfig
 from titanlite.errors import UserError
 from titanlite.runtime import torch_private
-from titanlite.runtime.cluster import RankInfo, raise_file_limit, read_number, store_address
+from titanlite.runtime.cluster import (
+    RESOLVER,
+    RankInfo,
+    raise_file_limit,
+    read_number,
+    store_address,
+)
 from titanlite.runtime.rank_files import attempt_prefix
 
 T = TypeVar("T")
@@ -64,6 +70,7 @@ def process_group(
     if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
         # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        os.environ.setdefault("RES_OPTIONS", RESOLVER)
     store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
     timeout = collective_timeout(comm.init_timeout_seconds)
     dist.init_process_group(
