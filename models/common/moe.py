@@ -128,9 +128,16 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     is_aligned = outputs * x.element_size() % 16 == 0 and inputs * x.element_size() % 16 == 0
     if is_aligned and x.dtype != torch.float64:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    # This waits for a GPU: only sizes for tests are not multiples of 16 bytes.
-    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    groups = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+def on_host(counts: Tensor, rows: int) -> list[int]:
+    """Return how many of `rows` each group has.
+
+    This waits for a GPU: only sizes for tests are not multiples of 16 bytes.
+    """
+    return counts.tolist()
 
 
 class MoE(nn.Module):

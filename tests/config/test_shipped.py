@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import sample
+from titanlite.cli import main
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.layout import Layout
@@ -56,6 +58,16 @@ def test_every_shipped_config_is_in_the_table():
 @pytest.mark.parametrize("name", MEANT_FOR)
 def test_a_shipped_config_is_valid_at_its_world_size(name):
     assert shipped(name).layout == MEANT_FOR[name]
+
+
+PLANNED = [name for name, layout in MEANT_FOR.items() if layout.pp == 1]
+
+
+@pytest.mark.parametrize("name", sample(PLANNED, "debug_moe"))
+def test_a_shipped_config_has_a_plan_and_fits_into_an_h100(name, capsys):
+    argv = ["--config", f"{name}.toml", "--world", f"{MEANT_FOR[name].world}"]
+    assert main(["plan", *argv, "--gpu", "h100-80g"]) == 0
+    assert "It fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -62,6 +62,14 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     return []
 
 
+def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
+    """Return how many of `rows` go to each rank, and how many come from it.
+
+    The only wait for the device: collectives take their sizes from the host.
+    """
+    return sizes.tolist()
+
+
 def expert_modules(model: nn.Module, table: Mapping[str, Rule]) -> dict[str, nn.Module]:
     """Return the modules of a part that have experts' weights, by name."""
     modules: dict[str, nn.Module] = {}
@@ -124,8 +132,7 @@ def _dispatch(
     ranks = group.size()
     received = send_rows(counts, group)
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
-    # The only wait for the device: collectives take their sizes from the host.
-    send, receive = sizes.tolist()
+    send, receive = on_host(sizes, len(tokens))
     arrived = AllToAll.apply(tokens, group, send, receive)
     # From the order (rank, expert) to the order (expert, rank).
     own = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)

@@ -14,13 +14,14 @@ from math import prod
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from titanlite.layout import DIMENSIONS, Layout
+from titanlite.layout import Layout
 from titanlite.parallel.dtensor import local_part
-from titanlite.planner.record import KINDS, Collective, Operation, Recording
+from titanlite.planner.record import KINDS, Collective, Operation, Recording, views
 from titanlite.planner.torch_private import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -42,6 +43,8 @@ _COLLECTIVES = {
     "broadcast": "broadcast_ broadcast",
 }
 _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
+_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
+"""DTensor's collectives are functional."""
 _FLOPS = dict(flop_registry)
 
 
@@ -214,7 +217,9 @@ class Counting(TorchDispatchMode):
             # FSDP2 copies parameters out of what it gathered where it needs them, one gather after
             # the other.
             awaits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
-            self._record(Operation(self.phase, 0, flops, dtype, moved, collective, awaits))
+            is_fsdp = func.namespace == "c10d" and name in _FSDP
+            operation = Operation(self.phase, 0, flops, dtype, moved, collective, awaits, is_fsdp)
+            self._record(operation)
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
@@ -267,10 +272,14 @@ def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
     """Return the dimensions of a layout that a process group spans, and its size."""
     group = next(group for group in process_groups() if group.group_name == group_name)
     ranks = dist.get_process_group_ranks(group)
-    coordinates = [layout.coordinates(rank) for rank in ranks]
-    spanned = [name for name in DIMENSIONS if len({one[name] for one in coordinates}) > 1]
-    is_product = spanned and prod(getattr(layout, name) for name in spanned) == len(ranks)
-    return " x ".join(spanned) if is_product else "world", len(ranks)
+    parts = list[str]()
+    for names, degrees in views(layout):
+        coordinates = np.unravel_index(ranks, degrees)
+        spanned = [d for d in range(len(names)) if np.ptp(coordinates[d])]
+        if prod(degrees[d] for d in spanned) == len(ranks):
+            return " x ".join(names[d] for d in spanned), len(ranks)
+        parts += [names[d] for d in spanned if len(spanned) == 1]
+    return parts[0] if parts else "world", len(ranks)
 
 
 def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, allocates: bool) -> int:

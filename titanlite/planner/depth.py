@@ -11,6 +11,7 @@ runs of equal size, and whatever does not pair off."""
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import lcm
 from typing import Any
@@ -24,31 +25,33 @@ from titanlite.planner.record import KINDS, Operation, Recording
 from titanlite.planner.rehearse import Rehearsal
 
 
-def plan_step(job: Job, as_on_cuda: bool = True) -> Recording:
+def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
     """Return a step of a job, on the fuller of its first and last rank if parameters split
     unevenly.
     """
     with FakeWorld() as world:
-        return plan_steps([job], world, as_on_cuda)[0]
+        return plan_steps([job], world, as_on_cuda, imbalance)[0]
 
 
-def plan_steps(jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True) -> list[Recording]:
+def plan_steps(
+    jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True, imbalance: float = 1
+) -> list[Recording]:
     """Return the same for jobs that differ in nothing but batch and loss chunks: they share the
     rehearsed models.
     """
     shallow = _shallow_jobs(jobs[0])
     plans: list[list[Recording]] = []
     for rank in (0, jobs[0].layout.world - 1):
-        rehearsals = [Rehearsal(one, world, rank, as_on_cuda) for one in shallow or jobs[:1]]
+        rehearse = partial(Rehearsal, world=world, rank=rank, as_on_cuda=as_on_cuda)
+        rehearse = partial(rehearse, imbalance=imbalance)
+        rehearsals = [rehearse(one) for one in shallow or jobs[:1]]
         plans.append([])
         for job in jobs:
             recording, *deeper = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
             if deeper:
                 steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
                 deep = extrapolate(recording, deeper[0], steps, _edge(job))
-                recording = deep or Rehearsal(job, world, rank, as_on_cuda).step(
-                    job, middle_once=True
-                )
+                recording = deep or rehearse(job).step(job, middle_once=True)
             plans[-1].append(_repeat_middle(recording, job))
         if rehearsals[0].is_even:
             break
@@ -186,7 +189,7 @@ def _key(operation: Operation) -> Any:
     of operation.
     """
     collective = operation.collective and replace(operation.collective, bytes=0)
-    return _phase(operation), operation.dtype, collective, operation.awaits
+    return _phase(operation), operation.dtype, collective, operation.awaits, operation.is_fsdp
 
 
 def _values(section: list[Operation]) -> np.ndarray:
@@ -210,7 +213,8 @@ def _operation(like: Operation, values: list[int]) -> Operation:
     number, live, flops, moved, size, *by_kind = values
     phase = f"{_phase(like)} {number}" if number >= 0 else like.phase
     collective = like.collective and replace(like.collective, bytes=size)
-    return Operation(phase, live, flops, like.dtype, moved, collective, like.awaits, tuple(by_kind))
+    changed = replace(like, phase=phase, live=live, flops=flops, moved=moved)
+    return replace(changed, collective=collective, by_kind=tuple(by_kind))
 
 
 def _repeat_middle(recording: Recording, job: Job) -> Recording:

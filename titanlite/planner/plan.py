@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.config.hardware_table import recognize
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
-from titanlite.layout import DIMENSIONS
+from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.build import build_model
 from titanlite.planner.depth import plan_step
@@ -58,6 +58,10 @@ class Plan:
     """Of the model, as MFU counts them: recomputation is left out."""
     tokens: float = 0
     """To train on; 0 if not given."""
+    imbalance: float = 1
+    """How many times the mean the fullest rank receives for its experts."""
+    balanced_peak: int = 0
+    """The peak where no rank receives more than another."""
     changes: Sequence[Candidate] = ()
     """What would fit, if this does not."""
 
@@ -81,7 +85,13 @@ class Plan:
             "at most: compiled blocks are rehearsed eagerly, "
             "which keeps more (not measured how much)"
         )
-        return [reserve_text(self.hardware), *([eager] if self.at_most else [])]
+        texts = [reserve_text(self.hardware), *([eager] if self.at_most else [])]
+        if self.imbalance > 1:
+            balanced = f"at balance the peak is {format_bytes(self.balanced_peak)}"
+            texts.append(f"a rank receives {self.imbalance:g} times the mean of tokens; {balanced}")
+        elif self.job.shape.experts:
+            texts.append("all experts get equally many tokens (--imbalance plans for others)")
+        return texts
 
     def rates(self, seconds: float) -> dict[str, Any]:
         """Return the rates of a step that takes so long."""
@@ -118,6 +128,8 @@ class Plan:
                 "peak": recording.peak,
                 "moment": recording.moment,
                 "usable": self.hardware.usable_bytes,
+                "imbalance": self.imbalance,
+                "balanced_peak": self.balanced_peak,
                 "at_peak": {**dict.fromkeys(KINDS, 0), **recording.at_peak},
                 "static": dict(recording.static),
                 "phases": [*phases_of(recording)],
@@ -133,24 +145,31 @@ class Plan:
                 "spans": [asdict(span) for span in speed.spans if span.lane != WAITING],
                 "assumptions": list(speed.assumptions),
             },
-            "changes": [
-                {
-                    "overrides": c.option.split(),
-                    "peak": c.peak,
-                    "bound": c.speed.bound,
-                    "estimate": c.speed.estimate,
-                }
-                for c in self.changes
-            ],
+            "changes": [*map(_change, self.changes)],
         }
 
 
-def make_plan(job: Job, hardware: Hardware, tokens: float = 0) -> Plan:
+def _change(change: Candidate) -> dict[str, Any]:
+    return {
+        "overrides": change.option.split(),
+        "peak": change.peak,
+        "bound": change.speed.bound,
+        "estimate": change.speed.estimate,
+    }
+
+
+def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float = 1) -> Plan:
     """Rehearse a job's step; if it does not fit, also what would."""
     recording = plan_step(job)
+    balanced_peak = recording.peak
+    if imbalance > 1:
+        if not job.shape.experts:
+            raise UserError(f"--imbalance {imbalance:g}: the model has no experts; leave it out")
+        recording = plan_step(job, imbalance=imbalance)
     model, table = build_model(job)
     flops = flops_per_token(model.named_parameters(), table, job.shape, job.config.training.seq_len)
-    plan = Plan(job, hardware, recording, speed_of_job(job, recording, hardware), flops, tokens)
+    speed = speed_of_job(job, recording, hardware)
+    plan = Plan(job, hardware, recording, speed, flops, tokens, imbalance, balanced_peak)
     return plan if plan.fits else replace(plan, changes=changes(job, hardware))
 
 
@@ -166,7 +185,7 @@ def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
     """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions
     first.
     """
-    order = [*DIMENSIONS, "world"]
+    order = [*DIMENSIONS, *EXPERT_DIMENSIONS, "world"]
     numbers, sizes = Counter[Any](), Counter[Any]()
     for one, number in recording.collectives().items():
         near = ranks_in_a_node(one, job.layout, per_node)

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
+
 KINDS = tuple(
     "parameters gathered gradients activations logits optimizer buffers communication".split()
 )
@@ -16,13 +18,19 @@ collective.
 """
 
 
+def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Return the names and degrees of a layout's dimensions, then those that experts have."""
+    experts = [(EXPERT_DIMENSIONS, layout.expert_degrees)] * (layout.ep > 1)
+    return [(DIMENSIONS, layout.degrees), *experts]
+
+
 @dataclass(frozen=True)
 class Collective:
     kind: str
     """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast"."""
     dimension: str
-    """As in Layout ("dp_shard"); joined with " x " where a group spans several, "world" for all
-    ranks.
+    """As in Layout ("dp_shard"), "ep" and "efsdp" of experts; joined with " x " where a group spans
+    several, "world" for all ranks.
     """
     ranks: int
     dtype: str
@@ -53,6 +61,8 @@ class Operation:
     collective: Collective | None = None
     awaits: bool = False
     """First consumer of the oldest outstanding all-gather of parameters."""
+    is_fsdp: bool = False
+    """FSDP2 gathers or reduces: on lanes of their own, whatever their dimension."""
     by_kind: tuple[int, ...] = ()
     """`live` as a sum over KINDS, in their order; empty where kinds were not separated."""
 

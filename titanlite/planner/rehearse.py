@@ -7,35 +7,47 @@ AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the
 which allocates at least as much."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import prod
+from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.job import Job
 from titanlite.config.schema import with_values
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError
-from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
+from titanlite.models.common import moe
+from titanlite.models.common.attention import causal_rows
+from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
+from titanlite.parallel import expert_parallel
 from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.convert import Converter, build_converters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import parallelize
+from titanlite.planner import stand_ins
 from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import Recording
-from titanlite.planner.torch_private import fake_tensor_mode, storage_key, waiting_as_on_a_device
-from titanlite.train.bad_steps import skips_updates
+from titanlite.planner.torch_private import (
+    fake_tensor_mode,
+    real_tensors,
+    storage_key,
+    untraceable,
+    waiting_as_on_a_device,
+    without_values,
+)
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
@@ -44,25 +56,41 @@ from titanlite.train.step import StepRunner
 class Rehearsal:
     """A job on one of its ranks, as it is after its first step; from then on steps are alike."""
 
-    def __init__(self, job: Job, world: FakeWorld, rank: int = 0, as_on_cuda: bool = True) -> None:
+    def __init__(
+        self,
+        job: Job,
+        world: FakeWorld,
+        rank: int = 0,
+        as_on_cuda: bool = True,
+        imbalance: float = 1,
+    ) -> None:
+        """With an `imbalance` the rank receives so many times as many rows for its experts as a
+        rank does on average.
+        """
         check_planned(job)
+        causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
         mesh = world.mesh(job.layout, rank)
-        self._context, self._parts = _skeleton(job, mesh)
+        self._context, self._parts = _skeleton(job, mesh, build_converters(job))
         self.is_even = all(
             _is_even(parameter) for part in self._parts for parameter in part.parameters()
         )
         """Whether every rank has shards of the same shapes."""
-        self._fake, self._device = fake_tensor_mode(), _as_on_cuda if as_on_cuda else nullcontext
-        with self._device(self._parts), self._fake:
+        self._fake, self._as_on_cuda = fake_tensor_mode(), as_on_cuda
+        self._sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
+        with self._rehearsing():
             for part in self._parts:
                 allocate(part, self._context.device)
             trained = trained_parameters(
                 self._parts, self._context.table, job.spec.blocks, job.config.optimizer.no_decay
             )
             self._parameters = [item.parameter for item in trained]
-            self._optimizer = build_optimizer(trained, job.config)
+            # Not on fake tensors: what an optimizer asks about meshes when it is built.
+            gathered = partial(stand_ins.gathered, trained)
+            with real_tensors(), patch.object(muon, "gather_objects", gathered):
+                self._optimizer = build_optimizer(trained, job.config, 0, mesh.stage)
             self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
         self._counting = Counting(job.layout)
+        self._job: Job | None = None
         # Leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards.
         self.step(job, middle_once=True)
 
@@ -71,14 +99,33 @@ class Rehearsal:
 
         With `middle_once` it runs its first, second and last micro-batch: those between are like
         the second."""
-        context, rank = replace(self._context, job=_eager(job)), dist.get_rank()
-        with self._device(self._parts), self._fake, waiting_as_on_a_device():
-            runner = StepRunner(
-                context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
-            )
-            batches = blank_batches(job)
+        with self._rehearsing():
+            if job != self._job:
+                self._job = job
+                context, rank = replace(self._context, job=_eager(job)), dist.get_rank()
+                with real_tensors():
+                    self._runner = StepRunner(
+                        context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
+                    )
+            batches = blank_batches(self._runner)
             run = [*batches[:2], batches[-1]] if middle_once and len(batches) > 3 else batches
-            return _count_step(2, runner, batches, self._guard, self._counting, run)
+            return _count_step(2, self._runner, batches, self._guard, self._counting, run)
+
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        with (
+            _naming_what_fails(self._parts),
+            stand_ins.as_on_cuda(self._parts) if self._as_on_cuda else nullcontext(),
+            self._fake,
+            waiting_as_on_a_device(),
+            without_values(),
+            patch.object(expert_parallel, "on_host", self._sizes),
+            patch.object(moe, "on_host", stand_ins.even_groups),
+            patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
+            patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
+            patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
+        ):
+            yield
 
 
 def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
@@ -92,7 +139,7 @@ def static_bytes(job: Job) -> dict[str, int]:
     steps.
     """
     with FakeWorld() as world:
-        context, parts = _skeleton(job, world.mesh(job.layout))
+        context, parts = _skeleton(job, world.mesh(job.layout), [])
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         return {
             "parameters": _storage_bytes(
@@ -104,16 +151,16 @@ def static_bytes(job: Job) -> dict[str, int]:
         }
 
 
-def blank_batches(job: Job) -> list[MicroBatch]:
+def blank_batches(runner: StepRunner) -> list[MicroBatch]:
     """Return the micro-batches of a step, of the size that a rank reads."""
+    job = runner.context.job
     shape = (
         job.batch.local,
         4 if job.config.training.document_mask else 2,
         job.config.training.seq_len,
     )
-    return [
-        MicroBatch(torch.zeros(shape, dtype=torch.int64)) for _ in range(job.batch.accumulation)
-    ]
+    blank = (torch.zeros(shape, dtype=torch.int64) for _ in range(job.batch.accumulation))
+    return [runner.forward.take(MicroBatch(rows)) for rows in blank]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
@@ -132,10 +179,12 @@ def _eager(job: Job) -> Job:
     return replace(job, config=with_values(job.config, off))
 
 
-def _skeleton(job: Job, mesh: Mesh) -> tuple[Context, list[nn.Module]]:
+def _skeleton(
+    job: Job, mesh: Mesh, converters: Sequence[Converter]
+) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
-    context = Context(_eager(job), mesh, table, torch.device("cpu"))
+    context = Context(_eager(job), mesh, table, torch.device("cpu"), converters)
     parts, _ = parallelize(model, context)
     return context, parts
 
@@ -175,8 +224,9 @@ def _count_step(
             }
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
-            labels = [batch.labels for batch in micro_batches]
-            valid_tokens = guard.exchange(count_valid(torch.stack(labels)))
+            own_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
+            own_tokens *= runner.has_loss
+            valid_tokens = guard.exchange(own_tokens)
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [
                 parameter.grad for parameter in runner.parameters if parameter.grad is not None
@@ -186,9 +236,27 @@ def _count_step(
             static.clear()
             norm = runner.clip_gradients()
             runner.update(step, norm, guard.record(step, loss, norm))
-            return replace(counting.recording(), static=sizes)
+            recording = replace(counting.recording(), static=sizes)
+        guard.read()
+        return recording
     finally:
         gc.enable()
+
+
+@contextmanager
+def _naming_what_fails(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Raise a UserError that names an operation that needs values, and the module that calls it."""
+    try:
+        yield
+    except untraceable() as error:
+        names = {module: name for part in parts for name, module in part.named_modules()}
+        callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        inner = [names[one] for one in callers if isinstance(one, nn.Module) and one in names]
+        where = f" of {inner[-1]}" if inner else ""
+        raise UserError(
+            f"not planned: {getattr(error, 'func', error)}{where} needs the values of tensors, "
+            "which a rehearsal has not"
+        ) from error
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -216,7 +284,7 @@ def _name_phases(part: nn.Module, context: Context, counting: Counting, hooks: E
         if number == max(blocks):
             counting.enter_phase("head")
 
-    blocks = context.blocks(part)
+    blocks = context.blocks(part)  # none in a stage that has only what runs before or after them
     for number, block in blocks.items():  # hooks before FSDP2's
         hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
         hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)
@@ -226,70 +294,10 @@ def check_planned(job: Job) -> None:
     """Raise a UserError that names a feature of the job that cannot be rehearsed."""
     config = job.config
     refused = {
-        "skipping steps with optimizer.implementation other than fused (step counts on the host)": (
-            skips_updates(config.fault)
-            and config.optimizer.implementation != "fused"
-            and config.optimizer.name != "SGD"
-        ),
-        "optimizer.name = Muon (its steps read numbers on the host)": config.optimizer.name
-        == "Muon",
-        "optimizer.state_dtype = bfloat16 (its steps read numbers on the host)": (
-            config.optimizer.state_dtype == "bfloat16"
-        ),
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
-        "quantize.linear.float8 (torchao's tensors)": config.quantize.linear.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
-        "model.converters": bool(config.model.converters),
-        "experts (how many tokens each has depends on the data)": job.shape.experts > 0,
-        "parallelism.context_parallel_degree": job.layout.cp > 1,
+        "model.converters": bool({*config.model.converters} - {*FLOAT8_CONVERTERS}),
         "parallelism.pipeline_parallel_degree": job.layout.pp > 1,
     }
     if named := [name for name, is_on in refused.items() if is_on]:
         raise UserError(f"not planned: {', '.join(named)} can't be rehearsed yet")
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The memory of CUDA's kernels: the result and one float32 a row; the values mean nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, hidden[..., :1].to(torch.float32, copy=True))
-        return hidden * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, _ = ctx.saved_tensors
-        return gradient * hidden, None if weight is None else weight.clone()
-
-
-def _rms_norm(
-    hidden: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-) -> torch.Tensor:
-    if not isinstance(hidden, DTensor):
-        result = _RMSNorm.apply(hidden, weight)
-        assert isinstance(result, torch.Tensor)
-        return result
-    assert isinstance(weight, DTensor)
-    local = _RMSNorm.apply(hidden.to_local(), weight.to_local(grad_placements=(Partial(),)))
-    return DTensor.from_local(local, hidden.device_mesh, hidden.placements, run_check=False)
-
-
-AS_ON_CUDA: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
-    "attention_mask": lambda *args: (
-        None
-    ),  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
-}
-"""Operations that keep more on a CPU than on CUDA, with stand-ins that allocate as CUDA does."""
-
-
-@contextmanager
-def _as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
-    with ExitStack() as patches:
-        for owner, (name, substitute) in product((torch.nn.functional, *parts), AS_ON_CUDA.items()):
-            if hasattr(owner, name):
-                patches.enter_context(patch.object(owner, name, substitute))
-        yield

@@ -15,7 +15,7 @@ from math import prod
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import Collective, Operation, Recording
+from titanlite.planner.record import Collective, Operation, Recording, views
 
 MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
 LANES = COMPUTE, GATHERS, REDUCTIONS, WAITING = "compute", "gathers", "reductions", "waiting"
@@ -145,13 +145,14 @@ def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> in
     """Return how many ranks of a collective's group are in one node: the last dimension's ranks are
     neighbors.
     """
-    whole = collective.dimension == "world"
+    spanned = {*collective.dimension.split(" x ")}
+    names, degrees = next(
+        (view for view in views(layout) if spanned <= {*view[0]}), (DIMENSIONS, layout.degrees)
+    )
     steps = []
-    for position, (name, degree) in enumerate(zip(DIMENSIONS, layout.degrees, strict=True)):
-        if whole or name in collective.dimension.split(" x "):
-            steps.append(
-                [prod(layout.degrees[position + 1 :]) * number for number in range(degree)]
-            )
+    for position, (name, degree) in enumerate(zip(names, degrees, strict=True)):
+        if name in spanned or collective.dimension == "world":
+            steps.append([prod(degrees[position + 1 :]) * number for number in range(degree)])
     # A part of a dimension is its first ranks.
     members = [sum(step) for step in product(*steps)][: collective.ranks]
     return max(Counter(rank // per_node for rank in members).values())
@@ -238,7 +239,7 @@ class _Schedule:
             self._compute(operation)
             return
         collective = operation.collective
-        is_data_parallel = "dp_" in collective.dimension
+        is_data_parallel = operation.is_fsdp or "dp" in collective.dimension
         if is_data_parallel and collective.kind == "all-gather":
             self.gathers.append(self._communicate(GATHERS, collective, self.taken))
         elif is_data_parallel and in_backward:

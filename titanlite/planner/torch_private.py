@@ -108,3 +108,55 @@ def waiting_as_on_a_device() -> Iterator[None]:
             patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
         )
         yield
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Return a context inside of a fake mode that makes real tensors.
+
+    torch 2.11 and 2.14; no public name.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Let fake tensors pass where torch reads a value, or lacks a rule for a type.
+
+    torch 2.14 (2.11 read); no public way."""
+    import torch._meta_registrations as rules
+
+    adam = sys.modules["torch.optim.adam"]  # the package has a class of this name
+    read, grouped = adam._get_value, rules._meta_grouped_mm_common
+
+    def value(x: Any) -> Any:
+        return 1.0 if is_fake(x) else read(x)  # of a count of steps
+
+    def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if a.dtype != torch.float32:
+            return grouped(a, b, *args, **kwargs)
+        return grouped(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()  # a CPU computes it
+
+    with (
+        patch.object(adam, "_get_value", value),
+        patch.object(rules, "_meta_grouped_mm_common", product),
+    ):
+        yield
+
+
+def untraceable() -> tuple[type[Exception], ...]:
+    """Return the errors of operations that fake tensors cannot do; each has it as `func`.
+
+    torch 2.11 and 2.14; no public names.
+    """
+    from torch._subclasses import fake_tensor
+
+    data, shape = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+    return data, shape, fake_tensor.UnsupportedOperatorException
+
+
+def is_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)

@@ -49,6 +49,16 @@ def _tokens(text: str) -> float:
     return number
 
 
+def _times(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < float("inf"):
+        raise ArgumentTypeError(f"must be a number >= 1 such as 1.5, not {text!r}")
+    return number
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.set_defaults(takes_overrides=True)
@@ -61,6 +71,11 @@ def add_arguments(parser: ArgumentParser) -> None:
             Path,
         ),
         "--tokens N": ("also print the days that N tokens take", _tokens, 0.0),
+        "--imbalance F": (
+            "experts: the fullest rank receives F times the mean of tokens (default: 1)",
+            _times,
+            1.0,
+        ),
         "--json": "print all of it as JSON instead",
         "--html FILE": ("also write a page with pictures of the step", Path),
         "--search": "look for the fastest mesh, batch and recomputation that fit",
@@ -103,7 +118,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.planner.plan import make_plan
     from titanlite.planner.tables import report
 
-    plan = make_plan(job, hardware, arguments.tokens)
+    plan = make_plan(job, hardware, arguments.tokens, arguments.imbalance)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
     if arguments.html:
         from titanlite.planner.page import write_page
@@ -117,9 +132,9 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
     from titanlite.planner.search import measured, search
     from titanlite.planner.tables import search_table
 
-    if arguments.html or arguments.json or arguments.tokens:
+    if arguments.html or arguments.json or arguments.tokens or arguments.imbalance > 1:
         raise UserError(
-            "--html, --json and --tokens show one plan: give them without --search, "
+            "--html, --json, --tokens and --imbalance show one plan: give them without --search, "
             "with what it found"
         )
     found = search(job, hardware, arguments.max_seconds or 60)

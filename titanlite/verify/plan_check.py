@@ -9,7 +9,7 @@ code, so gathers are also compared with the table's."""
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.data.shards import id_type
+from titanlite.models.common.attention import causal_rows
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import blank_batches, count_later_step, record_step
 from titanlite.runtime.cluster import RankInfo
@@ -31,7 +32,16 @@ from titanlite.verify.table import PLANNED, SAMPLES, Row
 MODELS = {
     "llama3": "dim=64 n_layers=4 n_heads=4 n_kv_heads=2 hidden_dim=128",
     "gpt2": "dim=64 n_layers=4 n_heads=4 vocab_size=257",
+    "mixture": "dim=64 n_layers=2 n_heads=4 n_kv_heads=2 head_dim=16 expert_dim=32 experts=4"
+    " top_k=2",
 }
+NAMED = {
+    "mixture": (
+        "--model.name=qwen3 --model.flavor=debugmodel_moe",
+        "--debug.moe_force_load_balance",
+    )
+}
+"""Models whose key is not their name: what names them, and further keys."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,16 @@ def row(
     tp: int = 0,
     more: Sequence[str] = (),
     model: str = "llama3",
+    gathers: Mapping[str, int] | None = None,
     **columns: str,
 ) -> PlanRow:
     """Return a row with its all-gathers on each dimension, further overrides, and its choices of
     columns.
     """
+    expected = Counter[str](dp_shard=dp_shard, tp=tp)
+    expected.update(gathers or {})
     chosen = Row(layout, **{"precision": "float32", **columns})
-    return PlanRow(chosen, Counter(dp_shard=dp_shard, tp=tp), tuple(more), model)
+    return PlanRow(chosen, expected, tuple(more), model)
 
 
 ROWS = [row(**one) for one in PLANNED]
@@ -86,14 +99,18 @@ def selftest() -> int:
 def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
     """Return the differences between the rehearsal of a row and processes of a pool."""
     overrides = [f"--model.overrides.{field}" for field in MODELS[plan_row.model].split()]
-    model = read_model([f"--model.name={plan_row.model}", *overrides], {})
-    line = [*model.command_line(plan_row.row, folder), *plan_row.more]
+    named, *more = NAMED.get(plan_row.model, [f"--model.name={plan_row.model}"])
+    model = read_model([*named.split(), *overrides], {})
+    line = [*model.command_line(plan_row.row, folder), *more, *plan_row.more]
+    if "--training.document_mask" in plan_row.more:  # the ends of documents are a tokenizer's
+        (folder / "text.txt").write_text("text " * 2 * SAMPLES * SEQ_LEN)
+        line += ["--training.dataset=text", f"--training.dataset_path={folder / 'text.txt'}"]
     world = plan_row.row.mesh.world
     job = build_job(line, world)
     np.zeros(2 * SAMPLES * SEQ_LEN, id_type(job.shape.vocab_size)).tofile(folder / TOKENS)
     counted = pool.run(count_processes, line, world=world)
     differences = []
-    for rank in sorted({0, world - 1}):
+    for rank in range(world):
         peak, moment, collectives = counted[rank]
         rehearsed = record_step(job, rank, as_on_cuda=False)
         if (peak, moment) != (rehearsed.peak, rehearsed.moment):
@@ -112,11 +129,12 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
+    causal_rows.cache_clear()  # the pool's processes have made other rows' masks
     trainer = Trainer(
         job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet")
     )
     trainer.report.close()
-    recording = count_later_step(trainer.runner, blank_batches(job))
+    recording = count_later_step(trainer.runner, blank_batches(trainer.runner))
     return recording.peak, recording.moment, recording.collectives()
 
 

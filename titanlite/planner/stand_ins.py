@@ -1,0 +1,116 @@
+"""What stands in for code that reads values in a rehearsal, or keeps more memory on a CPU than on
+CUDA.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from titanlite.optim import TrainedParam
+from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors
+
+
+def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the value of every rank of a group, of which Muon gathers two kinds: whether it has
+    matrices, and its coordinates on the meshes of these.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if isinstance(value, bool):
+        return [True] * len(ranks)
+    matrices = [item for item in trained if item.is_hidden_matrix]
+    matrices.sort(key=lambda one: (one.decays, isinstance(one.parameter, DTensor)), reverse=True)
+    meshes = dict.fromkeys(getattr(item.parameter, "device_mesh", None) for item in matrices)
+    return [[_coordinate(mesh, rank) for mesh in meshes] for rank in ranks]
+
+
+def with_values(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that reads the tensors it makes, such as a matrix's offsets in a mesh."""
+    with real_tensors():
+        return function(*args)
+
+
+def _coordinate(mesh: DeviceMesh | None, rank: int) -> Sequence[int]:
+    return (mesh.mesh == rank).nonzero()[0].tolist() if mesh else ()
+
+
+def balanced(
+    experts: int, rank: int, imbalance: float, sizes: torch.Tensor, rows: int
+) -> list[list[int]]:
+    """Return how many of a rank's rows go to each rank of its experts' group, and come from it, if
+    all experts are chosen in turn, but for this rank's.
+    """
+    ranks = sizes.size(1)
+    counts = [rows // experts + (n < rows % experts) for n in range(experts)]
+    sent = [sum(counts[n * experts // ranks : (n + 1) * experts // ranks]) for n in range(ranks)]
+    received = min(rows, round(sent[rank % ranks] * imbalance))  # a group's ranks are neighbors
+    return [sent, [received] * ranks]
+
+
+def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Keep values as a copy to the host does; nothing bad is read from them."""
+    return lambda kept=values: [0.0] * len(kept)
+
+
+def even_groups(counts: torch.Tensor, rows: int) -> list[int]:
+    return [rows // len(counts) + (n < rows % len(counts)) for n in range(len(counts))]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The memory of CUDA's kernels: the result and one float32 a row; the values mean nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, hidden[..., :1].to(torch.float32, copy=True))
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, _ = ctx.saved_tensors
+        return gradient * hidden, None if weight is None else weight.clone()
+
+
+def _rms_norm(
+    hidden: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if not isinstance(hidden, DTensor):
+        result = _RMSNorm.apply(hidden, weight)
+        assert isinstance(result, torch.Tensor)
+        return result
+    assert isinstance(weight, DTensor)
+    local = _RMSNorm.apply(hidden.to_local(), weight.to_local(grad_placements=(Partial(),)))
+    return DTensor.from_local(local, hidden.device_mesh, hidden.placements, run_check=False)
+
+
+AS_ON_CUDA: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
+    "attention_mask": lambda *args: (
+        None
+    ),  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
+    "attend_last": lambda q, k, v, dropout: CPU_ATTENTION(q, k, v, dropout, True)[
+        0
+    ],  # of an attention core under context parallel: with a mask on a CPU, by flash on CUDA
+}
+"""Operations that keep more on a CPU than on CUDA, with stand-ins that allocate as CUDA does."""
+
+
+@contextmanager
+def as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
+    owners: list[Any] = [torch.nn.functional, *parts]
+    for part in parts:
+        owners += [module for module in part.modules() if hasattr(module, "attend_last")]
+    with ExitStack() as patches:
+        for owner, (name, substitute) in product(owners, AS_ON_CUDA.items()):
+            if hasattr(owner, name):
+                patches.enter_context(patch.object(owner, name, substitute))
+        yield
