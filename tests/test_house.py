@@ -52,7 +52,7 @@ MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 179_250}
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began (its own goal is 145,000); the
-fake GPU allows 1,500 more, scale 1,000, the planner 3,000, and the first hour's `init` 500 of 2,000.
+fake GPU allows 1,500 more, scale 1,000, the planner 3,000, the first hour's `init` 500 of 2,000.
 rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {

@@ -22,6 +22,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 from titanlite.layout import Batch
 from titanlite.observe.run_folder import describe_environment
+from titanlite.parallel import init, parallelize
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -223,6 +224,26 @@ def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):
         if '"lr"' in line
     ]
     assert rates[2] > 10 * rates[1]
+
+
+def drawn_at_start(argv: list[str], folder: str) -> list[str]:
+    """Return the parameters that a start gives initial values."""
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "fill", lambda parameter, name, *_: names.append(name))
+        patch.setattr(parallelize, "check_replicas", lambda *_: names.append("compared"))
+        trainer(argv, folder)
+    return names
+
+
+def test_no_initial_values_are_drawn_where_a_checkpoint_follows(pool, tmp_path):
+    for ranks in pool.run(drawn_at_start, SAVING, str(tmp_path), world=2):
+        assert "norm.weight" in ranks and ranks[-1] == "compared"
+    pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
+    assert pool.run(drawn_at_start, SAVING, str(tmp_path), world=2) == [[], []]
+    part = [*SAVING, "--checkpoint.exclude_from_loading=['model.norm.weight']"]
+    for ranks in pool.run(drawn_at_start, part, str(tmp_path), world=2):
+        assert "norm.weight" in ranks and ranks[-1] == "compared"
 
 
 def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):

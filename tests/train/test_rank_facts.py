@@ -16,6 +16,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
+from titanlite.runtime.rank_files import ATTEMPT
 from titanlite.train import network
 from titanlite.train.network import Timed, _always_slow, check_network, slow_parts
 from titanlite.train.rank_facts import (
@@ -284,7 +285,13 @@ def log_of_start(argv: list[str], folder: str) -> list[str]:
     return lines
 
 
-def test_the_network_is_timed_unless_switched_off(pool, tmp_path):
+def log_of_attempt(number: str, argv: list[str], folder: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ATTEMPT, number)
+        return log_of_start(argv, folder)
+
+
+def test_the_network_is_timed_unless_switched_off_or_a_launcher_did_before(pool, tmp_path):
     on, elsewhere = pool.run(log_of_start, [*TINY, "--fault.preflight"], str(tmp_path), world=2)
     assert on[0].startswith("preflight  2 ranks on 2 hosts agree: config ") and not any(
         "network" in x for x in elsewhere
@@ -293,6 +300,13 @@ def test_the_network_is_timed_unless_switched_off(pool, tmp_path):
     assert not any(
         line.startswith(("preflight", "network"))
         for line in pool.run(log_of_start, TINY, str(tmp_path), world=2)[0]
+    )
+    again = [*TINY, "--fault.preflight"]
+    first, *rest = pool.run(log_of_attempt, "2", again, str(tmp_path), world=2)[0]
+    assert first.startswith("preflight  2 ranks") and not any("network" in line for line in rest)
+    assert any(
+        "network" in line
+        for line in pool.run(log_of_attempt, "1", again, str(tmp_path), world=2)[0]
     )
     alone = pool.run(log_of_start, [*TINY, "--fault.preflight"], str(tmp_path), world=1)[0]
     assert not any(line.startswith(("preflight", "network")) for line in alone)

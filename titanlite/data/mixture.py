@@ -4,7 +4,8 @@ Among the first n samples, each source has its weight times n, to within one sam
 """
 
 from fractions import Fraction
-from math import lcm
+from heapq import heapify, heappop, heappush
+from math import ceil, lcm
 
 
 class Mixture:
@@ -37,15 +38,22 @@ def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:
     slack = Fraction(1) if len(counts) < 2 else 1 - Fraction(1, 2 * len(counts) - 2)
     served = [0] * len(counts)
     pattern = []
+    # Source k may be served once n * share - served[k] >= 1 - slack, and must be before that
+    # exceeds slack.
+    later = [(_first(1 - slack, period, count), k) for k, count in enumerate(counts) if count]
+    heapify(later)
+    due: list[tuple[Fraction, int]] = []
     for n in range(1, period + 1):
-        # Source k may be served once n * share - served[k] >= 1 - slack, and must be before that
-        # exceeds slack.
-        due = [
-            ((slack + served[k]) * period / count, k)
-            for k, count in enumerate(counts)
-            if n * count - served[k] * period >= (1 - slack) * period
-        ]
-        _, chosen = min(due)
+        while later and later[0][0] <= n:
+            _, k = heappop(later)
+            heappush(due, ((slack + served[k]) * period / counts[k], k))
+        _, chosen = heappop(due)
         pattern.append((chosen, served[chosen]))
         served[chosen] += 1
+        heappush(later, (_first(1 - slack + served[chosen], period, counts[chosen]), chosen))
     return pattern
+
+
+def _first(share: Fraction, period: int, count: int) -> int:
+    """Return the first sample at which a source with `count` in a period has such a share."""
+    return ceil(share * period / count)

@@ -29,15 +29,17 @@ _MAX_THREADS = 16
 def materialize(
     part: nn.Module,
     table: dict[str, Rule],
-    seed: int,
+    seed: int | None,
     device: torch.device,
     in_host_memory: bool = False,
 ) -> None:
-    """Allocate and fill a part on the meta device.
+    """Allocate and fill a part on the meta device; without a seed its parameters stay unfilled.
 
     `in_host_memory` puts its parameters, not its buffers, on the CPU.
     """
     allocate(part, device, in_host_memory)
+    if seed is None:
+        return
     with torch.no_grad():
         for name, parameter in named_parameters(part, table):
             fill(parameter, name, table[name].init, seed)

@@ -69,14 +69,18 @@ def split(model: nn.Module, context: Context) -> list[nn.Module]:
     return pipeline_parallel.split(model, context.job.spec, [stages.names[stage] for stage in own])
 
 
-def build_parts(model: nn.Module, context: Context, seed: int) -> tuple[list[nn.Module], list[str]]:
+def build_parts(
+    model: nn.Module, context: Context, seed: int | None
+) -> tuple[list[nn.Module], list[str]]:
     """Return this rank's parts of the whole model, and notes for the log.
 
-    The parts have their initial values on the device.
+    The parts are on the device, with their initial values unless `seed` is None: then a checkpoint
+    fills them, and replicas are compared after it.
     """
     parts, notes = parallelize(model, context)
     offload = context.job.config.training.enable_cpu_offload
     for part in parts:  # nothing has memory until the shards are final
         materialize(part, context.table, seed, context.device, offload)
-    check_replicas(parts, "after initialization", context)
+    if seed is not None:
+        check_replicas(parts, "after initialization", context)
     return parts, notes

@@ -5,6 +5,7 @@ rank, slow with each of its partners, can be distinguished from a slow link. The
 on all ranks whatever they find: no rank waits for one that does something else.
 """
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallel.collectives import swap
 from titanlite.runtime.distributed import gather_on_rank_0
+from titanlite.runtime.rank_files import ATTEMPT
 from titanlite.train.rank_facts import Facts, agreement, named, notable
 
 Seconds = tuple[int, float]
@@ -57,8 +59,12 @@ class Timed:
 
 
 def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]) -> list[str]:
-    """Return the lines of the preflight on rank 0, which has the facts, and elsewhere nothing."""
-    groups, rounds = measure(mesh, device)
+    """Return the lines of the preflight on rank 0, which has the facts, and elsewhere nothing.
+
+    A later attempt of a launcher does not time its network again.
+    """
+    again = int(os.environ.get(ATTEMPT, 1)) > 1
+    groups, rounds = ({}, []) if again else measure(mesh, device)
     if dist.get_rank() > 0:
         return []
     parts = []
@@ -69,11 +75,10 @@ def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]
     warnings = [
         f"warning: {line}" for line in (*notable(facts), *slow_parts(groups, rounds, facts))
     ]
-    return [
-        f"preflight  {agreement(facts)}",
-        f"network    all-reduce over {'; '.join(parts)}",
-        *warnings,
-    ]
+    lines = [f"preflight  {agreement(facts)}", *warnings]
+    if groups:
+        lines.insert(1, f"network    all-reduce over {'; '.join(parts)}")
+    return lines
 
 
 def measure(

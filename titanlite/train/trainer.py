@@ -157,7 +157,8 @@ class Trainer:
         flops = flops_per_token(named, table, job.shape, config.training.seq_len)
         context = Context(job, self.mesh, table, self.device, build_converters(job))
         self.report = Report(context, self.rank_info, self.log, flops)
-        self.parts, notes = build_parts(self.model, context, self.seed)
+        is_filled = self.resume.continues and not self.resume.exclude
+        self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         timeout = config.comm.init_timeout_seconds
         set_collective_timeout(timeout, excluded=self.checkpoints.group)
