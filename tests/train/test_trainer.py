@@ -117,11 +117,15 @@ def dropout_masks(folder: str, argv: list[str], module: str) -> dict[tuple[int, 
     return masks
 
 
-def test_dropout_differs_between_steps_and_ranks_without_saved_state(pool, tmp_path):
-    first, second = pool.run(dropout_masks, str(tmp_path), PARROT, "layers.0.dropout", world=2)
-    again, _ = pool.run(dropout_masks, str(tmp_path), PARROT, "layers.0.dropout", world=2)
+def test_dropout_differs_between_steps_ranks_and_seeds_without_saved_state(pool, tmp_path):
+    def masks_of_ranks(argv: list[str]) -> list[dict[tuple[int, int], torch.Tensor]]:
+        return pool.run(dropout_masks, str(tmp_path), argv, "layers.0.dropout", world=2)
+
+    first, second = masks_of_ranks(PARROT)
+    again, _ = masks_of_ranks(PARROT)
     assert all(torch.equal(first[key], again[key]) for key in first)
-    masks = [*first.values(), *second.values()]
+    other_seed, _ = masks_of_ranks([*PARROT, "--debug.seed=1"])
+    masks = [*first.values(), *second.values(), *other_seed.values()]
     for i, mask in enumerate(masks):
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
 
