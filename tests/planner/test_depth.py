@@ -42,6 +42,12 @@ def test_two_shallow_rehearsals_give_any_depth(flags, world):
     assert plan_step(deep) == record_step(deep)
 
 
+def test_micro_batches_between_the_second_and_the_last_are_like_the_second():
+    accumulating = job([*TINY, *ACCUMULATING], 2)
+    assert accumulating.batch.accumulation == 5
+    assert plan_step(accumulating) == record_step(accumulating)
+
+
 @pytest.mark.long
 def test_five_micro_batches_are_planned_from_three():
     deep = job([*TINY, "--model.overrides.n_layers=7", *ACCUMULATING], 2)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pytest import approx
 
 from tests.jobs import TINY, job
 from titanlite.config.job import Job, job_from
@@ -16,7 +17,9 @@ from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
 from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware
+from titanlite.planner.rehearse import static_bytes
 from titanlite.planner.search import Found, changed, changes, measured, search
+from titanlite.planner.speed import speed_of_job
 from titanlite.planner.tables import search_table
 
 SMALL = [
@@ -69,6 +72,29 @@ def test_nothing_is_rehearsed_that_the_state_of_training_alone_rules_out():
     assert not found.best and [what for what, number in found.counts.items() if number] == [
         "ruled out"
     ]
+
+
+def test_the_state_that_rules_a_plan_out_is_what_a_rank_keeps_whatever_its_replicas():
+    for replicas in (1, 2):
+        given = job([*SMALL, f"--{searching.REPLICATE}={replicas}"], 4)
+        kept = static_bytes(given)
+        state = sum(kept.values()) - kept["buffers"]
+        assert searching._Facts(given, hardware_of(1)).state_bytes(given) == approx(state, rel=0.01)
+
+
+def test_a_plan_is_ruled_out_as_slow_by_no_more_than_its_estimate():
+    hardware = load_hardware("h100-80g")
+    long = ["--training.seq_len=4096"]  # computing takes longest
+    for split in (searching.TP, "parallelism.context_parallel_degree"):
+        given = job([*SMALL, *long, f"--{split}=2"], 2)
+        estimate = speed_of_job(given, plan_step(given), hardware).estimate
+        assert searching._Facts(given, hardware).least_seconds(given) <= estimate
+
+
+def test_a_search_keeps_the_context_parallel_degree():
+    given = job([*SMALL, "--parallelism.context_parallel_degree=2"], 4)
+    found = search(given, load_hardware("h100-80g"), max_seconds=0)
+    assert found.best and all(one.job.layout.cp == 2 for one in found.best)
 
 
 def test_what_needs_more_than_a_plan_that_did_not_fit_is_not_rehearsed():

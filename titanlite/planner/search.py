@@ -176,8 +176,8 @@ def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
     """Yield the settings of the whole search."""
     world, total = job.layout.world, job.batch.total
     for tp, replicate in product(divisors(world), repeat=2):
-        data_parallel = world // tp
-        if tp > hardware.node.gpus or data_parallel % replicate or total % data_parallel:
+        data_parallel, rest = divmod(world, tp * job.layout.cp)
+        if rest or tp > hardware.node.gpus or data_parallel % replicate or total % data_parallel:
             continue
         mesh = {TP: tp, REPLICATE: replicate, SHARD: data_parallel // replicate, GLOBAL: total}
         axes: dict[str, Sequence[Any]] = {
@@ -269,15 +269,19 @@ class _Facts:
         dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
         is_full = job.config.activation_checkpoint.mode == "full"
         samples = batch.local * batch.accumulation
-        flops = (self._flops + is_full * self._recomputed) * samples * training.seq_len / layout.tp
+        tokens = own_tokens = training.seq_len // layout.cp
+        if layout.cp > 1:  # chunks attend to half of all pairs of tokens or more
+            tokens //= 2
+        flops = (self._flops + is_full * self._recomputed) * samples * tokens / layout.tp
         share = hardware.efficiencies[hardware.efficiency_of(dtype, is_upper_bound(job))].share
         computing = flops / hardware.peak(dtype) / share
         # Two gathers and two reductions in each pass of a block.
-        activations = seconds("all-gather", "tp", training.seq_len * self._width, dtype)
+        activations = seconds("all-gather", "tp", own_tokens * self._width, dtype)
         computing += activations * (12 if is_full else 8) * self._layers * samples
         passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
-        own = self._trained // layout.tp
-        gather = seconds("all-gather", "dp_shard", self._parameters // layout.tp, dtype)
+        splits = layout.tp * layout.ep  # of each weight by one of them, so that this is a limit
+        own = self._trained // splits
+        gather = seconds("all-gather", "dp_shard", self._parameters // splits, dtype)
         scatter = seconds("reduce-scatter", "dp_shard", own, reduced)
         reduce = seconds("all-reduce", "dp_replicate", own // layout.dp_shard, reduced)
         reductions = 1 if settings.defer_gradient_sync else batch.accumulation
