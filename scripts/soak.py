@@ -212,7 +212,7 @@ class Soak:
 
     def flip_a_byte(self) -> None:
         newest = step_folder(self.root, self.newest())
-        path = self.chance.choice(sorted(newest.glob("*.distcp")))
+        path = self.chance.choice(sorted(newest.glob("rank-*")))
         with path.open("r+b") as file:
             file.seek(self.chance.randrange(path.stat().st_size))
             byte = file.read(1)

@@ -43,20 +43,20 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         if is_staging(folder):
             failpoint("staging begun")
 
-    def lookup_object(original: Any, planner: Any, index: Any) -> Any:
-        planner.looked_up = (
-            getattr(planner, "looked_up", -1) + 1
-        )  # called for each tensor, once that before is written
-        if planner.looked_up == 0:
-            failpoint("file begun")
-        if planner.looked_up == len(planner.plan.items) // 2:
-            failpoint("half a file")
-        return original(planner, index)
+    def write_blocks(original: Any, path: Path, blocks: Any) -> int:
+        blocks = [*blocks]
 
-    def write_data(original: Any, *args: Any) -> Any:
-        results = original(*args)
+        def noted() -> Iterator[Any]:
+            for number, block in enumerate(blocks):
+                if number == 1:  # after the header
+                    failpoint("file begun")
+                if number == len(blocks) // 2:
+                    failpoint("half a file")
+                yield block
+
+        written = original(path, noted())
         failpoint("file written")
-        return results
+        return written
 
     def write_tensors(original: Any, *args: Any) -> Any:
         result = original(*args)
@@ -99,8 +99,7 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
 
     with (
         _around(store, "make_folder", make_folder),
-        _around(commit._Planner, "lookup_object", lookup_object),
-        _around(commit._Writer, "write_data", write_data),
+        _around(store, "write_blocks", write_blocks),
         _around(commit, "_write_tensors", write_tensors),
         _around(store, "write", write),
         _around(store, "rename", rename),

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from tests.failpoints import calling
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
-from titanlite.checkpoint.manifest import File
 from titanlite.errors import RunFailed
 
 TENSORS = {"model.a": torch.arange(1000.0), "model.b": torch.ones(3, 4)}
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(root: Path) -> None:
@@ -38,8 +29,16 @@ def save(root: Path) -> None:
 @pytest.mark.parametrize(
     ("point", "file", "reason"),
     [
-        ("file written", "__0_0.distcp", "model.[ab] at .* was planned, but is not stored"),
-        ("tensors stored", "__0_0.distcp", "__0_0.distcp has 40 bytes, [0-9]+ were written"),
+        (
+            "file written",
+            "rank-0.safetensors",
+            "4,048 bytes of tensors were planned, -[0-9]+ are stored",
+        ),
+        (
+            "tensors stored",
+            "rank-0.safetensors",
+            "rank-0.safetensors has 40 bytes, [0-9]+ were written",
+        ),
         ("after the manifest", "state.json", "state.json has 1 bytes, 3 were written"),
     ],
     ids=["short write", "later", "document"],
@@ -48,31 +47,40 @@ def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, reason
     def failpoint(name: str) -> None:
         if name == point:
             (path,) = tmp_path.glob(f".step-1.*/{file}")
-            os.truncate(path, 40 if file.startswith("__") else 1)
+            os.truncate(path, 40 if file.startswith("rank") else 1)
 
     with calling(failpoint), pytest.raises(RunFailed, match=f"of step 1 failed: OSError: {reason}"):
         save(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("offset", "length"),
-    [(0, 11), (8, 3), (0, None)],
-    ids=["too long", "beyond the end", "not stored"],
-)
-def test_a_chunk_that_is_not_inside_its_file_is_refused(offset, length):
-    planned = TensorStorageMetadata(
-        TensorProperties(),
-        torch.Size([1]),
-        [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))],
-    )
-    stored = {}
-    if length:
-        info = torch.distributed.checkpoint.filesystem._StorageInfo("file", offset, length)
-        stored[MetadataIndex("model.a", torch.Size([0]))] = info
-    metadata = Metadata({"model.a": planned}, storage_data=stored)
-    with pytest.raises(OSError, match=r"model.a at \[0\] was planned, but is not stored"):
-        commit._tensor_entries(metadata, {"model.a": "replicated"}, {"file": File(10, 0)})
+def test_a_part_that_no_rank_wrote_is_found(tmp_path, monkeypatch):
+    write = commit._write_tensors
+
+    def lose_a_tensor(*args):
+        file, nbytes = write(*args)
+        return file, nbytes - 48
+
+    monkeypatch.setattr(commit, "_write_tensors", lose_a_tensor)
+    with pytest.raises(RunFailed, match="4,048 bytes of tensors were planned, 4,000 are stored"):
+        save(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3, 4).int(), torch.ones(4, 3), torch.ones(2, 4)])
+def test_values_of_another_type_or_shape_than_planned_are_refused(tmp_path, wrong):
+    values = {**TENSORS, "model.b": wrong}
+    content = commit.Content(1, TENSORS, values.__getitem__, None, lambda _: {}, weights_only=True)
+    with pytest.raises(RunFailed, match=r"model\.b: .* was planned, and there is"):
+        commit.commit(tmp_path, content, group=None)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_type_that_no_checkpoint_holds_is_named(tmp_path):
+    tensors = {"model.a": torch.ones(2, dtype=torch.complex128)}
+    content = commit.Content(1, tensors, tensors.__getitem__, None, lambda _: {}, weights_only=True)
+    with pytest.raises(RunFailed, match="model.a is of the type complex128, which checkpoints do"):
+        commit.commit(tmp_path, content, group=None)
 
 
 def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):

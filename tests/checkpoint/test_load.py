@@ -2,6 +2,7 @@
 nothing; never code.
 """
 
+import errno
 import json
 import os
 import pickle
@@ -10,15 +11,26 @@ import warnings
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until, steps_in
+from tests.checkpoint import format1
+from tests.checkpoint.saved import (
+    SAVING,
+    digests,
+    everyone,
+    joined,
+    keeping_log,
+    run_until,
+    steps_in,
+)
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from tests.observe.test_sinks import tensorboard
+from titanlite.checkpoint import load as checkpoint_load
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -31,8 +43,9 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import saved_model
 from titanlite.checkpoint.rules import check_model
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
-from titanlite.errors import UserError
+from titanlite.errors import RunFailed, UserError
 from titanlite.models import gpt2, llama3
 from titanlite.runtime import store
 
@@ -89,7 +102,7 @@ def start(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
 
 def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run):
     smaller, largest = sorted(
-        run.glob("checkpoint/step-3/__*"), key=lambda path: path.stat().st_size
+        run.glob("checkpoint/step-3/rank-*"), key=lambda path: path.stat().st_size
     )
     damaged = [largest, run / "checkpoint/step-2" / smaller.name]
     for path in damaged:
@@ -105,9 +118,9 @@ def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run
 
 def test_verify_on_load_sizes_reads_only_small_files(pool, run):
     argv = [*SAVING, "--checkpoint.verify_on_load=sizes"]
-    flip(run / "checkpoint/step-3/.metadata", 3)
+    flip(run / "checkpoint/step-3/rank-0.safetensors", 3000)
     assert pool.run(start, argv, str(run), world=1)[0][0] == 3
-    os.truncate(run / "checkpoint/step-3/__0_0.distcp", 10)
+    os.truncate(run / "checkpoint/step-3/rank-0.safetensors", 10)
     assert pool.run(start, argv, str(run), world=1)[0][0] == 2
     flip(run / "checkpoint/step-2/environment.json", 3)  # small files are always read
     assert pool.run(start, argv, str(run), world=1)[0][0] == 1
@@ -400,8 +413,9 @@ def plant(folder: Path, name: str, content: bytes) -> Manifest:
     return manifest
 
 
-def test_loading_a_foreign_folder_never_runs_code(run, tmp_path):
-    folder = run / "checkpoint/step-3"
+def test_loading_a_foreign_folder_never_runs_code(tmp_path):
+    format1.unpack(tmp_path)
+    folder = tmp_path / "step-2"
     plant(folder, ".metadata", pickle.dumps(Payload(tmp_path / "ran")))
     assert load_tensors(folder).keys() == read_manifest(folder).tensors.keys(), (
         "the pickle beside them is never opened"
@@ -410,34 +424,109 @@ def test_loading_a_foreign_folder_never_runs_code(run, tmp_path):
     torch.save(Payload(tmp_path / "ran"), payload)
     raw = bytearray((folder / "__0_0.distcp").read_bytes())
     manifest = read_manifest(folder)
-    entry = manifest.tensors["model.norm.weight"]
+    entry: Any = manifest.tensors["model.norm.weight"]
     chunk = replace(
         entry.chunks[0], file="__0_0.distcp", offset=len(raw), length=payload.stat().st_size
     )
-    manifest = replace(
-        manifest, tensors={**manifest.tensors, "model.norm.weight": replace(entry, chunks=(chunk,))}
-    )
+    entry = replace(entry, chunks=(chunk,))
+    manifest = replace(manifest, tensors={**manifest.tensors, "model.norm.weight": entry})
     (folder / MANIFEST).write_bytes(manifest.render())
     plant(folder, "__0_0.distcp", bytes(raw) + payload.read_bytes())
-    with pytest.raises(CheckpointException, match="Weights only load failed"):
+    with pytest.raises(RunFailed, match="Weights only load failed"):
         load_tensors(folder, ["model.norm.weight"])
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_tensor_in_a_file_beside_the_checkpoint_is_refused(saved, tmp_path, format):
+    format1.unpack(tmp_path)
+    folder = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / "step-3"))
+    folder = tmp_path / "step-2" if format == 1 else folder
+    manifest = read_manifest(folder)
+    assert manifest.format == format
+    files = {
+        name: file for name, file in manifest.files.items() if name.endswith((".toml", ".json"))
+    }
+    with pytest.raises(
+        RunFailed, match=r"model\.output\.weight is in .*, which is not part of the"
+    ):
+        load_tensors(folder, ["model.output.weight"], replace(manifest, files=files))
+
+
+def load(argv: list[str], folder: str, path: str) -> dict:
+    run = trainer(argv, folder)
+    restore(at_path(Path(path), True, everyone(), weights_only=False), run.state, everyone())
+    return digests(run)
+
+
+def test_a_checkpoint_of_format_1_is_loaded_bit_for_bit_and_resumed(pool, tmp_path):
+    state = format1.unpack(tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint/step-2"
+    assert read_manifest(folder).format == 1 and is_complete(folder, resumable=True)
+    argv = [*SAVING, *format1.ARGV, "--training.steps=3"]
+    layouts = ((1, []), (2, []), (4, ["--parallelism.tensor_parallel_degree=2"]))
+    for world, layout in layouts:
+        ranks = pool.run(load, [*argv, *layout], str(tmp_path / "to"), str(folder), world=world)
+        assert joined(ranks) == state
+    (run,) = pool.run(run_until, argv, str(tmp_path), world=1)
+    assert run["begun"] == 2 and steps_in(tmp_path) == ["step-2", "step-3"]
+    assert read_manifest(tmp_path / "checkpoint/step-3").format == 2
+
+
+def test_a_manifest_of_a_newer_format_is_refused_by_name(pool, run, capsys):
+    folder = run / "checkpoint/step-3"
+    raw = replace(read_manifest(folder), format=3).render()
+    (folder / MANIFEST).write_bytes(raw)
+    says = f"{folder / MANIFEST}: written by another version of titanlite, in a newer format"
+    for outline in (False, True):
+        with pytest.raises(UserError, match=says):
+            read_manifest(folder, outline)
+    assert pool.run(start, SAVING, str(run), world=1)[0][:2] == (-1, says)
+    argv = [*SAVING, f"--job.dump_folder={run}"]
+    assert main(["train", "--config", "debug.toml", *argv]) == 2  # no rank is started
+    assert capsys.readouterr().err.count(says) == 1
+
+
+def broken(argv: list[str], folder: str, path: str) -> str:
+    """Load with a disk that fails on rank 1; return the error of this rank."""
+    run = trainer(argv, folder)
+    resume = at_path(Path(path), True, everyone(), weights_only=False)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoint_load, "safe_open", fail)
+        with pytest.raises(RunFailed) as error:
+            restore(resume, run.state, everyone())
+    return str(error.value)
+
+
+def test_a_file_that_one_rank_cannot_read_ends_all_ranks_with_its_name(pool, saved, tmp_path):
+    folder = f"{saved}/checkpoint/step-3"
+    says = f"reading {folder} failed on rank 1: OSError: [Errno 5] Input/output error"
+    assert pool.run(broken, TINY, str(tmp_path), folder, world=2) == [says] * 2
+
+
+def stock(reader: str, name: str, size: list[int]) -> torch.Tensor:
+    """Read a tensor by torch's own reader of such files."""
+    tensors = {name: torch.zeros(size)}
+    storage = dcp.HuggingFaceStorageReader(reader)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=storage, no_dist=True)
+    return tensors[name]
+
+
 def test_tensors_are_read_without_a_process_group(saved):
-    found = load_tensors(saved / "checkpoint/step-3", ["model.output.weight"])
-    assert found.keys() == {"model.output.weight"} and found["model.output.weight"].shape == (
-        256,
-        16,
-    )
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    stock = {"model.output.weight": torch.zeros(256, 16)}
-    torch.distributed.checkpoint.load(
-        stock, checkpoint_id=str(saved / "checkpoint/step-3"), no_dist=True
-    )
-    assert torch.equal(stock["model.output.weight"], found["model.output.weight"]), (
-        "torch's own reader reads it too"
-    )
+    folder = saved / "checkpoint/step-3"
+    found = load_tensors(folder, ["model.output.weight"])
+    assert found.keys() == {"model.output.weight"}
+    assert found["model.output.weight"].shape == (256, 16)
+    for name in ("model.output.weight", "optimizer.norm.weight.exp_avg"):
+        whole = load_tensors(folder, [name])[name]
+        assert torch.equal(stock(str(folder), name, [*whole.shape]), whole), "torch reads it too"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import default_planner
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,10 +29,8 @@ from titanlite.checkpoint import folder as checkpoint_folder
 from titanlite.checkpoint.commit import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
-    Chunk,
     File,
     Manifest,
-    Tensor,
     faults,
     is_complete,
     latest_complete,
@@ -41,12 +38,12 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
+from titanlite.checkpoint.places import Chunk, ListedTensor
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
 from titanlite.runtime.distributed import WATCH_SECONDS
-from titanlite.runtime.torch_private import forget_save_plans
 
 
 def changed_right_after(folder: str, mode: str) -> bool:
@@ -386,10 +383,10 @@ def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
 def test_retention_parses_no_entry_of_a_tensor(tmp_path, monkeypatch):
     """Parsing them holds the trainer's lock for seconds: they grow with tensors x ranks."""
     chunks = tuple(Chunk((row, 0), (1, 8), "__0_0.distcp", row, 1) for row in range(2000))
-    tensors = {"model.a": Tensor((2000, 8), "float32", "replicated", chunks)}
+    tensors: dict[str, Any] = {"model.a": ListedTensor((2000, 8), "float32", "replicated", chunks)}
     for step in (10, 20, 30):
         empty(tmp_path, step)
-        raw = Manifest(step, False, {}, tensors).render()
+        raw = Manifest(step, False, {}, tensors, format=1).render()
         (step_folder(tmp_path, step) / "manifest.json").write_bytes(raw)
     parsed, loads = [], json.loads
     monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
@@ -502,68 +499,17 @@ def content(
     return commit.Content(1, tensors, values.__getitem__, None, lambda _: {}, weights_only=True)
 
 
-def merges(folder: str, caching: bool) -> int:
-    """Save three times, then weights only; return how often this rank merged all ranks' plans."""
-    made, merge = [], default_planner.create_default_global_save_plan
-    init = commit._Planner.__init__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            default_planner,
-            "create_default_global_save_plan",
-            lambda *args, **more: made.append(1) or merge(*args, **more),
-        )
-        patch.setattr(
-            commit._Planner, "__init__", lambda self, lookup, _: init(self, lookup, caching)
-        )
-        argv = [*SAVING, "--training.steps=4", "--checkpoint.last_save_model_only"]
-        trainer(argv, folder).train()
-    return len(made)
-
-
-def test_plans_are_merged_again_only_when_the_state_changes(pool, tmp_path):
-    """Another number of ranks in the same processes starts anew."""
-    for world in (4, 2):
-        folders = [tmp_path / f"{world}{caching}" for caching in (True, False)]
-        assert pool.run(merges, str(folders[0]), True, world=world) == [2, *[0] * (world - 1)]
-        assert pool.run(merges, str(folders[1]), False, world=world) == [4, *[0] * (world - 1)]
-        for step in (1, 2, 3, 4):
-            cached, planned = (folder / f"checkpoint/step-{step}" for folder in folders)
-            assert read_manifest(cached).tensors == read_manifest(planned).tensors
-            found, whole = load_tensors(cached), load_tensors(planned)
-            assert all(torch.equal(found[name], whole[name]) for name in whole)
-
-
-def failing_once_after_the_merge(folder: str) -> None:
-    """Train with a first save that fails when rank 0 remembers its plan and no other rank does."""
-    failures, prepare = [OSError("late")], commit._Writer.prepare_global_plan
-
-    def fail_once(self, plans):
-        if failures:
-            raise failures.pop()
-        return prepare(self, plans)
-
-    argv = [*SAVING, "--training.steps=3", "--checkpoint.async_mode=disabled"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit._Writer, "prepare_global_plan", fail_once)
-        trainer([*argv, "--checkpoint.on_failure=warn"], folder).train()
-
-
-def test_plans_of_a_failed_save_are_forgotten(pool, tmp_path):
-    pool.run(failing_once_after_the_merge, str(tmp_path), world=2)
-    assert steps_in(tmp_path) == ["step-2", "step-3"]
-
-
-def heard(folder: str) -> tuple[int, int]:
-    """Save once; return the listings of the folder that is written, and the placements that this
-    rank got of others.
+def heard(folder: str) -> tuple[int, list[int]]:
+    """Save once; return the listings of the folder that is written, and how many ranks' values this
+    rank got of what only rank 0 gathers.
     """
     listed, received = [], []
     gather, list_folder = commit.gather_objects, store.list_folder
 
-    def note(value, group, **more):
-        values = gather(value, group, **more)
-        if isinstance(value, tuple):
-            received.append(len({id(part) for part in values}) - 1)
+    def note(value, group, only_rank_0=False):
+        values = gather(value, group, only_rank_0)
+        if only_rank_0:
+            received.append(sum(map(bool, values)) if rank() == 0 else int(bool(value)))
         return values
 
     def note_list(path):
@@ -574,11 +520,13 @@ def heard(folder: str) -> tuple[int, int]:
         patch.setattr(commit, "gather_objects", note)
         patch.setattr(store, "list_folder", note_list)
         trainer([*SAVING, "--training.steps=1"], folder).train()
-    return sum(path.name.endswith(".staging") for path in listed), received[0]
+    return sum(path.name.endswith(".staging") for path in listed), received
 
 
-def test_a_rank_names_its_file_and_only_rank_0_hears_of_the_others(pool, tmp_path):
-    assert pool.run(heard, str(tmp_path), world=4) == [(0, 3), *[(0, 0)] * 3]
+def test_a_rank_names_its_file_and_rank_0_hears_a_row_of_each_and_one_table_of_those_alike(
+    pool, tmp_path
+):
+    assert pool.run(heard, str(tmp_path), world=4) == [(0, [1, 4]), *[(0, [0, 1])] * 3]
 
 
 def uneven(folder: str) -> bool:
@@ -588,7 +536,6 @@ def uneven(folder: str) -> bool:
     live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     live["model.plain"] = whole["model.plain"] = torch.ones(4)
     held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
-    forget_save_plans()
     commit.commit(Path(folder), content(live, held), everyone())
     found = load_tensors(Path(folder) / "step-1")
     return all(torch.equal(found[name], whole[name]) for name in whole)
@@ -600,10 +547,9 @@ def test_shards_may_be_uneven_or_empty(pool, tmp_path):
 
 def commit_twice(folder: str) -> str:
     tensors = {"model.a": torch.ones(2)}
-    forget_save_plans()
     for value in (1, 2):
         try:
-            copies = {"model.a": torch.full((2,), value)}
+            copies = {"model.a": torch.full((2,), float(value))}
             commit.commit(Path(folder), content(tensors, copies), everyone())
         except RunFailed as error:
             return str(error)

@@ -199,6 +199,7 @@ def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_
         pytest.skip("mounting a small disk is not allowed here")
     argv = [
         *ARGV,
+        "--model.overrides.dim=32",
         "--checkpoint.keep_latest_k=99",
         "--checkpoint.interval=1",
         "--checkpoint.async_mode=disabled",

@@ -75,8 +75,8 @@ def tool(capsys):
 
 
 def test_ls_shows_steps_meshes_and_damage(run, tool):
-    os.truncate(run / "checkpoint/step-2/__1_0.distcp", 5)
-    flip(run / "checkpoint/step-1/__0_0.distcp", 5000)
+    os.truncate(run / "checkpoint/step-2/rank-1.safetensors", 5)
+    flip(run / "checkpoint/step-1/rank-0.safetensors", 5000)
     (run / "checkpoint/step-x").mkdir()
     code, out = tool("checkpoint", "ls", run)
     rows = out.splitlines()
@@ -89,7 +89,7 @@ def test_ls_shows_steps_meshes_and_damage(run, tool):
     assert (
         rows[2].startswith("step-2")
         and "damaged: " in rows[2]
-        and "__1_0.distcp: 5 bytes" in rows[2]
+        and "rank-1.safetensors: 5 bytes" in rows[2]
     )
     code, out = tool("checkpoint", "ls", run / "checkpoint", "--full")
     assert "damaged" in out.splitlines()[1] and out.splitlines()[3].endswith("verified")
@@ -97,9 +97,11 @@ def test_ls_shows_steps_meshes_and_damage(run, tool):
 
 def test_verify_reads_every_byte(run, tool):
     assert tool("checkpoint", "verify", run)[0] == 0
-    flip(run / "checkpoint/step-3/__2_0.distcp", 5000)
+    flip(run / "checkpoint/step-3/rank-2.safetensors", 5000)
     code, out = tool("checkpoint", "verify", run)
-    assert code == 1 and "step-2: verified" in out and "__2_0.distcp: checksum mismatch" in out
+    assert (
+        code == 1 and "step-2: verified" in out and "rank-2.safetensors: checksum mismatch" in out
+    )
     assert tool("checkpoint", "verify", run / "checkpoint/step-2")[0] == 0
 
 
@@ -138,8 +140,7 @@ def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(
         "config.toml",
         "state.json",
         "environment.json",
-        ".metadata",
-        "__0_0.distcp",
+        "rank-0.safetensors",
     ]
     if content == "another step's":  # some are the same in both
         first, second = (saved / f"checkpoint/step-{step}" for step in (2, 3))
@@ -159,7 +160,7 @@ def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(
                 b"" if content == "empty" else (run / "checkpoint/step-2" / name).read_bytes()
             )
         hidden = (
-            content == "another step's" and name == "__0_0.distcp"
+            content == "another step's" and name == "rank-0.safetensors"
         )  # it has the same size: every byte is read
         for words in (
             ("ls", run),
@@ -227,7 +228,7 @@ def test_no_deletion_follows_a_link_at_any_level(run, pool, tmp_path):
         (run / name).mkdir()
         (run / name / "kept").touch()
         move(run / name)
-    for name in ("step-1", "step-2/__0_0.distcp", "step-3/__1_0.distcp", "latest"):
+    for name in ("step-1", "step-2/rank-0.safetensors", "step-3/rank-1.safetensors", "latest"):
         move(run / "checkpoint" / name)
     before = {path: path.read_bytes() for path in archive.rglob("*") if path.is_file()}
     disk = tmp_path / "disk"
@@ -381,7 +382,6 @@ def test_what_is_written_follows_the_umask(tool, tmp_path, umask):
     kinds = {path.suffix for path in files}
     assert kinds >= {
         ".safetensors",
-        ".distcp",
         ".log",
         ".jsonl",
         ".json",
@@ -444,12 +444,12 @@ def test_a_run_starts_from_an_imported_checkpoint(pool, saved, tool, tmp_path):
 
 def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
     for step in (1, 2, 3):
-        flip(run / f"checkpoint/step-{step}/__0_0.distcp", 5000)
+        flip(run / f"checkpoint/step-{step}/rank-0.safetensors", 5000)
     code, out = tool("checkpoint", "export", run, tmp_path / "hf")
     assert (
         code == 2
         and "nothing was exported" in out
-        and "__0_0.distcp" in out
+        and "rank-0.safetensors" in out
         and not (tmp_path / "hf").exists()
     )
 
@@ -546,7 +546,7 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
         "generate", "--config", saved / "config.toml", "--checkpoint", run / "checkpoint", *asked
     )
     assert again[0] == 0 and f"{run}/checkpoint/step-2" in again[1]
-    flip(run / "checkpoint/step-2/__0_0.distcp", 5000)
+    flip(run / "checkpoint/step-2/rank-0.safetensors", 5000)
     os.truncate(run / "checkpoint/step-1/state.json", 3)
     for step, says in (
         (2, "checksum mismatch"),

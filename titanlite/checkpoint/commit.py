@@ -10,9 +10,8 @@ Nothing is ever written into a committed folder. Each rank's work runs under `ru
 either all ranks continue, or all raise the same error.
 """
 
-import errno
+import hashlib
 import json
-import os
 import re
 import uuid
 import zlib
@@ -25,28 +24,24 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from titanlite.checkpoint.manifest import MANIFEST, Chunk, File, Manifest, Tensor, step_folder
+from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, step_folder
+from titanlite.checkpoint.places import (
+    TYPES,
+    Layout,
+    Tensor,
+    header,
+    rank_file,
+    sizes_of,
+    written_by,
+)
 from titanlite.errors import RunFailed, UserError, first_line
+from titanlite.parallel.dtensor import box_of
 from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 T = TypeVar("T")
-_DCP_INDEX = ".metadata"
-"""For other tools that read DCP; titanlite never opens it, since it is a pickle."""
 SEEN_BY_ALL = ".seen-by-all-"
 """Prefix of the file that shows whether all ranks share the folder."""
 
@@ -81,11 +76,6 @@ def run_on_all_ranks(
     failure = ""
     try:
         results.append(action())
-    except CheckpointException as error:
-        # A BaseException that DCP raises on every rank, with the errors by rank.
-        cause, _ = error.failures.get(rank_in(group), (None, None))
-        if cause:
-            failure = describe(cause)
     except Exception as error:
         failure = describe(error)
     failures = gather_objects(failure, group)
@@ -141,153 +131,123 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
     target = step_folder(root, step)
     saving = f"the save of step {step}"
 
-    def refuse_existing() -> None:
-        if store.exists(target):
+    def begin() -> dict[str, Tensor]:
+        if rank_in(group) == 0 and store.exists(target):
             raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
+        return _describe_all(content.tensors)
 
     def publish() -> None:
         files: dict[str, File] = {}
-        placements: dict[str, str] = {}
         payloads = []
-        for rank_files, rank_placements, payload in parts:
-            files |= rank_files
-            placements |= rank_placements
+        stored = 0
+        for rank, (file, nbytes, payload) in enumerate(rows):
+            if file:
+                files[rank_file(rank)] = file
+            stored += nbytes
             payloads.append(payload)
+        planned = sum(tensor.bytes_of(tensor.shape) for tensor in tensors.values())
+        if stored != planned:
+            raise OSError(f"{planned:,} bytes of tensors were planned, {stored:,} are stored")
         for name, document in content.make_documents(payloads).items():
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
-        entries = _tensor_entries(writer.stored, placements, files)
-        _publish(root, staging, Manifest(step, content.weights_only, files, entries))
+        _publish(root, staging, Manifest(step, content.weights_only, files, {**tensors}))
 
-    run_on_rank_0(group, saving, refuse_existing)
+    tensors = _agree(run_on_all_ranks(group, saving, begin), group)
+    rank = rank_in(group)
     with staging_folder(target, group, saving) as staging:
-        writer = _Writer(staging)
-        own_files, own_placements = run_on_all_ranks(
-            group, saving, lambda: _write_tensors(writer, content, group)
+        path = staging / rank_file(rank)
+        written = run_on_all_ranks(
+            group, saving, lambda: _write_tensors(path, tensors, content, rank)
         )
-        part = (own_files, own_placements, content.payload)
-        parts = gather_objects(part, group, only_rank_0=True)
+        rows = gather_objects((*written, content.payload), group, only_rank_0=True)
         run_on_rank_0(group, f"the commit of step {step}", publish)
 
 
-def _write_tensors(
-    writer: "_Writer", content: Content, group: dist.ProcessGroup | None
-) -> tuple[dict[str, File], dict[str, str]]:
-    """Write this rank's part of the tensors.
-
-    Return the files, and the placements of the tensors with a first element that this rank
-    wrote: so each has one from one rank.
-    """
-    planner = _Planner(content.lookup, group is not None)
-    rank = rank_in(group)
-    dcp.save(
-        dict(content.tensors),
-        storage_writer=writer,
-        planner=planner,
-        process_group=group,
-        no_dist=group is None,
-    )
-    files = {}
-    names = [f"__{rank}_0.distcp"]
-    if rank == 0:
-        names.append(_DCP_INDEX)
-    for name in names:
-        path = writer.staging / name
-        if store.exists(path):  # a list would have the files of all ranks
-            # Summed after the write: the checksum is of the file's content, and the disk works
-            # meanwhile.
-            files[name] = File(*store.sync_and_sum(path))
-    placements = {}
-    for item in planner.plan.items:
-        index = item.index
-        if not any(index.offset or ()):
-            placements[index.fqn] = describe_placement(content.tensors[index.fqn])
-    return files, placements
+def _describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    layouts: dict[Any, Layout] = {}
+    described = {}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in TYPES:
+            raise UserError(f"{name} is of the type {dtype}, which checkpoints do not hold")
+        key = None
+        if isinstance(tensor, DTensor):
+            key = tensor.device_mesh, tensor.placements
+        if key not in layouts:
+            layouts[key] = layout_of(tensor)
+        described[name] = Tensor(tuple(tensor.shape), dtype, layouts[key])
+    return described
 
 
-def describe_placement(tensor: torch.Tensor) -> str:
-    """Describe how each dimension of the mesh splits the tensor, in the order of the mesh."""
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
     if not isinstance(tensor, DTensor):
-        return "replicated"
-    names = tensor.device_mesh.mesh_dim_names or ()
-    splits = []
-    for name, placement in zip(names, tensor.placements, strict=True):
+        return Layout()
+    splits, late = list[tuple[Any, int]](), list[tuple[Any, int]]()
+    for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)  # every kind of shard has one
-        if dim is None:
-            splits.append(f"replicated over {name}")
-        else:
-            splits.append(f"dim {dim} over {name}")
-    return ", ".join(splits)
+        # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.
+        if hasattr(placement, "split_factor"):
+            late.insert(0, (dim, axis))
+        elif dim is not None:
+            splits.append((dim, axis))
+    ranks = tensor.device_mesh.mesh
+    strides = []
+    for axis, size in enumerate(ranks.shape):
+        line = ranks.movedim(axis, -1).reshape(-1, size)[0].tolist()
+        strides.append(line[1] - line[0] if size > 1 else 1)
+    names = tuple(tensor.device_mesh.mesh_dim_names or ())
+    first = int(ranks.min())
+    return Layout(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
 
 
-class _Planner(DefaultSavePlanner):
-    """Plans by the shards of the live tensors, and takes the values from `lookup`.
+def _agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return all ranks' tensors, each as the lowest rank that has it describes it.
 
-    With `caching`, plans that did not change since the last save are neither sent nor merged.
+    Ranks that describe theirs alike, all of a stage, send it once.
     """
-
-    def __init__(self, lookup: Callable[[str], torch.Tensor], caching: bool) -> None:
-        super().__init__(
-            flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=caching
-        )
-        self._lookup = lookup
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._lookup(index.fqn)
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes one file per rank; syncing it is left to the store."""
-
-    def __init__(self, staging: Path) -> None:
-        # With more threads, torch 2.11 to 2.13 lose a writer's error; copying ahead waits for the
-        # training's stream.
-        super().__init__(staging, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
-        self.staging = staging
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # of torch's writer, which names no cause
-            if store.free_bytes(self.staging) < 1 << 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-            raise
-
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta()  # torch's would hold the path of the staging folder
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, keep the places of all ranks' parts.
-
-        (torch 2.11 puts them into a copy that is not returned.)
-        """
-        super().finish(metadata, results)
-        storage = {}
-        for rank_results in results:
-            for result in rank_results:
-                storage[result.index] = result.storage_data
-        self.stored = replace(metadata, storage_data=storage)
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    is_first = gather_objects(digest, group).index(digest) == rank_in(group)
+    tables = gather_objects(own if is_first else {}, group, only_rank_0=True)
+    merged: dict[str, Tensor] = {}
+    if rank_in(group) == 0:
+        for rank, table in enumerate(tables):
+            for name, tensor in table.items():
+                if tensor.layout == Layout():
+                    tensor = replace(tensor, layout=Layout(first=rank))
+                merged.setdefault(name, tensor)
+    if group:
+        shared = [merged]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        merged = shared[0]
+    return merged
 
 
-def _tensor_entries(
-    stored: Metadata, placements: Mapping[str, str], files: Mapping[str, File]
-) -> dict[str, Tensor]:
-    """Return every tensor's entry; raise unless each planned chunk lies in a written file."""
-    entries = {}
-    assert stored.state_dict_metadata.keys() == placements.keys()
-    for name, planned in stored.state_dict_metadata.items():
-        assert isinstance(planned, TensorStorageMetadata)
-        chunks = []
-        for chunk in planned.chunks:
-            info = stored.storage_data.get(MetadataIndex(name, chunk.offsets))
-            if info is None or info.offset + info.length > files[info.relative_path].size:
-                raise OSError(f"{name} at {list(chunk.offsets)} was planned, but is not stored")
-            offsets = tuple(chunk.offsets)
-            sizes = tuple(chunk.sizes)
-            chunks.append(Chunk(offsets, sizes, info.relative_path, info.offset, info.length))
-        dtype = str(planned.properties.dtype).removeprefix("torch.")
-        entries[name] = Tensor(tuple(planned.size), dtype, placements[name], tuple(chunks))
-    return entries
+def _write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], content: Content, rank: int
+) -> tuple[File | None, int]:
+    """Write this rank's part of the tensors; return its file, and how many bytes are of tensors."""
+    regions = written_by(rank, tensors)
+    begin = header(tensors, regions)
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        yield begin
+        for name, region in regions.items():
+            value = content.lookup(name)
+            planned = (region, f"torch.{tensors[name].dtype}", sizes_of(region))
+            found = (box_of(content.tensors[name]), str(value.dtype), tuple(value.shape))
+            if planned != found:
+                raise RuntimeError(f"{name}: {planned} was planned, and there is {found}")
+            block: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(block)
+
+    if not regions:
+        return None, 0
+    store.write_blocks(path, blocks())
+    # Summed after the write: the checksum is of the file's content, and the disk works meanwhile.
+    file = File(*store.sync_and_sum(path))
+    return file, file.size - len(begin)
 
 
 def _publish(root: Path, staging: Path, manifest: Manifest) -> None:

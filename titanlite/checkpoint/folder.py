@@ -21,7 +21,6 @@ from titanlite.observe.run_folder import new_archive_folder
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
-from titanlite.runtime.torch_private import forget_save_plans
 
 _PATIENCE_SECONDS = 5
 """A network folder may show a new file late on another node."""
@@ -45,7 +44,6 @@ class CheckpointFolder:
 
     def renew_group(self) -> None:
         """Make the group, or another one: that of a failed save may hold unmatched collectives."""
-        forget_save_plans()
         if self.group:
             dist.destroy_process_group(self.group)
         timeout = collective_timeout(self.job.config.comm.checkpoint_timeout_seconds)

@@ -1,31 +1,24 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
 tensor is changed.
 
-Nothing is unpickled except tensors, by torch.load(weights_only=True); DCP's own .metadata, a
-pickle, is never opened.
+Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True); their
+.metadata, a pickle, is never opened.
 """
 
+import io
 import logging
 import math
-import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
@@ -39,10 +32,13 @@ from titanlite.checkpoint.manifest import (
     read_state,
     step_folder,
 )
+from titanlite.checkpoint.places import Chunk
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
+from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 
@@ -218,53 +214,51 @@ def load_tensors(
 def _read(
     folder: Path,
     manifest: Manifest,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = _Reader(folder, manifest)
-        dcp.load(
-            tensors,
-            storage_reader=reader,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
+    """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
 
-
-class _Reader(dcp.FileSystemReader):
-    """Finds tensors by titanlite's manifest instead of DCP's pickle."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder)
-        self._manifest = manifest
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {}
-        storage: dict[MetadataIndex, SimpleNamespace] = {}
-        for name, entry in self._manifest.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in entry.chunks
-            ]
-            properties = TensorProperties(dtype=dtype_of(entry.dtype))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            for chunk in entry.chunks:
-                if chunk.file not in self._manifest.files:
+    def read() -> None:
+        wanted: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            if not local_part(tensor).numel():
+                continue
+            for chunk in manifest.tensors[name].chunks_in(box_of(tensor)):
+                if chunk.file not in manifest.files:
                     raise CorruptCheckpoint(
-                        f"{self.path}: {name} is in {chunk.file}, which is not part of the "
-                        "checkpoint"
+                        f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
                     )
-                # The fields that torch 2.11 to 2.15 read; its own class for them is private.
-                storage[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(
-                    relative_path=chunk.file,
-                    offset=chunk.offset,
-                    length=chunk.length,
-                    transform_descriptors=None,
-                )
-        return Metadata(tensors, storage_data=storage)
+                wanted[chunk.file].append((name, chunk))
+        for file_name, chunks in wanted.items():
+            path = folder / file_name
+            is_listed = manifest.format == 1
+            opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
+            with opened as file:
+                for name, chunk in chunks:
+                    stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
+                    _fill(tensors[name], stored, chunk)
+
+    with torch.no_grad():
+        run_on_all_ranks(group, f"reading {folder}", read)
+
+
+def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:
+    """Read a chunk of format 1, which torch.save wrote."""
+    file.seek(chunk.offset)
+    block = io.BytesIO(file.read(chunk.length))
+    return torch.load(block, map_location="cpu", weights_only=True)
+
+
+def _fill(tensor: torch.Tensor, stored: Any, chunk: Chunk) -> None:
+    """Copy what a stored chunk has of this rank's part of a tensor."""
+    inside, outside = list[slice](), list[slice]()
+    for begin, size, own in zip(chunk.offsets, chunk.sizes, box_of(tensor), strict=True):
+        start = max(begin, own.start)
+        stop = min(begin + size, own.stop)
+        inside.append(slice(start - begin, stop - begin))
+        outside.append(slice(start - own.start, stop - own.start))
+    local_part(tensor)[tuple(outside)].copy_(stored[tuple(inside) or ...])
 
 
 def dtype_of(name: str) -> torch.dtype:

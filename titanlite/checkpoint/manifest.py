@@ -9,12 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from titanlite.checkpoint.places import ListedTensor, Tensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
@@ -24,7 +25,8 @@ MANIFEST, STATE, CONFIG, ENVIRONMENT = (
     "config.toml",
     "environment.json",
 )
-FORMAT = 1
+FORMAT = 2
+"""Format 1 listed each part of each tensor; it is read, and not written."""
 _HEAD = b'{"crc32":%d,"manifest":'
 
 
@@ -41,28 +43,6 @@ class File:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A region of a tensor, and the bytes that hold it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A whole tensor, as it was before it was sharded."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
-    """How it was sharded on the mesh that saved it; only for people."""
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint holds."""
 
@@ -70,14 +50,14 @@ class Manifest:
     weights_only: bool
     """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | ListedTensor]
+    format: int = FORMAT
 
     def render(self) -> bytes:
         """Return the manifest's file in the one form that is accepted: any other byte in it is
         damage.
         """
-        value = {"format": FORMAT, **asdict(self)}
-        body = json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+        body = json.dumps(vars(self), default=vars, separators=(",", ":"), sort_keys=True).encode()
         return b"%s%s}\n" % (_HEAD % zlib.crc32(body), body)
 
     @property
@@ -148,8 +128,8 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
     """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
     written.
 
-    An outline is without tensors, whose entries grow with tensors x ranks: the bytes are summed,
-    which other threads do not wait for, but not parsed.
+    An outline is without tensors, whose entries in format 1 grow with tensors x ranks: the bytes
+    are summed, which other threads do not wait for, but not parsed.
     """
     try:
         raw = store.read(folder / MANIFEST)
@@ -171,7 +151,7 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
             after = raw.rindex(b',"weights_only":')
             raw = raw[: raw.index(b',"tensors":')] + b',"tensors":{}' + raw[after:]
         body = json.loads(raw)["manifest"]
-        if body["format"] != FORMAT:
+        if body["format"] > FORMAT:
             raise UserError(
                 f"{folder / MANIFEST}: written by another version of titanlite, in a newer format"
             )

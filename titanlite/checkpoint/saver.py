@@ -5,7 +5,6 @@ commits. One save is pending at a time. A failure on any rank is known to all at
 step.
 """
 
-import gc
 import math
 import threading
 import time
@@ -239,7 +238,6 @@ class Saver:
         if pending is None:
             return
         pending.join()
-        gc.collect(0)  # cycles that torch's writer leaves would stay for training.gc_freq steps
         failed = torch.tensor(
             int(pending.error is not None), dtype=torch.int64, device=self._device
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from titanlite.checkpoint.commit import describe_placement
+from titanlite.checkpoint.commit import layout_of
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import format_table
@@ -86,7 +86,7 @@ def _parameters(parts: Sequence[nn.Module], job: Job) -> str:
         local = local_part(parameter)
         pattern = layer_pattern(name, job.spec.blocks)
         shapes = str([*parameter.shape]), str([*local.shape])
-        rows[pattern, shapes[0], describe_placement(parameter), shapes[1]] += 1
+        rows[pattern, shapes[0], layout_of(parameter).placement, shapes[1]] += 1
     header = ("parameter", "shape", "placement", "on rank 0", "layers")
     cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
     return format_table(cells, header)

@@ -1,5 +1,4 @@
-"""Every file-system call of checkpoints outside DCP and safetensors, for a folder that all ranks
-share.
+"""Every file-system call of checkpoints outside safetensors, for a folder that all ranks share.
 
 `checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they
 return, the same holds for the new name that `rename` gives, and `rename` is atomic. A bucket could
@@ -8,7 +7,7 @@ replace this file."""
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ read = Path.read_bytes
 size = os.path.getsize
 modified = os.path.getmtime
 is_writable = partial(os.access, mode=os.W_OK)
+reading = partial(Path.open, mode="rb")
 make_folder = partial(os.makedirs, exist_ok=True)
 
 
@@ -49,6 +49,12 @@ def crc32(path: Path) -> int:
 def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     sync(path)
+
+
+def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write a large file from its blocks, not yet to the disk."""
+    with path.open("wb") as file:
+        file.writelines(blocks)
 
 
 @contextmanager

@@ -46,18 +46,6 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def forget_save_plans() -> None:
-    """Forget the plans of this process's saves: they belong to one state on one set of ranks, and
-    after a failed save the ranks may remember different ones.
-    """
-    # torch 2.11 and 2.13 (read), 2.14 (run): dicts of the class, by the planner's class.
-    from torch.distributed.checkpoint.planner import SavePlanner
-
-    for name, plans in vars(SavePlanner).items():
-        if name.startswith("_cached"):
-            plans.clear()
-
-
 def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """Return the shape of the shard at a coordinate of the mesh, and where it begins in the full
     tensor.

@@ -4,7 +4,6 @@ All names, shapes and config.json are compared before anything is read; then eac
 regions that its shards need.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -118,10 +117,6 @@ def to_checkpoint(
         CONFIG: config.encode(),
         ENVIRONMENT: to_json(environment),
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        content = Content(
-            0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True
-        )
-        commit(root, content, group=None)
+    content = Content(0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True)
+    commit(root, content, group=None)
     return step_folder(root, 0)

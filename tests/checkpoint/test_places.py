@@ -1,0 +1,225 @@
+"""Where ranks write: each element once, and a reader finds it; with as many rows as tensors and
+ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.checkpoint.saved import everyone, rank
+from tests.checkpoint.test_save import content
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest
+from titanlite.checkpoint.places import (
+    Chunk,
+    Layout,
+    ListedTensor,
+    Tensor,
+    header,
+    rank_file,
+    written_by,
+)
+from titanlite.runtime import store
+
+MESHES = {
+    "a line": Layout(("a",), (3,), (1,), 0),
+    "every second rank": Layout(("a",), (4,), (2,), 1),
+    "two dimensions of a later stage": Layout(("a", "b"), (2, 3), (3, 1), 6),
+    "inner replicas are outside": Layout(("a", "b", "c"), (2, 2, 2), (4, 2, 1), 0),
+    "one rank": Layout((), (), (), 5),
+}
+SPLITS = [(), ((0, 0),), ((1, 0),), ((0, 1), (0, 0)), ((0, 0), (1, 1)), ((0, 2), (1, 0))]
+SHAPES = [(7, 5), (1, 9), (12, 4), (2, 1)]
+
+
+def layouts() -> Iterator[tuple[Layout, tuple[int, int]]]:
+    for mesh, splits, shape in product(MESHES.values(), SPLITS, SHAPES):
+        if all(axis < len(mesh.sizes) for _, axis in splits):
+            yield Layout(mesh.names, mesh.sizes, mesh.strides, mesh.first, splits), shape
+
+
+def test_each_element_is_written_once_by_the_lowest_rank_that_has_it():
+    for layout, shape in layouts():
+        writer = np.full(shape, -1)
+        for each in range(16):
+            region = layout.region(shape, each)
+            if region is not None:
+                assert (writer[region] == -1).all(), (layout, shape)
+                writer[region] = each
+        assert (writer >= layout.first).all(), (layout, shape)
+        if not layout.splits:
+            assert (writer == layout.first).all()
+
+
+def test_a_reader_finds_those_who_wrote_a_region_and_no_other():
+    for layout, shape in layouts():
+        for wanted in ((slice(0, 2), slice(0, 1)), (slice(1, 2), slice(0, shape[1]))):
+            wanted = tuple(
+                slice(min(w.start, size - 1), min(w.stop, size))
+                for w, size in zip(wanted, shape, strict=True)
+            )
+            expected = {}
+            for each in range(16):
+                region = layout.region(shape, each)
+                canvas = np.zeros(shape)
+                if region is not None:
+                    canvas[region] = 1
+                    if canvas[wanted].any():
+                        expected[each] = region
+            assert dict(layout.parts(shape, wanted)) == expected, (layout, shape, wanted)
+
+
+def test_of_format_1_every_listed_part_of_a_region_is_found_and_no_other():
+    chunks = tuple(Chunk((row, 0), (2, 3), f"{row}") for row in (0, 2, 4))
+    tensor = ListedTensor((6, 3), "float32", "", chunks)
+    for start, stop, files in ((0, 1, "0"), (1, 3, "02"), (2, 4, "2"), (3, 6, "24"), (5, 6, "4")):
+        found = tensor.chunks_in((slice(start, stop), slice(2, 3)))
+        assert "".join(chunk.file for chunk in found) == files
+
+
+def on_every_mesh(folder: str) -> list[str]:
+    """Commit tensors of every kind on meshes of four ranks; return those that differ."""
+    meshes = [
+        dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
+        dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
+        dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")),
+    ]
+    kinds: list[tuple[Any, list[Any]]] = [
+        (meshes[0], [Shard(0)]),
+        (meshes[0], [Shard(1)]),
+        (meshes[1], [Replicate(), Shard(0)]),
+        (meshes[1], [Replicate(), Replicate()]),
+        (meshes[2], [_StridedShard(0, split_factor=2), Shard(0)]),
+        (meshes[2], [Shard(0), Shard(1)]),
+        (meshes[2], [Shard(0), Shard(0)]),
+        (meshes[2]["dp_shard"], [Shard(0)]),  # the ranks of tp have the same, and do not show it
+        (meshes[2]["tp"], [Shard(1)]),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    whole: dict[str, torch.Tensor] = {}
+    live: dict[str, torch.Tensor] = {}
+    types = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+    for number, ((mesh, placements), rows) in enumerate(product(kinds, (8, 5, 1))):
+        name = f"model.{number}"
+        values = torch.randn(rows, 6, generator=generator).to(types[number % 5])
+        whole[name] = values
+        sizes, begin = compute_local_shape_and_global_offset(values.shape, mesh, placements)
+        box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
+        local = values[box].clone()
+        live[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=values.shape, stride=(6, 1)
+        )
+    live["model.number"] = whole["model.number"] = torch.tensor(3.5)
+    if rank() >= 2:  # a tensor that only later ranks have, as those of later stages
+        live["model.late"] = torch.ones(3)
+    whole["model.late"] = torch.ones(3)
+    held = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in live.items()}
+    commit.commit(Path(folder), content(live, held), everyone())
+    found = load_tensors(Path(folder) / "step-1")
+    assert found.keys() == whole.keys()
+    return [name for name in whole if not torch.equal(found[name], whole[name])]
+
+
+@pytest.fixture(scope="module")
+def mixed(pool, tmp_path_factory) -> tuple[Path, list[list[str]]]:
+    """The checkpoint of `on_every_mesh`, and what each rank returned."""
+    folder = tmp_path_factory.mktemp("mixed")
+    return folder / "step-1", pool.run(on_every_mesh, str(folder))
+
+
+def test_shards_of_every_kind_and_type_are_read_bit_for_bit(mixed):
+    folder, different = mixed
+    assert different == [[]] * 4
+    firsts = {
+        name: tensor.layout.first
+        for name, tensor in read_manifest(folder).tensors.items()
+        if isinstance(tensor, Tensor)
+    }
+    assert firsts.pop("model.late") == 2
+    assert len(firsts) > 20 and not any(firsts.values()), "of equal ones the lowest rank's"
+
+
+def large(shards: int, tp: int, stages: int) -> list[dict[str, Tensor]]:
+    """Return the tables of stages of a model of 1,137 parameters with AdamW, as Llama 405B."""
+    tables = []
+    for stage in range(stages):
+        mesh = (("dp_shard", "tp"), (shards, tp), (tp, 1), stage * shards * tp)
+        kinds = {
+            (16384,): Layout(*mesh, splits=((0, 0),)),
+            (53248, 16384): Layout(*mesh, splits=((0, 1), (0, 0))),
+            (16384, 53248): Layout(*mesh, splits=((1, 1), (0, 0))),
+        }
+        table = {}
+        for layer in range(126 * stage // stages, 126 * (stage + 1) // stages):
+            for number, (shape, layout) in enumerate([*kinds.items()] * 3):
+                for kind in ("model", "optimizer", "optimizer"):
+                    key = f".{'feed_forward'}.w{number}.weight"
+                    name = f"{kind}.layers.{layer}{key}" + f".exp_avg{len(table) % 3}"
+                    table[name] = Tensor(shape, "float32", layout)
+        tables.append(table)
+    return tables
+
+
+def timed(limit: float, action: Callable[[], Any]) -> Any:
+    began = time.process_time()
+    result = action()
+    assert time.process_time() - began < limit
+    return result
+
+
+@pytest.mark.parametrize("world", [(8, 8, 1), (2048, 8, 1), (128, 8, 16)])
+def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product(tmp_path, world):
+    tables = large(*world)
+    tensors = {name: tensor for table in tables for name, tensor in table.items()}
+    ranks = world[0] * world[1] * world[2]
+    files = {rank_file(each): File(4294967295, 4294967295) for each in range(ranks)}
+    manifest = Manifest(1, False, files, {**tensors})
+    raw = timed(1, manifest.render)
+    assert len(tensors) > 3400 and len(raw) < 200 * len(tensors) + 70 * ranks < 2_000_000
+    assert len(header(tensors, timed(1, lambda: written_by(ranks - 1, tensors)))) < 1_000_000
+    (tmp_path / MANIFEST).write_bytes(raw)
+    assert timed(1, lambda: read_manifest(tmp_path)) == manifest
+    own = tables[0]
+    found = timed(
+        1,
+        lambda: {
+            name: [*tensor.chunks_in(region)]
+            for name, tensor in own.items()
+            if (region := tensor.layout.region(tensor.shape, 9)) is not None
+        },
+    )
+    assert {chunk.file for chunks in found.values() for chunk in chunks} == {rank_file(9)}
+
+
+def test_a_file_says_what_it_holds(mixed):
+    """The header of safetensors has the regions in the order of the rule."""
+    folder, _ = mixed
+    manifest = read_manifest(folder)
+    tensors = {name: t for name, t in manifest.tensors.items() if isinstance(t, Tensor)}
+    for each in range(4):
+        raw = store.read(folder / rank_file(each))
+        size = int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8 : 8 + size])
+        del entries["__metadata__"]
+        regions = written_by(each, tensors)
+        assert [*entries] == [*regions] and size % 8 == 0
+        end = 0
+        for name, entry in entries.items():
+            begin, stop = entry["data_offsets"]
+            assert begin == end and begin % tensors[name].bytes_of(()) == 0, "aligned, no gap"
+            end = stop
+        assert 8 + size + end == len(raw)

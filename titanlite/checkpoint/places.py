@@ -1,0 +1,179 @@
+"""Where the parts of tensors lie in a checkpoint. No torch.
+
+A manifest has a row for each tensor and for each file, and none for a tensor's part in a file:
+which rank wrote which region, and in which order, follows from shape, type, mesh and splits. So
+ranks plan alone what they write, and a reader finds it by the same rule.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from titanlite.registry import Box
+
+TYPES = {
+    "complex64": ("C64", 8),
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "float32": ("F32", 4),
+    "int32": ("I32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int16": ("I16", 2),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+}
+"""The name in safetensors and the bytes of each type that a checkpoint can hold."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A region of a tensor, and the file that holds it; in format 1 with its bytes' place there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks that write a tensor, and how they split it.
+
+    They form a mesh: at its coordinates c is the rank `first` + the sum of c x strides. Of ranks
+    with the same region, the lowest writes it.
+    """
+
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    first: int = 0
+    splits: tuple[tuple[int, int], ...] = ()
+    """Pairs of a dimension of the tensor and one of the mesh, in the order of splitting."""
+
+    @property
+    def placement(self) -> str:
+        """How each dimension of the mesh splits the tensor; only for people."""
+        split = {axis: f"dim {dim}" for dim, axis in self.splits}
+        names = enumerate(self.names)
+        described = [f"{split.get(axis, 'replicated')} over {name}" for axis, name in names]
+        return ", ".join(described) or "replicated"
+
+    def region(self, shape: Sequence[int], rank: int) -> Box | None:
+        """Return the region that a rank writes; None if it writes none."""
+        region = [slice(0, size) for size in shape]
+        lowest = self.first
+        for dim, axis in self.splits:
+            number, stride = self.sizes[axis], self.strides[axis]
+            index = (rank - self.first) // stride % number
+            region[dim] = _part(region[dim], number, index)
+            lowest += index * stride
+        if lowest != rank or not all(sizes_of(region)):
+            return None  # a lower rank has the same, it is not in the mesh, or has nothing
+        return tuple(region)
+
+    def parts(self, shape: Sequence[int], wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the ranks that wrote something of a region that is not empty, with their own."""
+        found = [(self.first, tuple(slice(0, size) for size in shape))]
+        for dim, axis in self.splits:
+            narrowed = []
+            for rank, region in found:
+                first = _part(region[dim], self.sizes[axis], 0)
+                size = first.stop - first.start
+                low = max(0, wanted[dim].start - first.start) // size
+                for index in range(low, self.sizes[axis]):
+                    part = _part(region[dim], self.sizes[axis], index)
+                    if part.start >= min(part.stop, wanted[dim].stop):
+                        break
+                    own = (*region[:dim], part, *region[dim + 1 :])
+                    narrowed.append((rank + index * self.strides[axis], own))
+            found = narrowed
+        yield from found
+
+
+def sizes_of(region: Sequence[slice]) -> tuple[int, ...]:
+    return tuple(each.stop - each.start for each in region)
+
+
+def _part(whole: slice, number: int, index: int) -> slice:
+    """Return one of so many parts, as torch.chunk has them: the last ones are smaller, or empty."""
+    size = -(-(whole.stop - whole.start) // number)
+    start = min(whole.stop, whole.start + index * size)
+    return slice(start, min(whole.stop, start + size))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor, as it was before it was sharded."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+    @property
+    def placement(self) -> str:
+        return self.layout.placement
+
+    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
+        """Yield what is stored of a region that is not empty."""
+        for rank, region in self.layout.parts(self.shape, wanted):
+            yield Chunk(tuple(each.start for each in region), sizes_of(region), rank_file(rank))
+
+    def bytes_of(self, sizes: Sequence[int]) -> int:
+        return prod(sizes) * TYPES[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class ListedTensor:
+    """A tensor in a manifest of format 1, which lists the parts of each."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    chunks: tuple[Chunk, ...]
+
+    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
+        for chunk in self.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, wanted, strict=True)
+            if all(at < own.stop and own.start < at + size for at, size, own in bounds):
+                yield chunk
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank}.safetensors"
+
+
+def written_by(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Box]:
+    """Return the regions that a rank writes, in the order of its file."""
+    found = {}
+    # Larger types first, so that each value is aligned.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].bytes_of(()), name)):
+        region = tensors[name].layout.region(tensors[name].shape, rank)
+        if region is not None:
+            found[name] = region
+    return found
+
+
+def header(tensors: Mapping[str, Tensor], regions: Mapping[str, Box]) -> bytes:
+    """Return the begin of a file of these regions in the format of safetensors.
+
+    torch's HuggingFaceStorageReader joins the ranks' files by its marks.
+    """
+    entries, offsets, end = dict[str, Any](), {}, 0
+    for name, region in regions.items():
+        sizes = sizes_of(region)
+        begin, end = end, end + tensors[name].bytes_of(sizes)
+        kind = TYPES[tensors[name].dtype][0]
+        entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": (begin, end)}
+        offsets[name] = {"saved_offsets": [each.start for each in region]}
+    marks = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    text = json.dumps({"__metadata__": marks, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
