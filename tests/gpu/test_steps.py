@@ -4,13 +4,18 @@ often as stated.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from tests.gpu import fake_gpu
 from tests.gpu.fake_gpu import Event, Trace, mismatches
 from tests.lanes import sample
+from tests.launch.run import ROOT
 
 # steps 2 and 3 are not logged
 STEPS = "--training.steps=4 --training.seq_len=64 --training.local_batch_size=4"
@@ -107,14 +112,14 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_g
 
 COMMUNICATORS = {
     # options: (GPUs, communicators, those that are used)
-    "": (2, 5, 1),
-    "--parallelism.data_parallel_replicate_degree=2": (4, 6, 3),
-    "--parallelism.tensor_parallel_degree=2": (4, 7, 4),
-    "--parallelism.fsdp_reshard_after_forward=2": (4, 7, 2),
-    "--parallelism.context_parallel_degree=2": (4, 9, 2),
-    MOE: (4, 9, 3),
-    PIPELINE: (2, 7, 2),
-    f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B": (2, 9, 4),
+    "": (2, 1, 1),
+    "--parallelism.data_parallel_replicate_degree=2": (4, 3, 3),
+    "--parallelism.tensor_parallel_degree=2": (4, 3, 3),
+    "--parallelism.fsdp_reshard_after_forward=2": (4, 3, 2),
+    "--parallelism.context_parallel_degree=2": (4, 3, 2),
+    MOE: (4, 3, 3),
+    PIPELINE: (2, 2, 2),
+    f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B": (2, 4, 4),
 }
 
 
@@ -125,6 +130,43 @@ def test_a_layout_has_so_many_communicators(train_on_gpus, tmp_path, options):
     (trace, *_) = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()]).traces
     assert len(trace.of("communicator")) == made
     assert len({event.facts["comm"] for event in trace.of("collective", "send", "receive")}) == used
+
+
+GPU_ONLY = """
+import torch, torch.distributed as dist
+from titanlite.parallel.mesh import split
+
+rank = int(__import__("os").environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
+for gpu_only in (False, True):
+    group = split("a name", torch.tensor([[0], [1]]), gpu_only)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+        print(rank, gpu_only, "has gloo", flush=True)
+    except RuntimeError as error:
+        print(rank, gpu_only, error, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_groups_for_tensors_on_gpus_have_no_gloo_beside_nccl(fake_gpus, tmp_path):
+    (tmp_path / "own.py").write_text(GPU_ONLY)
+    variables = {**os.environ, **fake_gpu.environment(fake_gpus, tmp_path / "traces", 2)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command.append(str(tmp_path / "own.py"))
+    done = subprocess.run(
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for rank in (0, 1):
+        assert f"{rank} False has gloo" in done.stdout
+        assert f"{rank} True No backend type associated with device type cpu" in done.stdout
+    for trace in fake_gpu.read_traces(tmp_path / "traces"):
+        assert len(trace.of("communicator")) == 3
+        assert not trace.of("split-without-color")
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.jobs import fake_world
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.parallel.stage import build_lanes
+from titanlite.planner.fake_world import FakeWorld
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,10 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             ]
 
         with fake_world(layout, rank) as mesh:
-            for name in DIMENSIONS:
-                assert mesh.world[name].size() == layout.degrees[DIMENSIONS.index(name)]
-                assert mesh.world[name].get_local_rank() == here[name]
+            for name, degree in zip(DIMENSIONS, layout.degrees, strict=True):
+                if degree > 1:
+                    assert mesh.world[name].size() == degree
+                    assert mesh.world[name].get_local_rank() == here[name]
             assert sorted(mesh.fsdp.mesh.flatten().tolist()) == ranks_that_share("pp", "tp")
             assert mesh.fsdp.size() == layout.fsdp * layout.dp_replicate
             shards = mesh.fsdp.mesh.tolist()
@@ -54,7 +56,9 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
                 next(row for row in shards if rank in row) if layout.dp_replicate > 1 else shards
             )
             assert shards == ranks_that_share("pp", "dp_replicate", "tp")
-            assert mesh.tp.mesh.tolist() == ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
+            if layout.tp > 1:
+                own = ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
+                assert mesh.tp.mesh.tolist() == own
             for group, shared in (
                 (mesh.data, ("pp", "tp")),
                 (mesh.loss, ("tp",)),
@@ -64,10 +68,12 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             if not layout.experts_on_own_mesh:
                 assert mesh.ep is mesh.experts is None
                 continue
-            assert mesh.ep and mesh.experts
+            assert mesh.experts
             replica = ranks_that_share("pp", "dp_replicate")
             place = replica.index(rank)
-            assert mesh.ep.mesh.tolist() == replica[place // layout.ep * layout.ep :][: layout.ep]
+            if layout.ep > 1:
+                own = replica[place // layout.ep * layout.ep :][: layout.ep]
+                assert mesh.ep.mesh.tolist() == own
             shards = mesh.experts.mesh.view(layout.dp_replicate, -1).tolist()
             assert replica[place % layout.ep :: layout.ep] in shards
             assert len(replica) * layout.dp_replicate == layout.ep * sum(map(len, shards))
@@ -106,3 +112,14 @@ def test_every_rank_asks_for_the_lanes_of_all_edges_in_the_same_order(layout, ra
             asked.append([call.args[0] for call in made.call_args_list])
     assert len(asked[0]) == splits
     assert all(each == asked[0] for each in asked)
+
+
+def test_a_pipeline_with_fsdp_and_tensor_parallel_takes_few_splits_on_any_number_of_ranks():
+    """On NCCL each is a communicator that all ranks make together, also after a restart."""
+    make = dist.new_subgroups_by_enumeration
+    with FakeWorld() as world, patch.object(dist, make.__name__, side_effect=make) as made:
+        mesh = world.mesh(Layout(pp=8, dp_shard=8, tp=8))
+        build_lanes(mesh.world.mesh.flatten(1), [*range(8)] * 2)
+    names = [call.kwargs["group_desc"] for call in made.call_args_list]
+    assert names[:-4] == ["stage", "pp", "dp_shard", "tp", "loss"]
+    assert len(names) == 9

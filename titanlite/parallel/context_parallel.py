@@ -67,9 +67,9 @@ def is_balanced(job: Job) -> bool:
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Give the core of every block's attention the tokens of all ranks."""
     job = context.job
-    mesh = context.mesh.world["cp"]
-    if mesh.size() == 1:
+    if job.layout.cp == 1:
         return []
+    mesh = context.mesh.world["cp"]
     note = f"Applied context parallel on {mesh.size()} ranks"
     if job.config.parallelism.context_parallel_rotate_method != "allgather":
         _replace_cores(model, context, partial(_attend_to_some_heads, mesh.get_group()))

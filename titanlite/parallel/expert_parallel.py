@@ -28,14 +28,15 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """Split the experts' weights; give routers the global batch's size and a sum over ranks."""
     job = context.job
     world = context.mesh.world
-    sharing = [world[name].get_group() for name in ("cp", "tp") if world[name].size() > 1]
+    shared = [name for name in ("cp", "tp") if getattr(job.layout, name) > 1]
+    sharing = [world.get_group(name) for name in shared]
     for router in routers(model).values():
         router.sequences = job.batch.total
         router.forced = job.config.debug.moe_force_load_balance
         router.sum_over_sequence = partial(_summed, sharing)
         router.runs_again = is_recomputing
     mesh = context.mesh.ep
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return []
     for module in expert_modules(model, context.table).values():
         own = dict(module.named_parameters(recurse=False))
@@ -54,7 +55,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 def dispatch(model: nn.Module, context: Context) -> list[str]:
     """Let experts compute the tokens of all ranks that have other experts."""
     mesh = context.mesh.ep
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return []
     for module in expert_modules(model, context.table).values():
         forward = partial(_dispatch, mesh.get_group(), module.forward)

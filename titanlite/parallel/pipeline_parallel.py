@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from titanlite.config.job import Job
 from titanlite.config.pipeline_order import numbered_by_last_stage
 from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
@@ -81,9 +82,13 @@ def orders(stages: Stages) -> list[list[str]]:
             list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
         ]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
-    blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in stages.ranks[0]]
+    own = stages.ranks[0]
+    blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in own]
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
-    return [[*map(str, filter(None, found[rank]))] for rank in range(ranks)]
+    rows = []
+    for rank in range(ranks):
+        rows.append([str(action) for action in found[rank] if action is not None])
+    return rows
 
 
 def _schedule_class(stages: Stages) -> Any:
@@ -130,10 +135,7 @@ class Pipeline:
         if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
         self.group = context.mesh.world["pp"].get_group()
-        whole, _ = build_meta_model(self.job.spec, self.job.model)
-        (embeddings,) = split(whole, self.job.spec, [self.job.spec.before])
-        token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        self.width = embeddings(token, token).size(-1)
+        self.width = _width(self.job)
         self.shape = (stages.size, self.job.config.training.seq_len // self.job.layout.cp)
         """Sequences and tokens of a micro-batch."""
         self.rank_of = stages.rank_of
@@ -143,7 +145,8 @@ class Pipeline:
         is_old = TorchVersion(torch.__version__) < "2.14"
         if stages.schedule in SINGLE or (is_old and context.mesh.world.device_type == "cuda"):
             ranks = []  # lanes gain single schedules nothing, and these batch sends with receives
-        self.lanes = build_lanes(context.mesh.world.mesh.flatten(1), ranks)
+        columns = context.mesh.world.mesh.flatten(1)  # its outermost dimension is pp
+        self.lanes = build_lanes(columns, ranks)
         own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
@@ -167,15 +170,19 @@ class Pipeline:
         for first, rule in self.context.table.items():
             if not rule.tied:
                 continue
-            names = {self._stage_of(first): first, self._stage_of(rule.tied): rule.tied}
+            first_stage = self._stage_of(first)
+            second_stage = self._stage_of(rule.tied)
+            if first_stage == second_stage:
+                continue
+            own_names = {first_stage: first, second_stage: rule.tied}
+            other_stages = {first_stage: second_stage, second_stage: first_stage}
             for stage in self.stages:
                 index = stage.stage_index
-                if index not in names or len(names) < 2:
+                if index not in own_names:
                     continue
-                parameter = stage.submod.get_parameter(names[index])
-                (other,) = names.keys() - {index}
+                parameter = stage.submod.get_parameter(own_names[index])
                 if parameter.requires_grad:
-                    yield parameter, self.rank_of[other], names[index] == rule.tied
+                    yield parameter, self.rank_of[other_stages[index]], index == second_stage
 
     def _stage_of(self, name: str) -> int:
         """Return the number of the stage that has a parameter."""
@@ -202,10 +209,8 @@ class Pipeline:
         Between blocks tensor parallel splits the sequence.
         """
         dtype = getattr(torch, self.job.config.training.mixed_precision_param)
-        tokens //= self.job.layout.tp
-        return torch.empty(
-            sequences, tokens, self.width, dtype=dtype, device=device, requires_grad=True
-        )
+        size = (sequences, tokens // self.job.layout.tp, self.width)
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
@@ -219,10 +224,8 @@ class Pipeline:
         self.micro_batches = [micro_batches[number] for number in self.numbers]
         self.actions = []
         losses: list[Tensor] = []
-        # torch splits the numbers as targets.
-        self.schedule.step(
-            target=torch.arange(len(micro_batches)), losses=losses, return_outputs=False
-        )
+        numbers = torch.arange(len(micro_batches))  # torch splits them as targets
+        self.schedule.step(target=numbers, losses=losses, return_outputs=False)
         self.micro_batches = []
         zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
         return torch.stack([zero, *(loss.detach().double() for loss in losses)]).sum()
@@ -246,15 +249,15 @@ class Pipeline:
         inputs = batch.tokens
         for stage in self.stages:
             index = stage.stage_index
-            if index and (peer := self.rank_of[index - 1]) != own:
+            if index and self.rank_of[index - 1] != own:
                 sequences, tokens = batch.tokens.shape
                 inputs = self.hidden(sequences, tokens, self.context.device).detach()
-                dist.recv(inputs, group=self.group, group_src=peer)
+                dist.recv(inputs, group=self.group, group_src=self.rank_of[index - 1])
             if stage.is_last:
                 return last(stage.submod, batch, inputs)
             inputs = stage.submod(inputs, batch.positions, batch.documents)
-            if (peer := self.rank_of[index + 1]) != own:
-                dist.send(inputs.contiguous(), group=self.group, group_dst=peer)
+            if self.rank_of[index + 1] != own:
+                dist.send(inputs.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
         return None
 
     def begin(self, stage: int, kind: str, number: int) -> None:
@@ -264,3 +267,11 @@ class Pipeline:
         self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
+
+
+def _width(job: Job) -> int:
+    """Return the size of a hidden state, found by running the embeddings on the meta device."""
+    whole, _ = build_meta_model(job.spec, job.model)
+    (embeddings,) = split(whole, job.spec, [job.spec.before])
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    return embeddings(token, token).size(-1)

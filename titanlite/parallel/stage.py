@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from titanlite.parallel.mesh import split
 from titanlite.runtime import torch_private
 from titanlite.runtime.page import phase
 
@@ -35,13 +36,8 @@ def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist
             if not {*edge} & {*chain(*apart)}:
                 apart.append(edge)
         edges -= {*apart}
-        pairs = columns[torch.tensor(apart)].transpose(1, 2).flatten(0, 1).tolist()
-        name = f"pipeline edges {apart}"
-        # On NCCL each new group would be a split of all ranks.
-        if dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
-            group = dist.split_group(split_ranks=pairs, group_desc=name)
-        else:
-            group, _ = dist.new_subgroups_by_enumeration(pairs, group_desc=name)
+        pairs = columns[torch.tensor(apart)].transpose(1, 2).flatten(0, 1)
+        group = split(f"pipeline edges {apart}", pairs, gpu_only=True)
         lanes |= dict.fromkeys(apart, group)
     return lanes
 

@@ -38,10 +38,10 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 
     Logits become DTensors, split over the vocabulary.
     """
-    if context.job.layout.tp == 1:
+    mesh = context.mesh.tp
+    if mesh is None:
         return []
     settings = context.job.config.parallelism
-    mesh = context.mesh.tp
     splits_logits = not settings.disable_loss_parallel
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]

@@ -61,6 +61,9 @@ def build_forward(
 ) -> Forward:
     """Return the forward pass of a job on this rank."""
     job = context.job
+    sequence_ranks = None
+    if job.layout.cp > 1:
+        sequence_ranks = context.mesh.world.get_group("cp")
     return Forward(
         parts,
         context.device,
@@ -68,6 +71,6 @@ def build_forward(
         cache(partial(own_positions, job, rank, context.device)),
         sequence_multiple(job),
         context.mesh.loss,
-        context.mesh.world.get_group("cp"),
+        sequence_ranks,
         pipeline,
     )

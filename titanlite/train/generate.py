@@ -73,8 +73,9 @@ def _logits_at(
         return _whole(model(inputs)[0, position])
     own = (batch.own_positions == position).nonzero().flatten().tolist()
     logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0])
-    logits *= len(own)  # one rank of the group has the position
-    dist.all_reduce(logits, group=group)
+    if group is not None:
+        logits *= len(own)  # one rank of the group has the position
+        dist.all_reduce(logits, group=group)
     return logits
 
 

@@ -25,6 +25,7 @@ from titanlite.optim import build_optimizer
 from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.distributed import pick_device
 from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
 from titanlite.verify.known_faults import FAULTS
@@ -69,7 +70,7 @@ def measure(
     mismatch = measurements.compare(
         measured, torch.load(reference, mmap=True), row.precision, trainer.owns
     )
-    if mismatch[0] <= measurements.BOUNDS[row.precision]:
+    if trainer.device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
             if difference:
                 return math.inf, f"{what} {difference}"
@@ -100,13 +101,14 @@ class InstrumentedTrainer(Trainer):
 
     def __init__(self, job: Job, rank_info: RankInfo, batch: str = "") -> None:
         Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-        super().__init__(job, rank_info, torch.device("cpu"), logging.Logger("quiet"))
+        device = pick_device(job.config.job.device, rank_info.local_rank)
+        super().__init__(job, rank_info, device, logging.Logger("quiet"))
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
         own_rows = whole.rows.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
         batches = map(MicroBatch, own_rows.chunk(self.rank_slice.accumulation))
         self.micro_batches = [*map(self.runner.forward.take, batches)]
         self.measured: Measured = {}
-        self.record = StepRecord(job, self.mesh.world["pp"].get_local_rank())
+        self.record = StepRecord(job, job.layout.coordinates(rank_info.rank)["pp"])
         self.report.close()
         self.report.sinks = [SimpleNamespace(write=self.keep_first)]
         self._forward_backward = self.runner.forward_backward
@@ -173,12 +175,14 @@ class InstrumentedTrainer(Trainer):
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        with self.record.recording() if step == 2 else nullcontext():
+        # The declarations are those of gloo's calls, and the same on each device.
+        recorded = step == 2 and self.device.type == "cpu"
+        with self.record.recording() if recorded else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
             self.measured[measurements.NORM] = {
-                "(p = inf)": self.runner.clip_gradients(math.inf, math.inf)
+                "(p = inf)": self.runner.clip_gradients(math.inf, math.inf).cpu()
             }
             self.measured |= measurements.routed(
                 *self.parts, add=partial(dist.all_reduce, group=self.mesh.stage)
