@@ -95,6 +95,12 @@ static uint64_t load(uint64_t *value) { return __atomic_load_n(value, __ATOMIC_S
 
 static int stuck_from = -1;
 
+static void open_trace(void) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/rank-%d.%d.trace", folder, rank_of_process, getpid());
+    trace = open(path, O_WRONLY | O_CREAT | O_APPEND, 0644);
+}
+
 static void begin(void) {
     const char *rank = getenv("RANK"), *visible = getenv("CUDA_VISIBLE_DEVICES"), *gib = getenv("FAKE_GPU_GIB");
     folder = getenv("FAKE_GPU_DIR");
@@ -109,10 +115,7 @@ static void begin(void) {
     reserve(&on_host);
     if (!folder) return;
     map_cells();
-    if (!rank) return; /* a launcher */
-    char path[4096];
-    snprintf(path, sizeof path, "%s/rank-%d.%d.trace", folder, rank_of_process, getpid());
-    trace = open(path, O_WRONLY | O_CREAT | O_APPEND, 0644);
+    if (rank) open_trace(); /* else a launcher, or a process that learns its rank with its first communicator */
 }
 
 static void start(void) { pthread_once(&once, begin); }
@@ -725,6 +728,10 @@ const char *ncclGetErrorString(int error) { return words(error); }
 const char *ncclGetLastError(void *comm) { return ""; }
 int ncclCommInitRankConfig(Comm **made, int ranks, UniqueId id, int rank, void *config) {
     start();
+    if (rank_of_process < 0 && folder) {
+        rank_of_process = rank;
+        open_trace();
+    }
     *made = communicator(ranks, rank, id.name, "init");
     return 0;
 }

@@ -25,6 +25,7 @@ from titanlite.verify.table import (
     EXTRA,
     INDUCTOR,
     LAYOUTS,
+    OF_DEVICE,
     ONLY_FULL,
     Choices,
     Row,
@@ -60,6 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--beyond": "all rows of the further layouts and of inductor; "
         "without options only the first of each runs",
         "--out FILE.md": ("page of --full (default: parity-MODEL.md)", Path),
+        "--device NAME": "cpu or cuda: run a table in float32 and bfloat16 on it, with a rank for "
+        "each GPU, and compare with float64 on a CPU",
         "--only ROW,…": "run only these rows of the table: layouts or numbers, "
         "such as tp2,dp2,#40; 1 is the layout, #1 the row",
         "--fault NAME": "put in a known fault, to see it detected; list prints them",
@@ -73,10 +76,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
     given = [
         name
-        for name in ("only", "beyond", "fault", "full")
+        for name in ("only", "beyond", "fault", "full", "device")
         if getattr(arguments, name) not in (None, False)
     ]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["only", "device"]:
         raise UserError(
             f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}"
         )
@@ -88,14 +91,20 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     arguments.resumable = arguments.full
     name = [f"--model.name={arguments.model}"] if arguments.model else []
     model = read_model([*overrides, *name], os.environ)
+    every = table(model)
+    if arguments.device:
+        model = replace(model, device=arguments.device)
+        every = rows_of_device(model)
     if arguments.fault:
         rows = numbered(fault_rows(model, arguments.fault))
     elif arguments.full:
         rows = full_table(model)
     elif arguments.only is not None:
-        rows = selected(model, table(model), arguments.only)
+        rows = selected(model, every, arguments.only)
+    elif arguments.device:
+        rows = every
     else:
-        rows = further_rows(table(model)) if arguments.beyond else first_rows(table(model))
+        rows = further_rows(every) if arguments.beyond else first_rows(every)
     return _run_rows(model, rows, arguments)
 
 
@@ -133,6 +142,23 @@ def table(model: ModelUnderTest) -> Rows:
     return numbered(rows)
 
 
+def rows_of_device(model: ModelUnderTest) -> Rows:
+    """Return the rows that the model and the number of devices allow."""
+    import torch
+
+    if model.device not in ("cpu", "cuda"):
+        raise UserError(f"--device: unknown device '{model.device}'; legal: cpu, cuda")
+    ranks = 8
+    if model.device == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda: torch finds no usable GPU on this node")
+        ranks = torch.cuda.device_count()
+    allowed = [row for row in OF_DEVICE if row.layout in model.layouts and row.mesh.world <= ranks]
+    if not model.spec.core:
+        allowed = [row for row in allowed if row.documents == "off"]
+    return numbered(allowed)
+
+
 def full_table(model: ModelUnderTest) -> Rows:
     """Return the product of what changes the mathematics most for every layout."""
     rows = full(_choices(model, LAYOUTS))
@@ -165,7 +191,8 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     numbers there.
     """
     names = {name.strip() for name in only.split(",")} - {""}
-    layouts = [layout for layout in model.layouts if layout not in ONLY_FULL]
+    has_rows = {row.layout for row in rows.values()}
+    layouts = [layout for layout in model.layouts if layout in has_rows]
     meant = {name: {number} for number in rows for name in (f"#{number}", f"{number}")}
     meant |= {
         layout: {number for number, row in rows.items() if row.layout == layout}
@@ -216,9 +243,9 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     cached = cache.passed if cache else {}
     printer.head(_introduction(model, rows.values(), fault, len(cached), arguments.only is None))
     results: list[Result] = []
-    told = False
+    told = bool(model.device)  # a fault of the table is found on a CPU
     with (
-        open_pool(max(row.mesh.world for row in rows.values())) as pool,
+        open_pool(max(row.mesh.world for row in rows.values()), model.device) as pool,
         row_runner(model, pool) as run,
     ):
         for number, row in rows.items():

@@ -110,19 +110,20 @@ def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]
 
 
 def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True)
 
 
 def routed(*parts: nn.Module, add: Callable[[torch.Tensor], Any] = lambda total: None) -> Measured:
     """Return the counts of a step's routers; `add` adds those of other ranks in place."""
     measured: Measured = {CHOICES: {}, BALANCE: {}}
     for name, router in routers(*parts).items():
-        measured[CHOICES][name], measured[BALANCE][name] = (
-            router.counts.double(),
-            router.auxiliary.clone(),
-        )
-        add(measured[CHOICES][name])
-        add(measured[BALANCE][name])
+        counts = router.counts.double()
+        auxiliary = router.auxiliary.clone()
+        add(counts)
+        add(auxiliary)
+        measured[CHOICES][name] = counts.cpu()
+        measured[BALANCE][name] = auxiliary.cpu()
     return measured
 
 
@@ -168,7 +169,7 @@ def _errors(
     for name, tensor in actual.items():
         reference = expected[name]
         if what == INITIAL:  # a function of the job, not of the mesh: bit for bit
-            error = 0.0 if torch.equal(tensor, reference) else math.inf
+            error = 0.0 if torch.equal(tensor, reference.to(tensor.dtype)) else math.inf
         else:
             size = max(reference.norm().item(), floor, 1e-300)
             error = (tensor.double() - reference.double()).norm().item() / size

@@ -58,6 +58,9 @@ class ModelUnderTest:
     """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
     """Layouts that the config's rules refuse for it, or choices there, and why."""
+    device: str = ""
+    """Where rows run that are compared with float64 on a CPU; an empty string for the other rows,
+    which run on a CPU."""
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -120,6 +123,8 @@ class ModelUnderTest:
             f"--training.dataset_path={folder / TOKENS}",
             f"--job.dump_folder={folder / 'run'}",
         ]
+        if self.device:
+            line.append(f"--job.device={self.device}")
         if row.extra == "imported":
             line.append(f"--checkpoint.initial_load_path={folder / IMPORTED}")
         return line

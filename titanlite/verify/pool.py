@@ -1,4 +1,4 @@
-"""A pool of gloo processes on this machine, which run plain functions on the ranks of a call.
+"""A pool of processes on this machine, which run plain functions on the ranks of a call.
 
 The processes come from a fork server that has torch loaded (a fork of a process that ran a backward
 pass would hang) and live through many runs; consecutive runs on the same number of ranks share
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from titanlite.runtime.distributed import set_collective_timeout
+from titanlite.runtime.distributed import pick_device, set_collective_timeout
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
@@ -49,8 +49,11 @@ class RankFailed(Exception):
 class Pool:
     """Ranks 0 to size - 1. `run` calls a function on some of them; `close` ends them."""
 
-    def __init__(self, size: int, preload: Sequence[str] = (), log: str = "") -> None:
+    def __init__(
+        self, size: int, preload: Sequence[str] = (), log: str = "", device: str = ""
+    ) -> None:
         self.size = size
+        self.device = device
         self.log = log
         """The file that takes the ranks' stderr, or an empty string."""
         self._preload = ["titanlite.verify.pool", "torch.distributed.fsdp", *preload]
@@ -130,8 +133,11 @@ class Pool:
         return Path(self._folder.name) / f"stack-{rank}"
 
     def _start(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(self._preload)
+        context: Any = get_context("forkserver")
+        if self.device == "cuda":  # a driver that a preloaded module asks for devices is not forked
+            context = get_context("spawn")
+        else:
+            context.set_forkserver_preload(self._preload)
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
@@ -142,6 +148,7 @@ class Pool:
                 str(self._stack_file(rank)),
                 list(sys.path),
                 self.log,
+                self.device,
             )
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
@@ -162,7 +169,9 @@ class Pool:
         self._processes, self._connections = [], []
 
 
-def _serve(connection: Connection, port: int, stack_file: str, path: list[str], log: str) -> None:
+def _serve(
+    connection: Connection, port: int, stack_file: str, path: list[str], log: str, device: str
+) -> None:
     """Run each function that is sent and answer, until the pool's process has ended."""
     # Ctrl-C reaches every process; the parent ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -183,7 +192,7 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str], 
             error, answer = "", b""
             try:
                 if generation != current_generation:
-                    _make_groups(generation, rank, world, port, timeout)
+                    _make_groups(generation, rank, world, port, timeout, device)
                     current_generation = generation
                 set_collective_timeout(timeout)  # an earlier run may have changed it
                 function, args = pickle.loads(work)
@@ -193,7 +202,9 @@ def _serve(connection: Connection, port: int, stack_file: str, path: list[str], 
             connection.send((error, answer))
 
 
-def _make_groups(generation: int, rank: int, world: int, port: int, timeout: float) -> None:
+def _make_groups(
+    generation: int, rank: int, world: int, port: int, timeout: float, device: str
+) -> None:
     """Make the group of all ranks, and let equal meshes share their groups from now on.
 
     Making groups, and what DTensor works out for a mesh, takes longer than a small run.
@@ -204,7 +215,13 @@ def _make_groups(generation: int, rank: int, world: int, port: int, timeout: flo
     store = dist.PrefixStore(
         f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    backend, gpu = "gloo", None
+    if device == "cuda":
+        backend, gpu = "cuda:nccl,cpu:gloo", pick_device(device, rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu
+    )
     _clear_sharding_prop_cache()  # it refers to meshes of earlier runs with destroyed groups
     # A mesh makes its groups with this function of its module (torch 2.11, 2.13, 2.15).
     groups: dict[tuple[tuple[int, ...], str], Any] = {}

@@ -28,9 +28,12 @@ from titanlite.verify.model_under_test import IMPORTED, build_job
 from titanlite.verify.table import SAMPLES
 
 
-def measure_reference(overrides: list[str], path: str, kind: str) -> float:
-    """Write the plain module's measurements to a file, and return the norm it clipped to: half of
-    its own.
+def measure_reference(
+    overrides: list[str], path: str, kind: str, steps_of: Mapping[str, int]
+) -> float:
+    """Write the plain module's measurements to a file, with these steps of each optimizer.
+
+    Return the norm it clipped to: half of its own.
     """
     job = build_job(overrides, 1)
     config = job.config
@@ -47,7 +50,7 @@ def measure_reference(overrides: list[str], path: str, kind: str) -> float:
     for router in routers(model).values():
         router.sequences = SAMPLES
     step, max_norm = 0, 0.0
-    for name, steps in measurements.steps_of(config).items():
+    for name, steps in steps_of.items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
         for _ in range(steps):
             step += 1

@@ -18,7 +18,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 from titanlite.registry.model import Role
 from titanlite.verify.harness import measure
-from titanlite.verify.measurements import BOUNDS
+from titanlite.verify.measurements import BOUNDS, steps_of
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
@@ -72,14 +72,14 @@ def check_tables(model: ModelUnderTest) -> None:
 
 
 @contextmanager
-def open_pool(world: int) -> Iterator[Pool]:
+def open_pool(world: int, device: str = "") -> Iterator[Pool]:
     """Give a pool; its ranks write errors and torch's log to a file that is kept if there is
     any.
     """
     file, path = tempfile.mkstemp(prefix="titanlite-verify-", suffix=".log")
     os.close(file)
     try:
-        with closing(Pool(world, PRELOAD, path)) as pool:
+        with closing(Pool(world, PRELOAD, path, device)) as pool:
             yield pool
     finally:
         if not os.path.getsize(path):
@@ -133,7 +133,7 @@ class RowRunner:
         # new processes.
         own = row.compile == "inductor"
         new_ranks = (
-            closing(Pool(row.mesh.world, PRELOAD, self._pool.log))
+            closing(Pool(row.mesh.world, PRELOAD, self._pool.log, self._model.device))
             if own
             else nullcontext(self._pool)
         )
@@ -165,6 +165,8 @@ class RowRunner:
     def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
+        if self._model.device:
+            precision = "float64"
         experts = self._model.every_expert * row.is_narrow
         key = (row.variant, precision, row.batch, *experts)
         if key not in self._references:
@@ -175,8 +177,16 @@ class RowRunner:
             overrides += experts
             if row.extra == "large":
                 overrides.append(EXTRAS["large"])
+            own = build_job(self._model.command_line(row, self._folder), row.mesh.world)
+            steps = steps_of(own.config)
             max_norm = pool.run(
-                measure_reference, overrides, path, row.batch, world=1, timeout=TIMEOUT_SECONDS
+                measure_reference,
+                overrides,
+                path,
+                row.batch,
+                steps,
+                world=1,
+                timeout=TIMEOUT_SECONDS,
             )[0]
             self._references[key] = path, max_norm
         return self._references[key]

@@ -114,8 +114,8 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
-INDUCTOR, EXTRA = (
-    tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra")
+INDUCTOR, EXTRA, OF_DEVICE = (
+    tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra", "device")
 )
 
 Choices = Mapping[str, Sequence[str]]

@@ -1,0 +1,62 @@
+"""The table of `titanlite verify --device`, which runs where the numbers matter; here on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lanes import sample
+from titanlite.cli import main
+from titanlite.verify.command import rows_of_device
+from titanlite.verify.measurements import INITIAL
+from titanlite.verify.model_under_test import read_model
+from titanlite.verify.runner import row_runner
+from titanlite.verify.table import OF_DEVICE
+
+EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
+BY_NAME = {f"{row.layout} {row.precision}": row for row in OF_DEVICE if row.mesh.world <= 4}
+
+
+@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16"))
+def test_a_row_equals_one_process_in_float64(pool, name):
+    row = BY_NAME[name]
+    argv = EXPERTS if row.mesh.ep > 1 else []
+    with row_runner(replace(read_model(argv, {}), device="cpu"), pool) as run:
+        result = run(row)
+        assert result.passed, f"{row}: {result.what} {result.error:.1e}"
+        ((file, _),) = run._references.values()
+        initial = torch.load(file)[INITIAL].values()
+    assert {tensor.dtype for tensor in initial} == {torch.float64}
+
+
+def test_a_fault_is_seen_in_low_precision(pool):
+    with row_runner(replace(read_model([], {}), device="cpu"), pool) as run:
+        assert not run(BY_NAME["tp2 bfloat16"], "norms-not-reduced").passed
+
+
+def test_a_dozen_rows_run_on_two_devices_and_those_of_one_rank_on_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for devices, counts in ((1, (4, 4)), (2, (12, 14)), (8, (14, 16))):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        for argv, count in zip(([], EXPERTS), counts, strict=True):
+            model = replace(read_model(argv, {}), device="cuda")
+            rows = rows_of_device(model).values()
+            assert len(rows) == count, (devices, [str(row) for row in rows])
+            assert {row.precision for row in rows} == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device tpu", "--device: unknown device 'tpu'; legal: cpu, cuda"),
+        ("--device cuda", "--device cuda: torch finds no usable GPU on this node"),
+        ("--device cpu --full", "--full and --device each select rows of a table: remove --device"),
+        ("--device cpu --only dp3", "--only: llama3 debugmodel has no row dp3"),
+    ],
+)
+def test_what_a_device_cannot_run_is_refused(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["verify", *words.split()]) == 2
+    assert message in capsys.readouterr().err
