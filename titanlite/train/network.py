@@ -120,7 +120,7 @@ def measure(
 def _timed_groups(mesh: DeviceMesh, name: str, seen: Sequence[Seconds]) -> list[Timed]:
     """Return the groups of a dimension, each with the shortest time of its ranks."""
     dimension = (mesh.mesh_dim_names or ()).index(name)
-    groups = mesh.mesh.movedim(dimension, -1).flatten(0, -2).tolist()
+    groups = mesh.mesh.movedim(dimension, -1).reshape(-1, mesh.shape[dimension]).tolist()
     return [
         Timed(tuple(ranks), *min((seen[rank] for rank in ranks), key=itemgetter(1)))
         for ranks in groups
