@@ -73,6 +73,7 @@ RING_1_MAY_IMPORT = {
     "windows are cut from any source": """
         data.fingerprint data.mixture data.prepare data.sources data.stream data.tokenizer
         """,
+    "the mesh splits ranks into groups": "parallel.groups",
     "words that all files use": """
         errors models.common models.llama3.hf registry registry.hf runtime.cluster
         runtime.determinism runtime.distributed runtime.page runtime.parent

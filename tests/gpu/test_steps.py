@@ -134,7 +134,7 @@ def test_a_layout_has_so_many_communicators(train_on_gpus, tmp_path, options):
 
 GPU_ONLY = """
 import torch, torch.distributed as dist
-from titanlite.parallel.mesh import split
+from titanlite.parallel.groups import split
 
 rank = int(__import__("os").environ["RANK"])
 device = torch.device("cuda", rank)

@@ -1,17 +1,14 @@
 """The device mesh of a Layout, and its sub-meshes by purpose."""
 
-import inspect
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
+from titanlite.parallel.groups import Views, part
 
 
 @dataclass(frozen=True)
@@ -44,82 +41,28 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout."""
     # DTensor warns of every gradient and norm that two dimensions split, as they do here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    views = _Views(layout.world, device_type)
+    views = Views(layout.world, device_type)
     # The dimensions are pp, three that read or split data, and tp. Each group has a row of ranks:
     # data for each (pp, tp), loss for each tp, stage for each pp.
     ranks = torch.arange(layout.world, device="cpu").view(layout.degrees)
     stage = views.group("stage", ranks.flatten(1))
-    degrees = dict(zip(DIMENSIONS, layout.degrees, strict=True))
     shard = "dp_shard"
-    if layout.cp == 1:
-        world = views.mesh(degrees, shard)
-        sharding = world
-    else:  # a second view of the same ranks: dp_shard x cp is one dimension
-        world = views.mesh(degrees)
+    world = views.mesh(DIMENSIONS, layout.degrees, shard if layout.cp == 1 else "")
+    sharding = world
+    if layout.cp > 1:  # a second view of the same ranks: dp_shard x cp is one dimension
         shard = "dp_shard_cp"
-        names = ("pp", "dp_replicate", shard, "tp")
-        sizes = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
-        sharding = views.mesh(dict(zip(names, sizes, strict=True)), shard)
-    fsdp = sharding["dp_replicate", shard] if layout.dp_replicate > 1 else sharding[shard]
-    tp = sharding["tp"] if layout.tp > 1 else None
+        degrees = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
+        sharding = views.mesh(("pp", "dp_replicate", shard, "tp"), degrees, shard)
+    fsdp = part(sharding, "dp_replicate", shard)
+    assert fsdp
     data = views.group("data", ranks.movedim(-1, 1).flatten(2).flatten(0, 1))
     loss = data
     if layout.pp > 1:
         loss = views.group("loss", ranks.movedim(-1, 0).flatten(1))
-    whole = Mesh(world, fsdp, tp, data, loss, stage)
+    whole = Mesh(world, fsdp, part(sharding, "tp"), data, loss, stage)
     if not layout.experts_on_own_mesh:
         return whole
     # A third view of the same ranks: those of ep follow each other.
-    degrees = dict(zip(EXPERT_DIMENSIONS, layout.expert_degrees, strict=True))
-    root = views.mesh(degrees, "efsdp")
-    experts = root["dp_replicate", "efsdp"] if layout.dp_replicate > 1 else root["efsdp"]
-    ep = root["ep"] if layout.ep > 1 else None
-    return replace(whole, experts=experts, ep=ep)
-
-
-class _Views:
-    """Views of all ranks; those that need the same groups share them, on NCCL communicators."""
-
-    def __init__(self, world: int, device_type: str) -> None:
-        self._world = world
-        self._device_type = device_type
-        self._groups: dict[str, dist.ProcessGroup] = {}
-
-    def mesh(self, degrees: Mapping[str, int], sharding: str = "") -> DeviceMesh:
-        """Return a mesh with the dimensions of more than one rank, and the one that shards.
-
-        FSDP2 needs its dimension also where it has one rank.
-        """
-        names = [name for name, degree in degrees.items() if degree > 1 or name == sharding]
-        ranks = torch.arange(self._world, device="cpu").view([degrees[name] for name in names])
-        groups = []
-        for place, name in enumerate(names):
-            groups.append(self.group(name, ranks.movedim(place, -1).reshape(-1, degrees[name])))
-        return DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=(*names,))
-
-    def group(self, name: str, rows: Tensor) -> dist.ProcessGroup:
-        """Return the group of this rank's row."""
-        if len(rows) == 1:
-            assert dist.group.WORLD
-            return dist.group.WORLD
-        key = str(sorted(rows.tolist()))
-        if key not in self._groups:
-            self._groups[key] = split(name, rows, gpu_only=name == "loss")
-        return self._groups[key]
-
-
-def split(name: str, rows: Tensor, gpu_only: bool = False) -> dist.ProcessGroup:
-    """Split all ranks, which call this together, into a new group a row; return this rank's.
-
-    Groups for tensors on a GPU only need no gloo beside NCCL.
-    """
-    lists_of_ranks = rows.tolist()
-    assert dist.group.WORLD
-    if not dist.group.WORLD.bound_device_id:
-        group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)
-    else:  # by enumeration, each row would be a split of all ranks
-        options: dict[str, Any] = {}
-        if gpu_only and "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.14
-            options["backend"] = "cuda:nccl"
-        group = dist.split_group(split_ranks=lists_of_ranks, group_desc=name, **options)
-    return cast(dist.ProcessGroup, group)
+    root = views.mesh(EXPERT_DIMENSIONS, layout.expert_degrees, "efsdp")
+    experts = part(root, "dp_replicate", "efsdp")
+    return replace(whole, experts=experts, ep=part(root, "ep"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from titanlite.parallel.mesh import split
+from titanlite.parallel.groups import split
 from titanlite.runtime import torch_private
 from titanlite.runtime.page import phase
 

@@ -89,7 +89,8 @@ def vote_for_known_shapes() -> None:
         mock.patch.object(_PipelineSchedule, "_warmup_p2p", voted).start()
 
 
-if "RANK" in os.environ:  # never in the launcher, which imports this too
+# Never in the launcher, which imports this too; a rank of a pool has no such variable.
+if "RANK" in os.environ or torch.distributed.is_initialized():
     mark_phases()
     take_time_on_the_network()
     choose_experts_evenly()
