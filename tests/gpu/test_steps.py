@@ -116,7 +116,7 @@ COMMUNICATORS = {
     "--parallelism.data_parallel_replicate_degree=2": (4, 3, 3),
     "--parallelism.tensor_parallel_degree=2": (4, 3, 3),
     "--parallelism.fsdp_reshard_after_forward=2": (4, 3, 2),
-    "--parallelism.context_parallel_degree=2": (4, 3, 2),
+    "--parallelism.context_parallel_degree=2": (4, 3, 3),
     MOE: (4, 3, 3),
     PIPELINE: (2, 2, 2),
     f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B": (2, 4, 4),
