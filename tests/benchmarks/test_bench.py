@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import gpu, overhead, plan_gpu, ratios
 from benchmarks.plain import Plain, write_tokens
+from benchmarks.scale import table
 from tests.lanes import sample
 from tests.launch.run import records
 from titanlite.models.llama3 import FLAVORS
@@ -124,3 +125,12 @@ def test_a_ratio_lies_in_its_interval_and_noise_is_not_jitter():
     more = ratios.more_jitter(ours, theirs)
     assert more.low <= 0 <= more.high
     assert ratios.more_jitter([2 * seconds - 1 for seconds in ours], theirs).low > 0
+
+
+def test_the_laws_of_scale_have_points(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", "--quick"])
+    table.main()
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["law", "64", "512"] and len(rows) == 7
+    operations = next(row for row in rows if "operations" in row)
+    assert operations.split()[-2:] == ["3", "3"], "of the store, for each exchange of a launcher"

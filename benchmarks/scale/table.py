@@ -1,0 +1,173 @@
+"""Laws of growth: python benchmarks/scale/table.py [--quick] prints points and the value at 16,384
+ranks, and writes them into benchmarks/scale/laws.json.
+
+Each law is measured with the code that a run uses, on synthetic facts of many ranks, in processor
+seconds of one thread. Nothing here knows a network, a GPU or a shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.data.mixture import Mixture
+from titanlite.errors import format_table
+from titanlite.fault.board import Board, Link, open_board
+from titanlite.fault.decide import Decider, Restarts
+from titanlite.fault.status import Beat, Status, dump
+from titanlite.optim.muon import Spread, _plan
+from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts
+from titanlite.train.rank_facts import Facts
+
+RANKS = (64, 512, 4096, 16_384, 98_304)
+A_NODE = 8
+
+
+def processor_seconds(action: Callable[[], Any]) -> float:
+    began = time.process_time()
+    action()
+    return time.process_time() - began
+
+
+def network(ranks: int) -> dict[str, float]:
+    """Rank 0's judgment of groups and pairs, from what every rank sends."""
+    bits = (ranks - 1).bit_length()
+    grid = torch.arange(ranks).view(-1, A_NODE)
+    mesh = SimpleNamespace(mesh=grid, shape=grid.shape, mesh_dim_names=("dp_shard", "tp"))
+    sent = (
+        {"dp_shard": (8_000_000, 0.01), "tp": (8_000_000, 0.001)},
+        [(8_000_000, 0.001 + bit / 1e6) for bit in range(bits)],
+    )
+    everyone = [sent] * ranks
+    facts = [
+        Facts(rank, f"{rank // A_NODE}", "", "", "cuda", "", "", "", "", [], "", 0, "", 0.0)
+        for rank in range(ranks)
+    ]
+
+    def judge() -> None:
+        groups = {
+            name: _timed_groups(mesh, name, [seen[name] for seen, _ in everyone])  # type: ignore[arg-type]
+            for name in sent[0]
+        }
+        rounds = [_timed_pairs(bit, [seen[bit] for _, seen in everyone]) for bit in range(bits)]
+        assert not slow_parts(groups, rounds, facts)
+
+    return {
+        "preflight: rank 0 judges the network, s": processor_seconds(judge),
+        "preflight: a rank sends, bytes": len(pickle.dumps(sent)),
+    }
+
+
+def muon(ranks: int) -> dict[str, float]:
+    """A rank's plan of the 882 matrices of 405B, sharded over all ranks."""
+    shapes = [(16384, 16384), (1024, 16384), (1024, 16384), (16384, 16384)]
+    shapes += [(53248, 16384), (53248, 16384), (16384, 53248)]
+    holders: dict[tuple[int, ...], list[int]] = {(rank,): [rank] for rank in range(ranks)}
+
+    class Rows(Spread):
+        def box(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
+            rows = -(-self.weight.shape[0] // ranks)
+            start = min(coordinate[0] * rows, self.weight.shape[0])
+            return slice(start, min(start + rows, self.weight.shape[0])), slice(0, 1)
+
+    spreads = [Rows(torch.empty(s, device="meta"), 0, holders, (0,)) for s in shapes] * 126
+    return {"Muon: a rank's plan, 405B, s": processor_seconds(lambda: _plan(spreads, 0, ranks))}
+
+
+def board(ranks: int) -> dict[str, float]:
+    """Node 0 reads the statuses of all nodes and decides; another node shows its own."""
+    nodes = ranks // A_NODE
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    open_board(store, nodes)
+    config = JobConfig()
+
+    def status(node: int) -> Status:
+        first = node * A_NODE
+        beats = {
+            rank: Beat(7, "forward", 70, 0.5, 100, "comm.train_timeout_seconds", 1, f"{node}", 6)
+            for rank in range(first, first + A_NODE)
+        }
+        return Status(count=1, processes=A_NODE, beats=beats)
+
+    for node in range(nodes):
+        store.set(f"status/{node}", dump(status(node)))
+    decider = Decider(config, nodes, 0.0, Restarts())
+    link = Link("127.0.0.1", store.port, store=store)
+    first = Board(link, 0, nodes, status(0), lambda own: own, dict, decider.look)
+    first.exchange()  # begins the attempt
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        first.exchange()
+        seconds.append(time.perf_counter() - began)
+    other = Board(link, 1, nodes, status(1), lambda own: own, dict)
+    other.exchange()
+    operations = Counting(store)
+    other._show(operations, status(1))  # type: ignore[arg-type]
+    return {
+        "control plane: node 0's exchange, s": min(seconds),
+        "control plane: operations of another node's exchange": operations.count,
+    }
+
+
+class Counting:
+    """A store that counts the operations on it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.count = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.count += 1
+        return getattr(self._store, name)
+
+
+def replicas(ranks: int) -> dict[str, float]:
+    """By count: tests/parallel/test_replica_check.py holds it."""
+    return {"replicas: bytes of a rank (405B, HSDP or TP: 4,548 tensors)": 2 * 16 * 4548}
+
+
+def mixture(ranks: int) -> dict[str, float]:
+    weights = [0.02] * 48 + [0.0199, 0.0201]
+    return {"data: a mixture of 50 sources, s": processor_seconds(lambda: Mixture((*weights,)))}
+
+
+LAWS = (network, muon, board, replicas, mixture)
+
+
+def main() -> None:
+    sizes = RANKS[:2] if "--quick" in sys.argv else RANKS  # a test runs the short form
+    found: dict[str, dict[int, float]] = {}
+    for law in LAWS:
+        for ranks in sizes:
+            for name, value in law(ranks).items():
+                found.setdefault(name, {})[ranks] = value
+    rows = [
+        (name, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in points.values()))
+        for name, points in found.items()
+    ]
+    print(format_table(rows, ("law", *(f"{ranks:,}" for ranks in sizes)), "<" + ">" * len(sizes)))
+    if sizes != RANKS:
+        return
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    record = {
+        "versions": versions,
+        "ranks": [*RANKS],
+        "laws": {k: [*v.values()] for k, v in found.items()},
+    }
+    path = Path(__file__).with_name("laws.json")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
