@@ -23,7 +23,8 @@ MUON = row("dp2", 11, more=["--optimizer.name=Muon"])
 CONTEXT = next(one for one in ROWS if "--training.document_mask" in one.more)
 EXPERTS = row("ep2", 7, model="mixture")
 ROWS_SENT = "all-to-all", "bfloat16"
-QUICK = [ROWS[6], MIXED, MUON, CONTEXT, EXPERTS]
+PIPELINE = row("pp2", schedule="ZBVZeroBubble")
+QUICK = [ROWS[6], MIXED, MUON, CONTEXT, EXPERTS, PIPELINE]
 
 
 @pytest.mark.parametrize("plan_row", sample([*LAYOUTS, *TECHNIQUES], *QUICK), ids=str)
@@ -54,7 +55,7 @@ def test_a_gather_too_many_is_named_with_its_dimension():
 def test_what_is_not_rehearsed_is_refused_by_name(flags, named, monkeypatch):
     monkeypatch.syspath_prepend(OUTSIDE)
     with pytest.raises(UserError, match=rf"not planned: {named}"):
-        record_step(job([*TINY, *flags], 2))
+        plan_step(job([*TINY, *flags], 2))
 
 
 def test_an_operation_that_needs_values_is_named_with_its_module(monkeypatch):

@@ -41,6 +41,7 @@ _COLLECTIVES = {
     "all-reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_",
     "all-to-all": "alltoall_ alltoall_base_ all_to_all_single",
     "broadcast": "broadcast_ broadcast",
+    "send-receive": "send",
 }
 _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
 _FSDP = ("_allgather_base_", "_reduce_scatter_base_")
@@ -81,13 +82,13 @@ _KIND_OF_PHASE = {
     "gradient norm": "gradients",
     "optimizer": "optimizer",
 }
-_PHASE_OF_REGION = {
+PHASE_OF_REGION = {
     "forward": "embedding",
     "backward": "backward head",
     "gradient norm": "gradient norm",
     "optimizer": "optimizer",
 }
-"""The phase that begins where train/step.py enters a region of this name."""
+"""The phase that begins where train/step.py, or a pipeline stage, enters a region of this name."""
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Counting(TorchDispatchMode):
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self._dimension = cache(partial(_dimension, layout))
+        self.phase_of_region = PHASE_OF_REGION
         self._hidden = False
         """In DTensor's own fake computations, which are of whole tensors, and in our own looking at
         shards.
@@ -191,11 +193,12 @@ class Counting(TorchDispatchMode):
         if name == "wait_tensor":
             result = args[0]  # as on real tensors; a fake one would be a new one
         results = [tensor for tensor in _tensors(result) if not is_wrapper_subclass(type(tensor))]
-        if name == "_record_function_enter_new" and args[0] in _PHASE_OF_REGION:
-            self.enter_phase(_PHASE_OF_REGION[args[0]])
+        if name == "_record_function_enter_new" and args[0] in self.phase_of_region:
+            self.enter_phase(self.phase_of_region[args[0]])
         before = len(self._changes)
         for tensor in results:
-            self._see(tensor.untyped_storage())
+            if tensor.device.type != "meta":
+                self._see(tensor.untyped_storage())
         collective = None
         if func.namespace in ("c10d", "_c10d_functional"):
             collective = self._collective(name, result, args)
@@ -233,6 +236,8 @@ class Counting(TorchDispatchMode):
         group_name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
         dimension, ranks = self._dimension(group_name)
         size = max(_bytes(_tensors(item)) for item in (*args[:2], result))
+        if kind == "send-receive":
+            ranks = min(ranks, 2)
         return (
             Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size)
             if ranks > 1

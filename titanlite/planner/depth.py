@@ -22,7 +22,7 @@ from titanlite.config.job import Job
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import KINDS, Operation, Recording
-from titanlite.planner.rehearse import Rehearsal
+from titanlite.planner.rehearse import Rehearsal, check_planned
 
 
 def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
@@ -39,6 +39,7 @@ def plan_steps(
     """Return the same for jobs that differ in nothing but batch and loss chunks: they share the
     rehearsed models.
     """
+    check_planned(jobs[0])
     shallow = _shallow_jobs(jobs[0])
     plans: list[list[Recording]] = []
     for rank in (0, jobs[0].layout.world - 1):

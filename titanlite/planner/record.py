@@ -27,7 +27,9 @@ def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
 @dataclass(frozen=True)
 class Collective:
     kind: str
-    """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast"."""
+    """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send-receive",
+    which is recorded where it is sent.
+    """
     dimension: str
     """As in Layout ("dp_shard"), "ep" and "efsdp" of experts; joined with " x " where a group spans
     several, "world" for all ranks.
@@ -35,7 +37,7 @@ class Collective:
     ranks: int
     dtype: str
     bytes: int
-    """Of the whole tensor: the gathered one, the one before it is scattered."""
+    """Of the whole tensor: the gathered one, the one before it is scattered, the one sent."""
 
     def __str__(self) -> str:
         size = f"{self.bytes:,} bytes"
@@ -46,7 +48,9 @@ class Collective:
 class Operation:
     phase: str
     """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm",
-    "optimizer", …
+    "optimizer", …; of later pipeline stages "forward input" and "backward gradient" are first,
+    "forward output" and "backward input" last, and "backward weights" is a backward pass's second
+    half.
     """
     live: int
     """The most bytes alive until this operation is done, all kinds together."""

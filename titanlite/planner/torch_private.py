@@ -5,6 +5,7 @@ tried on.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -143,6 +144,37 @@ def without_values() -> Iterator[None]:
         patch.object(rules, "_meta_grouped_mm_common", product),
     ):
         yield
+
+
+@contextmanager
+def holding_what_is_sent() -> Iterator[None]:
+    """Let a pipeline's sends keep their tensors until they are let go, as gloo's do; NCCL's are
+    let go when they are waited for.
+
+    torch 2.14 (2.11 read); no public way."""
+    from torch.distributed.pipelining import schedules
+
+    send = schedules._batch_p2p
+
+    def send_and_hold(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        held = (_Held(each.tensor) for each in operations)
+        return [*send(operations, *args, **kwargs), *held]
+
+    with patch.object(schedules, "_batch_p2p", send_and_hold):
+        yield
+
+
+@dataclass
+class _Held:
+    """The work of a send or of a receive."""
+
+    tensor: torch.Tensor
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def untraceable() -> tuple[type[Exception], ...]:
