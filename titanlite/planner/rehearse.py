@@ -294,9 +294,13 @@ def _name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSt
 
 
 def _name_phases(
-    part: nn.Module, context: Context, counting: Counting, hooks: ExitStack,
-    before: str = "embedding", after: str = "head",
-) -> None:  # fmt: skip
+    part: nn.Module,
+    context: Context,
+    counting: Counting,
+    hooks: ExitStack,
+    before: str = "embedding",
+    after: str = "head",
+) -> None:
     """Name the block that is computed in the counting, and what is before and after the blocks; a
     block begins when its parameters are gathered.
     """
