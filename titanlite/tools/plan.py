@@ -39,7 +39,7 @@ EPILOG = """examples:
 docs/planning.md separates exact numbers, upper bounds and assumptions."""
 
 
-def _tokens(text: str) -> float:
+def _positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -70,7 +70,11 @@ def add_arguments(parser: ArgumentParser) -> None:
             "a TOML file with further GPUs, nodes or networks, or other numbers of known ones",
             Path,
         ),
-        "--tokens N": ("also print the days that N tokens take", _tokens, 0.0),
+        "--tokens N": ("also print the days that N tokens take", _positive, 0.0),
+        "--mtbf HOURS": (
+            "print instead the share of the time that trains if a failure comes so often",
+            _positive,
+        ),
         "--imbalance F": (
             "experts: the fullest rank receives F times the mean of tokens (default: 1)",
             _times,
@@ -113,6 +117,11 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         training=True,
         device="cuda",
     )
+    if arguments.mtbf:
+        from titanlite.planner.goodput import goodput_table
+
+        print(goodput_table(job, hardware, arguments.mtbf))
+        return 0
     if arguments.search:
         return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
