@@ -193,6 +193,7 @@ _SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         ([_CP2], [_CP2, _ULYSSES], 2, True),
         ([], [_ULYSSES], 2, False),  # without effect
         ([], ["--training.local_batch_size=1"], 2, True),
+        ([], ["--training.global_batch_size=8"], 2, True),
         (_PP2, [*_PP2, f"{_SCHEDULE}=GPipe"], 2, False),
         (_PP2, [*_PP2, f"{_SCHEDULE}=Interleaved1F1B"], 2, True),  # which has other stages
         (_PP2, [*_PP2, "--parallelism.pipeline_parallel_microbatch_size=2"], 2, True),
@@ -214,7 +215,8 @@ def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, diff
 
 def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=1)
-    (part,) = pool.run(run_until, [*SAVING, "--optimizer.lr=0.25"], str(tmp_path), world=1)
+    changed = ["--optimizer.lr=0.25", "--metrics.log_freq=1", "--checkpoint.keep_latest_k=7"]
+    (part,) = pool.run(run_until, [*SAVING, *changed], str(tmp_path), world=1)
     assert (
         "config changed since step 2 (new values apply): optimizer.lr 0.005 -> 0.25" in part["log"]
     )

@@ -13,7 +13,7 @@ from titanlite.train.generate import generate
 POSITIONS = 8
 
 
-def drawn(logits: torch.Tensor, **settings: object) -> tuple[str, list[str]]:
+def drawn(logits: torch.Tensor, seed: int = 0, **settings: object) -> tuple[str, list[str]]:
     """Return the text of a model that has these logits for each last token, and what it saw before
     each draw.
     """
@@ -23,7 +23,7 @@ def drawn(logits: torch.Tensor, **settings: object) -> tuple[str, list[str]]:
     )
     asked = Generate.model_validate({"tokens": 9, "prompt": "a", **settings})
     return generate(
-        Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, 0
+        Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, seed
     ), seen
 
 
@@ -52,8 +52,9 @@ def test_a_low_temperature_draws_the_likeliest_token_and_a_high_one_any():
     assert drawn(chain("abcde"), temperature=100.0)[0] != "abcde"
 
 
-def test_prompts_draw_different_random_numbers_and_the_same_prompt_the_same():
+def test_prompts_and_seeds_draw_different_random_numbers_and_the_same_prompt_the_same():
     texts = [
         drawn(torch.zeros(256, 256), temperature=1.0, prompt=prompt)[0][1:] for prompt in "aab"
     ]
     assert texts[0] == texts[1] != texts[2]
+    assert texts[0] != drawn(torch.zeros(256, 256), seed=1, temperature=1.0)[0][1:]
