@@ -375,7 +375,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "fault.stop_after_minutes": "tests/faults/test_stop.py::test_the_time_limit_stops_a_run",
     "fault.stall_seconds": "tests/faults/test_beat.py::test_each_phase_has_its_limit",
     "fault.preflight": (
-        "tests/train/test_rank_facts.py::test_the_network_is_timed_unless_switched_off"
+        "tests/train/test_rank_facts.py::test_the_network_is_timed_unless_switched_off_or_a_launcher_did_before"
     ),
     "fault.max_restarts": RESTART + "test_a_spent_budget_of_restarts_ends_the_run",
     "fault.on_nonfinite": BAD_STEP

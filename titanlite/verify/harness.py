@@ -68,7 +68,7 @@ def measure(
             f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}"
         ) from error
     mismatch = measurements.compare(
-        measured, torch.load(reference, mmap=True), row.precision, trainer.owns
+        measured, torch.load(reference, mmap=True, weights_only=True), row.precision, trainer.owns
     )
     if trainer.device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
