@@ -122,7 +122,7 @@ def recounted(is_recomputing):
 
 
 @fault("optim.muon.Muon._orthogonalize", "1")
-def experts_one_matrix(each, muon, names, shapes, parts):
+def experts_one_matrix(each, muon, weights, parts):
     """Muon orthogonalizes a stack of experts as one matrix"""
     for part in parts:
         part.copy_(orthogonalize(part.flatten(0, -2)).view_as(part))
@@ -258,7 +258,7 @@ def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
 
 
 @fault("optim.muon.Muon._orthogonalize", "dp2", "tp2")
-def parts_orthogonalized(whole, muon, names, shapes, parts):
+def parts_orthogonalized(whole, muon, weights, parts):
     """Muon orthogonalizes each rank's shard instead of the whole matrix"""
     for part in parts:
         part.copy_(orthogonalize(part))
