@@ -1,5 +1,6 @@
 """The sub-meshes of a layout, in a fake world."""
 
+from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ from tests.jobs import fake_world
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.parallel.stage import build_lanes
 from titanlite.planner.fake_world import FakeWorld
+from titanlite.runtime import torch_private
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,13 @@ def test_a_pipeline_with_fsdp_and_tensor_parallel_takes_few_splits_on_any_number
     names = [call.kwargs["group_desc"] for call in made.call_args_list]
     assert names[:-4] == ["stage", "pp", "dp_shard", "tp", "loss"]
     assert len(names) == 9
+
+
+def test_an_error_while_a_model_is_sharded_leaves_torch_as_it_was():
+    """A left patch gave a later model the meshes of an earlier one, whose groups were gone."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    before = _fsdp_init._get_post_forward_mesh_info
+    with suppress(KeyError), torch_private.share_reshard_meshes():
+        raise KeyError
+    assert _fsdp_init._get_post_forward_mesh_info is before

@@ -7,9 +7,10 @@ to where one exists. Imports are late where they are slow, so that anything may 
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -102,11 +103,10 @@ def share_reshard_meshes() -> Iterator[None]:
         return made[key]
 
     modules: tuple[Any, ...] = _fsdp_init, _fully_shard
-    for module in modules:
-        module._get_post_forward_mesh_info = once
-    yield
-    for module in modules:
-        module._get_post_forward_mesh_info = original
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(patch.object(module, "_get_post_forward_mesh_info", once))
+        yield
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
