@@ -382,7 +382,7 @@ def test_hugging_face_export_has_float32_weights(saved):
     from safetensors.torch import load_file
 
     folder, state = saved
-    (file,) = folder.rglob("*.safetensors")
+    (file,) = folder.glob("checkpoint/hf-step-*/*.safetensors")
     embedding = load_file(file)["model.embed_tokens.weight"]
     assert (
         hashlib.sha256(embedding.numpy().tobytes()).hexdigest()
