@@ -232,7 +232,7 @@ def test_only_selects_rows_by_number_and_layout():
     for only, says in {
         "tp3,dp2": "no row tp3 (unknown)",
         "cp4": "cp4 (in --full only)",
-        "6": "the rows #1 to #5, 1, dp2, dp3",
+        "6": "the rows #1 to #5, 1, dp2, tp2, dp2 x tp2",
         "": '"" names no row; legal: the rows #1 to #5',
     }.items():
         with pytest.raises(UserError) as caught:
