@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import titanlite
-from tests.checkpoint.saved import everyone, keeping_log
+from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, QUIET, TINY, job, trainer, weights
 from tests.lanes import sample
@@ -465,6 +465,15 @@ def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
             f"loaded Hugging Face weights from {tmp_path}/hf" in found["log"] and found["step"] == 0
         )
         assert found["elements"] < 0.4 * total, "a quarter, and what every rank holds"
+
+
+def test_a_run_that_began_with_hugging_face_weights_goes_on_from_its_own_checkpoint(pool, tmp_path):
+    written(llama3.SPEC, job(SAVING, 1).model, tmp_path / "hf")
+    argv = [*SAVING, "--checkpoint.initial_load_in_hf"]
+    argv.append(f"--checkpoint.initial_load_path={tmp_path}/hf")
+    pool.run(run_until, argv, str(tmp_path / "run"), 2, world=1)
+    (found,) = pool.run(run_until, argv, str(tmp_path / "run"), world=1)
+    assert found["begun"] == 2
 
 
 def test_what_is_excluded_may_be_missing(pool, tmp_path):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
@@ -17,6 +18,8 @@ from tests.lanes import sample
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position, read_state
 from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.rules import batch_changes
+from titanlite.checkpoint.source import _has_dropout
+from titanlite.checkpoint.state import TrainingState
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
@@ -211,6 +214,12 @@ def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, diff
         )
         == differ
     )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_a_module_that_drops_nothing_is_no_dropout(p):
+    state = TrainingState([nn.Sequential(nn.Linear(1, 1), nn.Dropout(p))], None, table={})
+    assert _has_dropout(state) == (p > 0)
 
 
 def test_a_changed_learning_rate_is_logged_and_applied(pool, tmp_path):
