@@ -121,7 +121,7 @@ class Tensor:
         return self.layout.placement
 
     def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
-        """Yield what is stored of a region that is not empty."""
+        """Yield the stored chunks that overlap a region, which is not empty."""
         for rank, region in self.layout.parts(self.shape, wanted):
             yield Chunk(tuple(each.start for each in region), sizes_of(region), rank_file(rank))
 

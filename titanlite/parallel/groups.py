@@ -51,7 +51,7 @@ def part(mesh: DeviceMesh, *dimensions: str) -> DeviceMesh | None:
 def split(name: str, rows: Tensor, gpu_only: bool = False) -> dist.ProcessGroup:
     """Split all ranks, which call this together, into a new group a row; return this rank's.
 
-    Groups for tensors on a GPU only need no gloo beside NCCL.
+    With `gpu_only` no tensor on a CPU uses the groups: on NCCL they get no gloo.
     """
     lists_of_ranks = rows.tolist()
     assert dist.group.WORLD
