@@ -1,6 +1,7 @@
 """Windows: packing, document masks, and mixtures."""
 
 import json
+import pickle
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from tests.jobs import FLOAT64, TINY, job, run_to_end, trainer, validated
 from titanlite.config.load import ConfigError
+from titanlite.data import packing_plan
 from titanlite.data.loader import MicroBatch
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import (
@@ -16,9 +18,8 @@ from titanlite.data.packing import (
     Concatenated,
     Packed,
     WindowSource,
-    cut_documents,
-    first_fit,
 )
+from titanlite.data.packing_plan import cut_documents, first_fit
 from titanlite.data.shards import ShardSource
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -123,7 +124,7 @@ def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_m
         monkeypatch.setattr(store, name, call)
     ids = [1, 2, 9, 3, 4, 4, 5, 9]
     expected = packed_text(tmp_path, ids, end=9)
-    (plan,) = (tmp_path / ".titanlite").glob("*.npz")
+    (plan,) = (tmp_path / ".titanlite").glob("*.plan")
     draft = f".{plan.name}.new"
     assert calls[:2] == [("sync", draft), ("rename", draft)]
     content = plan.read_bytes()
@@ -131,6 +132,33 @@ def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_m
         plan.write_bytes(damaged)
         assert packed_text(tmp_path, ids, end=9) == expected
         assert plan.read_bytes() == content
+
+
+def test_a_large_source_is_packed_in_parts_and_its_plan_is_mapped(tmp_path, monkeypatch):
+    """Every token is predicted once, also of documents that a part or a shard cuts."""
+    rng = np.random.default_rng(0)
+    for name in "abc":
+        ids = rng.integers(10, 100, size=700)
+        ids[rng.integers(0, 700, size=40)] = 9
+        ids.astype(np.uint16).tofile(tmp_path / f"{name}.npy")
+    shards = ShardSource("training", tmp_path, 100, end=9)
+    whole = Packed(shards, 32, "training")
+    monkeypatch.setattr(packing_plan, "PART_TOKENS", 500)
+    packed = pickle.loads(pickle.dumps(Packed(shards, 32, "training")))
+    assert len(pickle.dumps(packed)) < 1000 and isinstance(packed._plan._numbers, np.memmap)
+    seen = np.zeros(2100, dtype=int)
+    for number in range(packed.samples):
+        pieces = [*packed._plan.pieces(number)]
+        assert sum(length for _, length in pieces) <= 32
+        for start, length in pieces:
+            ids = shards.read(start, length + 1)
+            assert 9 not in ids[:-1], "a piece is of one document"
+            seen[start : start + length] += 1
+    ends = np.union1d(shards.document_ends(), np.arange(500, 2100, 500))
+    expected = np.ones(2100, dtype=int)
+    expected[ends - 1] = 0  # the last token of a document has no next one to predict
+    assert (seen == expected).all()
+    assert whole.samples <= packed.samples < 1.2 * whole.samples
 
 
 def test_first_fit_pads_little_and_loses_nothing():

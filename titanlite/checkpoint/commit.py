@@ -34,6 +34,7 @@ from titanlite.checkpoint.places import (
     header,
     rank_file,
     sizes_of,
+    spread,
     written_by,
 )
 from titanlite.errors import RunFailed, UserError, first_line
@@ -203,7 +204,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def _agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return all ranks' tensors, each as the lowest rank that has it describes it.
+    """Return all ranks' tensors, as the lowest rank of each describes it, shared out over copies.
 
     Ranks that describe theirs alike, all of a stage, send it once.
     """
@@ -217,6 +218,7 @@ def _agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str,
                 if tensor.layout == Layout():
                     tensor = replace(tensor, layout=Layout(first=rank))
                 merged.setdefault(name, tensor)
+        merged = spread(merged)
     if group:
         shared = [merged]
         dist.broadcast_object_list(shared, src=0, group=group)

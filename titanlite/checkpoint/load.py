@@ -38,6 +38,7 @@ from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.registry import Box
 from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -220,24 +221,25 @@ def _read(
     """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
 
     def read() -> None:
-        wanted: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
+        wanted: dict[str, list[tuple[str, Box, Chunk]]] = defaultdict(list)
         for name, tensor in tensors.items():
             if not local_part(tensor).numel():
                 continue
-            for chunk in manifest.tensors[name].chunks_in(box_of(tensor)):
+            own = box_of(tensor)
+            for chunk in manifest.tensors[name].chunks_in(own):
                 if chunk.file not in manifest.files:
                     raise CorruptCheckpoint(
                         f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
                     )
-                wanted[chunk.file].append((name, chunk))
+                wanted[chunk.file].append((name, own, chunk))
         for file_name, chunks in wanted.items():
             path = folder / file_name
             is_listed = manifest.format == 1
             opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
             with opened as file:
-                for name, chunk in chunks:
+                for name, own, chunk in chunks:
                     stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
-                    _fill(tensors[name], stored, chunk)
+                    _fill(local_part(tensors[name]), own, stored, chunk)
 
     with torch.no_grad():
         run_on_all_ranks(group, f"reading {folder}", read)
@@ -250,15 +252,15 @@ def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:
     return torch.load(block, map_location="cpu", weights_only=True)
 
 
-def _fill(tensor: torch.Tensor, stored: Any, chunk: Chunk) -> None:
-    """Copy what a stored chunk has of this rank's part of a tensor."""
+def _fill(local: torch.Tensor, own: Box, stored: Any, chunk: Chunk) -> None:
+    """Copy the values that a stored chunk has of this rank's region of a tensor."""
     inside, outside = list[slice](), list[slice]()
-    for begin, size, own in zip(chunk.offsets, chunk.sizes, box_of(tensor), strict=True):
-        start = max(begin, own.start)
-        stop = min(begin + size, own.stop)
+    for begin, size, held in zip(chunk.offsets, chunk.sizes, own, strict=True):
+        start = max(begin, held.start)
+        stop = min(begin + size, held.stop)
         inside.append(slice(start - begin, stop - begin))
-        outside.append(slice(start - own.start, stop - own.start))
-    local_part(tensor)[tuple(outside)].copy_(stored[tuple(inside) or ...])
+        outside.append(slice(start - held.start, stop - held.start))
+    local[tuple(outside)].copy_(stored[tuple(inside) or ...])
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -1,13 +1,15 @@
 """Where the parts of tensors lie in a checkpoint. No torch.
 
 A manifest has a row for each tensor and for each file, and none for a tensor's part in a file:
-which rank wrote which region, and in which order, follows from shape, type, mesh and splits. So
-ranks plan alone what they write, and a reader finds it by the same rule.
+the rank of each region and the order in a file follow from shape, type, mesh and splits. So ranks
+plan alone what they write, and a reader finds it by the same rule.
 """
 
+import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,11 +19,14 @@ TYPES = {
     "complex64": ("C64", 8),
     "float64": ("F64", 8),
     "int64": ("I64", 8),
+    "uint64": ("U64", 8),
     "float32": ("F32", 4),
     "int32": ("I32", 4),
+    "uint32": ("U32", 4),
     "bfloat16": ("BF16", 2),
     "float16": ("F16", 2),
     "int16": ("I16", 2),
+    "uint16": ("U16", 2),
     "bool": ("BOOL", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
@@ -47,7 +52,7 @@ class Layout:
     """The ranks that write a tensor, and how they split it.
 
     They form a mesh: at its coordinates c is the rank `first` + the sum of c x strides. Of ranks
-    with the same region, the lowest writes it.
+    with the same region only one writes it: those that differ from `first` by splits alone write.
     """
 
     names: tuple[str, ...] = ()
@@ -68,15 +73,25 @@ class Layout:
     def region(self, shape: Sequence[int], rank: int) -> Box | None:
         """Return the region that a rank writes; None if it writes none."""
         region = [slice(0, size) for size in shape]
-        lowest = self.first
+        writer = self.first
         for dim, axis in self.splits:
             number, stride = self.sizes[axis], self.strides[axis]
             index = (rank - self.first) // stride % number
             region[dim] = _part(region[dim], number, index)
-            lowest += index * stride
-        if lowest != rank or not all(sizes_of(region)):
-            return None  # a lower rank has the same, it is not in the mesh, or has nothing
+            writer += index * stride
+        if writer != rank or not all(sizes_of(region)):
+            return None  # another rank writes the same, it is not in the mesh, or has nothing
         return tuple(region)
+
+    def copies(self) -> tuple[int, ...]:
+        """Return what `first` can be: the lowest rank of each copy of the tensor."""
+        split = {axis for _, axis in self.splits}
+        steps = [
+            range(0, size * stride, stride)
+            for axis, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True))
+            if axis not in split
+        ]
+        return tuple(self.first + sum(offsets) for offsets in product(*steps))
 
     def parts(self, shape: Sequence[int], wanted: Box) -> Iterator[tuple[int, Box]]:
         """Yield the ranks that wrote something of a region that is not empty, with their own."""
@@ -143,6 +158,19 @@ class ListedTensor:
             bounds = zip(chunk.offsets, chunk.sizes, wanted, strict=True)
             if all(at < own.stop and own.start < at + size for at, size, own in bounds):
                 yield chunk
+
+
+def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tensors, each to be written by the copy that has least to write so far."""
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    chosen = {}
+    for name, tensor in tensors.items():
+        copies = tensor.layout.copies()
+        queue = queues.setdefault(copies, [(0, first) for first in copies])
+        nbytes, first = queue[0]
+        heapq.heapreplace(queue, (nbytes + tensor.bytes_of(tensor.shape), first))
+        chosen[name] = replace(tensor, layout=replace(tensor.layout, first=first))
+    return chosen
 
 
 def rank_file(rank: int) -> str:

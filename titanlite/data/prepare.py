@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-from zipfile import BadZipFile
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -278,17 +277,17 @@ def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> P
     return folder
 
 
-def cached_arrays(root: Path, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-    """Return arrays from a cached .npz file; make them if it is missing or damaged."""
+def cached_file(
+    root: Path, name: str, read: Callable[[Path], T], write: Callable[[BinaryIO], None]
+) -> T:
+    """Return a file of a cache, read; write it first if it is missing or damaged."""
     with _locked_cache(root, name) as path:
         try:
-            with np.load(path) as arrays:
-                return [arrays[f"arr_{number}"] for number in range(len(arrays.files))]
-        except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-            arrays = make()
-        with store.whole_file(path) as file:
-            np.savez(file, *arrays)
-    return arrays
+            return read(path)
+        except (OSError, ValueError, IndexError):
+            with store.whole_file(path) as file:
+                write(file)
+        return read(path)
 
 
 @contextmanager

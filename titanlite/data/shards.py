@@ -206,22 +206,28 @@ class ShardSource:
             raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
         return np.frombuffer(content, shard.dtype)
 
-    def document_ends(self) -> np.ndarray:
-        """Return the position after each document's end token."""
+    def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the position after each document's end token in a region, and its end."""
+        stop = self.tokens if stop is None else stop
         ends = []
-        for number, (shard, stop) in enumerate(zip(self._shards, self._stops, strict=True)):
+        for number, offset, length in spans(self._stops, begin, stop - begin):
+            shard = self._shards[number]
+            first = self._stops[number] - shard.tokens
             index = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
-            begin = stop - shard.tokens
             if index.exists():
-                ends.append(_load_numbers(index).astype(np.int64) + begin)
+                found = _load_numbers(index)
+                low, high = np.searchsorted(found, (offset, offset + length), side="right")
+                ends.append(found[low:high].astype(np.int64) + first)
                 continue
-            for start in range(0, shard.tokens, SCAN_TOKENS):
-                ids = self._read(number, start, min(SCAN_TOKENS, shard.tokens - start))
-                ends.append(np.flatnonzero(ids == self.end) + 1 + begin + start)
-        all_ends = np.concatenate(ends)
-        if not len(all_ends) or all_ends[-1] != self.tokens:
-            all_ends = np.append(all_ends, self.tokens)
-        return all_ends
+            for at in range(offset, offset + length, SCAN_TOKENS):
+                ids = self._read(number, at, min(SCAN_TOKENS, offset + length - at))
+                ends.append(np.flatnonzero(ids == self.end) + 1 + first + at)
+        return ended(np.concatenate(ends), stop)
+
+
+def ended(ends: np.ndarray, stop: int) -> np.ndarray:
+    """Return ends of documents, and the region's own if a document goes on there."""
+    return ends if len(ends) and ends[-1] == stop else np.append(ends, stop)
 
 
 def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:

@@ -4,6 +4,7 @@ Bytes and shards are read from their files on demand, and other text is tokenize
 cache.
 """
 
+import bisect
 import itertools
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from titanlite.config.needs import STREAMS
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
-from titanlite.data.shards import ShardSource, spans
+from titanlite.data.shards import ShardSource, ended, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
 
@@ -72,8 +73,11 @@ class ByteSource:
             checksum = zlib.crc32(ids.astype(np.uint8).tobytes(), checksum)
         return f"{checksum:08x}"
 
-    def document_ends(self) -> np.ndarray:
-        return np.asarray(self._stops, dtype=np.int64)
+    def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the position after each document's end token in a region, and its end."""
+        stop = self.tokens if stop is None else stop
+        first, last = (bisect.bisect_right(self._stops, place) for place in (begin, stop))
+        return ended(np.asarray(self._stops[first:last], dtype=np.int64), stop)
 
     def read(self, start: int, count: int) -> np.ndarray:
         out = np.full(count, self.end, dtype=np.int64)

@@ -11,6 +11,7 @@ from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
+from titanlite.data.packing_plan import PART_TOKENS
 from titanlite.data.shuffle import Order
 from titanlite.data.sources import open_source
 from titanlite.data.stream import Stream, open_stream
@@ -116,6 +117,8 @@ def _open(
             windows.append(Concatenated(source, seq_len, masked, key))
         name, _, content = source.fingerprint.partition("+")
         identity.append(f"{name} {part.weight}")
+        if training.packing == "first-fit" and source.tokens > PART_TOKENS:
+            identity.append(f"parts of {PART_TOKENS}")  # versions before had one part
         if content:  # apart, since older checkpoints do not have it
             contents += f"+{content}"
     identity += [str(seq_len), training.packing]

@@ -1,7 +1,7 @@
 """`titanlite train`: check everything, start the workers, own the terminal, return the exit code.
 
-No worker is started before the config and this machine have been checked.
-When a run fails, the rank that failed first is named, with its traceback last.
+No worker is started before config and machine are checked. Of a failed run the rank that failed
+first is named, with its traceback last.
 """
 
 from __future__ import annotations
@@ -284,9 +284,7 @@ class Launch:
     def _work(
         self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]
     ) -> Ended:
-        """Run the workers of this node, with their output on the terminal; return how the attempt
-        ended here.
-        """
+        """Run this node's workers, their output on the terminal; return how the attempt ended."""
         from titanlite.fault.status import Ended
         from titanlite.launch.failure import first_failure
         from titanlite.launch.workers import Workers
@@ -327,8 +325,9 @@ class Launch:
         before = [self.folder / "logs" / f"attempt-{attempt.number - 1}", *archives]
         known = known_facts(next(filter(Path.exists, before), None), ranks)
         color = not self.job.config.metrics.disable_color_printing
-        steps = self.job.config.training.steps
-        return Terminal(logs, self.folder / "metrics.jsonl", steps, color, self.notices, known)
+        files = logs, self.folder / "metrics.jsonl", self.job.config.training.steps
+        seconds = 0.1 if self.nodes.count == 1 else 1  # one file system opens them for all nodes
+        return Terminal(*files, color, self.notices, known, seconds)
 
     def _finish(self, verdict: Verdict) -> int:
         if verdict.early:

@@ -61,10 +61,12 @@ class Terminal:
         color: bool,
         notices: Callable[[], list[str]] = list,
         known: Iterable[str] = (),
+        seconds: float = 0.1,
     ) -> None:
         """Of the facts that are `known`, only the names are shown, in one line before the first
-        step.
+        step. The files are read every so many seconds.
         """
+        self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
         self._folder = next(iter(logs.values()), metrics).parent
@@ -90,7 +92,7 @@ class Terminal:
 
     def _show_until_stopped(self) -> None:
         if not self._live:
-            while not self._done.wait(0.1):
+            while not self._done.wait(self._seconds):
                 self._show(print)
             self._show(print, last=True)
             return
@@ -107,7 +109,7 @@ class Terminal:
             def show(line: str) -> None:
                 progress.console.print(Text.from_ansi(line), soft_wrap=True)
 
-            while not self._done.wait(0.1):
+            while not self._done.wait(self._seconds):
                 self._show(show)
                 if record := self.last_record:
                     eta = format_duration((self._steps - record["step"]) * record["step_seconds"])

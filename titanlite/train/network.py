@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallel.collectives import swap
+from titanlite.runtime.cluster import read_number
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.rank_files import ATTEMPT
 from titanlite.train.rank_facts import Facts, agreement, named, notable
@@ -63,7 +64,7 @@ def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]
 
     A later attempt of a launcher does not time its network again.
     """
-    again = int(os.environ.get(ATTEMPT, 1)) > 1
+    again = read_number(os.environ, ATTEMPT, 1) > 1
     groups, rounds = ({}, []) if again else measure(mesh, device)
     if dist.get_rank() > 0:
         return []
