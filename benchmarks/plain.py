@@ -64,7 +64,7 @@ class Plain:
         if weights:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())
-        self.loss: Any = F.cross_entropy
+        self.loss: Any = float32_loss
         if compiler:  # the method, not the module: FSDP2's hooks stay out of the graph
             self.loss = torch.compile(self.loss, backend=compiler)
             for block in blocks:
@@ -109,7 +109,7 @@ class Plain:
         batch = self.next_batch()
         self.done += 1
         logits = self.called(batch[:, :-1])
-        loss = self.loss(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss = self.loss(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -119,6 +119,11 @@ class Plain:
             dist.all_reduce(mean)
             self.losses.append(mean.item())
             self.norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def float32_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss. Compiled, the float32 logits are in no memory."""
+    return F.cross_entropy(logits.float(), labels)
 
 
 def write_tokens(path: Path, vocab_size: int, count: int) -> None:

@@ -47,12 +47,12 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 181_500}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 181_550}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
-not reached. Since then the fake GPU took 1,450 (1,500 allowed), the planner 2,150 (3,000), the
+not reached. Since then the fake GPU took 1,500 (as allowed), the planner 2,150 (3,000), the
 first hour's `init` 480 (2,000), and scale 4,100, which is 3,100 above its allowance.
 rings 1 and 2: what the issue of rings allows.
 """

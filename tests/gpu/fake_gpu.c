@@ -3,6 +3,7 @@
 
    Device memory is address space that reads as zero, with the limit of an H100. Kernels do nothing. Collectives move
    nothing, but take place: they start in the order of their stream, and end once all their ranks have started them.
+   The kernel of torch.cuda._sleep takes its time.
    Every call that a test may ask about is a line of a trace. docs/fake-gpu.md says what this proves.
 
    FAKE_GPU_DIR      folder, for one run, of the traces, and of the memory that the ranks of a node share
@@ -30,6 +31,7 @@
 #define NOT_READY 600
 #define NAME "NVIDIA H100 80GB HBM3"
 #define PROCESSORS 132
+#define CYCLES_A_SECOND 1.98e9
 #define CUDA_VERSION_SHOWN 13020
 #define NCCL_VERSION_SHOWN 23007
 /* Below 9.2.1 torch leaves attention to its own kernels: cuDNN's graphs are not imitated here. */
@@ -139,20 +141,21 @@ void fake_gpu_mark(const char *text) { say("mark %s", text); }
 
 /* ---- what the device has to do: nodes in a list, each after those that it names
 
-   Kernels and copies end as soon as all before them in their stream has, so that only collectives are nodes, and the
-   joints where a stream waits for an event or a group of collectives ends. Nobody runs the list but the calls
-   that add to it or look at it. */
+   Kernels and copies end as soon as all before them in their stream has, so that only collectives are nodes, kernels
+   that sleep, and the joints where a stream waits for an event or a group of collectives ends. Nobody runs the list
+   but the calls that add to it or look at it. */
 
 typedef struct { int ranks, rank, splits, aborted; char name[200]; uint64_t **started; } Comm;
 typedef struct { long tail; } Stream; /* its last node, 0 for none */
 typedef struct { long node; } Event;
-typedef enum { JOINT, COLLECTIVE, PEER } Kind;
+typedef enum { JOINT, SLEEP, COLLECTIVE, PEER } Kind;
 typedef struct {
     Kind kind;
     long after, also, first; /* nodes before this one; of a group's joint, all from `first` on too */
     Comm *comm;
     uint64_t *mine, *theirs; /* of a send or a receive: how many have started here, and there */
     uint64_t number;
+    double seconds, until; /* of a kernel that sleeps: how long, and until when */
     int has_started, is_done;
 } Node;
 
@@ -177,8 +180,16 @@ static int comes_next(long at) {
     return 1;
 }
 
-static int has_met(Node *node) {
-    if (node->kind == JOINT || node->comm->aborted) return 1;
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+static int has_ended(Node *node) {
+    if (node->kind == JOINT) return 1;
+    if (node->kind == SLEEP) return now() >= node->until;
+    if (node->comm->aborted) return 1;
     if (node->kind == PEER) return load(node->theirs) >= node->number;
     for (int rank = 0; rank < node->comm->ranks; rank++)
         if (load(node->comm->started[rank]) < node->number) return 0;
@@ -189,13 +200,14 @@ static void advance(void) {
     for (long at = n_done; at < n_nodes; at++) {
         Node *node = &nodes[at];
         if (node->is_done || !comes_next(at)) continue;
-        if (!node->has_started && node->kind != JOINT) {
+        if (!node->has_started && node->kind == SLEEP) node->until = now() + node->seconds;
+        if (!node->has_started && node->comm) {
             if (stuck_from >= 0 && n_collectives >= stuck_from) continue;
             n_collectives++;
             node->number = __sync_add_and_fetch(node->mine, 1);
         }
         node->has_started = 1;
-        node->is_done = has_met(node);
+        node->is_done = has_ended(node);
     }
     while (n_done < n_nodes && nodes[n_done].is_done) n_done++;
 }
@@ -291,7 +303,7 @@ static int attribute(int which) {
     case cudaDevAttrTextureAlignment: return 512;
     case cudaDevAttrMultiProcessorCount: return PROCESSORS;
     case cudaDevAttrMemoryClockRate: return 2619000;
-    case cudaDevAttrClockRate: return 1980000;
+    case cudaDevAttrClockRate: return CYCLES_A_SECOND / 1000;
     case cudaDevAttrGlobalMemoryBusWidth: return 5120;
     case cudaDevAttrL2CacheSize: return 52428800;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
@@ -537,32 +549,47 @@ static int by_address(const void *a, const void *b) {
     return (first->function > second->function) - (first->function < second->function);
 }
 
-static int launch(const void *function) {
+/* Add a kernel that sleeps for a number of clock cycles. */
+static void sleep_for(int64_t cycles, void *handle) {
+    Stream *stream = stream_of(handle);
+    pthread_mutex_lock(&queue);
+    stream->tail = add((Node){.kind = SLEEP, .after = stream->tail, .seconds = cycles / CYCLES_A_SECOND});
+    advance();
+    pthread_mutex_unlock(&queue);
+}
+
+static int launch(const void *function, void **arguments, void *stream) {
     pthread_mutex_lock(&lock);
     if (n_sorted != n_kernels) qsort(kernels, n_kernels, sizeof *kernels, by_address);
     n_sorted = n_kernels;
     Kernel wanted = {function, 0}, *found = bsearch(&wanted, kernels, n_kernels, sizeof *kernels, by_address);
     pthread_mutex_unlock(&lock);
-    say("launch %.400s", found ? found->name : "unknown");
+    const char *name = found ? found->name : "unknown";
+    say("launch %.400s", name);
+    if (strstr(name, "spin_kernel")) sleep_for(*(int64_t *)arguments[0], stream);
     return 0;
 }
 
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t memory, void *stream) { return 0; }
+static __thread void *stream_of_call;
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t memory, void *stream) {
+    stream_of_call = stream;
+    return 0;
+}
 cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *memory, void *stream) {
     *grid = *block = (dim3){1, 1, 1};
     *memory = 0;
-    *(void **)stream = 0;
+    *(void **)stream = stream_of_call;
     return 0;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (void *)function; return 0; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 g, dim3 b, void **a, size_t m, cudaStream_t stream) {
-    return launch(kernel);
+    return launch(kernel, a, stream);
 }
 cudaError_t cudaLaunchKernel(const void *function, dim3 g, dim3 b, void **a, size_t m, cudaStream_t stream) {
-    return launch(function);
+    return launch(function, a, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    return launch(function);
+    return launch(function, arguments, config->stream);
 }
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
     *attributes = (struct cudaFuncAttributes){

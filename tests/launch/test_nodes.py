@@ -17,8 +17,8 @@ from tests.launch.run import environment, finish, records, start, train
 from titanlite.cli import main
 from titanlite.errors import UserError
 from titanlite.fault.board import ANSWER_SECONDS
-from titanlite.launch import nodes
 from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
+from titanlite.runtime import cluster
 from titanlite.runtime.cluster import rank_info, store_address
 from titanlite.train import rank_facts
 
@@ -278,8 +278,7 @@ def test_a_driver_that_does_not_answer_is_named_and_not_waited_for(tmp_path, mon
     driver.write_text("#!/bin/sh\nexec sleep 60\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(nodes, "DRIVER_SECONDS", 0.1)
-    monkeypatch.setattr(rank_facts, "DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(cluster, "DRIVER_SECONDS", 0.1)
     assert gpu_bytes() is None
     assert (
         "nvidia-smi did not answer in 0.1 s: memory.total of the GPUs is unknown"

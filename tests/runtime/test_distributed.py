@@ -132,10 +132,9 @@ def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(envir
     """
     variables, _ = environ(TORCH_NCCL_ASYNC_ERROR_HANDLING="1")  # as torch's elastic agent sets it
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert (
-        variables["TORCH_FR_BUFFER_SIZE"] == "20000"
-        and variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    )
+    assert variables["TORCH_FR_BUFFER_SIZE"] == "20000"
+    recorder = "FR" if torch.__version__ >= "2.15" else "NCCL"
+    assert variables[f"TORCH_{recorder}_DUMP_ON_TIMEOUT"] == "1"
     assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "comm_traces" / "rank_")
     assert not {
         name for name in variables if name.startswith(("TORCH_NCCL_TRACE", "TORCH_NCCL_DEBUG"))
@@ -143,7 +142,7 @@ def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(envir
     own = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "TORCH_FR_BUFFER_SIZE": "5",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        f"TORCH_{recorder}_DUMP_ON_TIMEOUT": "0",
     }
     own |= {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine", "PATH": "/bin"}
     assert environ(**own)[0] == own, "a newer name would replace what the older one says"

@@ -6,8 +6,6 @@ PET_*, SLURM_*."""
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from titanlite.errors import UserError
 from titanlite.launch.terminal import say
 from titanlite.runtime.cluster import (
     DEFAULT_PORT,
-    DRIVER_SECONDS,
     PORTS,
+    ask_driver,
     cores,
     read_number,
     slurm_master,
@@ -162,20 +160,11 @@ def gpu_name() -> str:
 
 def _query_gpus(field: str) -> list[str]:
     """Return a field of each GPU from the driver; torch would allocate some of their memory."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, check=False, timeout=DRIVER_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        say(
-            f"titanlite: nvidia-smi did not answer in {DRIVER_SECONDS} s: "
-            f"{field} of the GPUs is unknown"
-        )
+        return ask_driver(f"--query-gpu={field}", "--format=csv,noheader,nounits").splitlines()
+    except UserError as error:
+        say(f"titanlite: {error}: {field} of the GPUs is unknown")
         return []
-    return done.stdout.splitlines()
 
 
 def find_device(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:

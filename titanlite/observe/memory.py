@@ -37,11 +37,8 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
 def memory_tags(device: torch.device) -> dict[str, float]:
     """Return TensorBoard's memory tags."""
     if device.type != "cuda":
-        return dict(
-            zip(
-                ("memory/max_active(GiB)", "memory/max_active(%)"), peak_memory(device), strict=True
-            )
-        )
+        active, percent = peak_memory(device)
+        return {"memory/max_active(GiB)": active, "memory/max_active(%)": percent}
     stats = torch.cuda.memory_stats(device)
     total = torch.cuda.get_device_properties(device).total_memory
     tags: dict[str, float] = {}

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,20 @@ take the 10 s of the defaults, and nodes would count as lost. Without a name the
 """
 DRIVER_SECONDS = 30
 """How long nvidia-smi may take: with a sick driver it never ends."""
+
+
+def ask_driver(*arguments: str) -> str:
+    """Return what nvidia-smi prints, nothing where there is none; raise UserError where it does not
+    end.
+    """
+    command = ["nvidia-smi", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"nvidia-smi did not answer in {DRIVER_SECONDS} s") from None
+    except OSError:
+        return ""
+    return done.stdout
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,11 @@ def process_group(
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
         if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces / "rank_"))
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if (
-            os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1"
-        ):  # the elastic agent's default, not NCCL's;
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = (
-                "3"  # with 1 the record can be lost (pytorch#121055)
-            )
+        recorder = "FR" if torch.__version__ >= "2.15" else "NCCL"
+        os.environ.setdefault(f"TORCH_{recorder}_DUMP_ON_TIMEOUT", "1")
+        # The elastic agent's default, with which the record can be lost (pytorch#121055).
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     raise_file_limit()
     if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
         # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
@@ -122,22 +120,22 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 def gather_on_rank_0(value: T) -> list[T]:
     """Return every rank's value on rank 0, and elsewhere only this rank's."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, everyone)
-    return everyone or [value]
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return gather_objects(value, group, only_rank_0=True)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, only_rank_0: bool = False) -> list[T]:
     """Return every rank's value, on every rank of the group or rank 0; without one there is only
     this process.
     """
-    values = [value]
-    if group:
-        values *= dist.get_world_size(group)
-    if group and only_rank_0:
-        dist.gather_object(value, values if rank_in(group) == 0 else None, group=group)
-    elif group:
+    if not group:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    if not only_rank_0:
         dist.all_gather_object(values, value, group=group)
+    elif rank_in(group) == 0:
+        dist.gather_object(value, values, group=group)
+    else:
+        dist.gather_object(value, group=group)
+        return [value]
     return values

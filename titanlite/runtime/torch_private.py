@@ -85,6 +85,13 @@ def flight_record() -> bytes:
         return c10d._dump_nccl_trace()
 
 
+def nccl_implementation() -> str:
+    """Return which class of torch talks to NCCL: 2.15 has two."""
+    # torch 2.14; 2.15 read only. No public name.
+    group: Any = dist.group.WORLD
+    return type(group._get_backend(torch.device("cuda"))).__name__
+
+
 @contextmanager
 def share_reshard_meshes() -> Iterator[None]:
     """Let fully_shard make one mesh for reshard_after_forward = n: its own has two communicators

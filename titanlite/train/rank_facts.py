@@ -6,7 +6,6 @@ Facts go to rank 0 in one gather; where they must not differ, all ranks raise th
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
-from titanlite.runtime.cluster import DRIVER_SECONDS, RankInfo
+from titanlite.runtime.cluster import RankInfo, ask_driver
 from titanlite.runtime.distributed import gather_on_rank_0
+from titanlite.runtime.torch_private import nccl_implementation
 
 K = TypeVar("K")
 CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
@@ -93,7 +93,8 @@ def facts_of(
     complaints = list[str]()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
-        software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        software += f", NCCL {version} by {nccl_implementation()}"
         complaints = own_gpu_complaints() if rank.local_rank == 0 else []
     folder = Path(job.config.job.dump_folder).absolute()
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
@@ -233,14 +234,10 @@ def notable(facts: Sequence[Facts]) -> list[str]:
 
 def own_gpu_complaints() -> list[str]:
     """Return what the driver says of this host's GPUs, if there is nvidia-smi."""
-    command = ["nvidia-smi", "-q", "-x"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS)
-    except subprocess.TimeoutExpired:
-        return [f"nvidia-smi did not answer in {DRIVER_SECONDS} s: GPUs are not checked"]
-    except OSError:
-        return []
-    return gpu_complaints(done.stdout)
+        return gpu_complaints(ask_driver("-q", "-x"))
+    except UserError as error:
+        return [f"{error}: GPUs are not checked"]
 
 
 def gpu_complaints(xml: str) -> list[str]:

@@ -4,9 +4,9 @@
 The rank meets the fault when it enters the phase in that step, once, in the first attempt, the one
 that is named, or every one ("*"). Kinds: raise, kill, segv, core (segv, with a core in the folder
 CORES), stop (SIGSTOP), sleep, spin (without giving up the GIL), deaf (sleep; SIGUSR2, the request
-for a stack, ends it), term and usr1 (which ask the run to stop), nan and spike (of a gradient, in
-any phase). The start has step 0 and the phase "start"; "end" is after all steps, whatever STEP
-says."""
+for a stack, ends it), endless (a kernel on the GPU), term and usr1 (which ask the run to stop), nan
+and spike (of a gradient, in any phase). The start has step 0 and the phase "start"; "end" is after
+all steps, whatever STEP says."""
 
 import ctypes
 import faulthandler
@@ -55,6 +55,10 @@ def suffer(kind: str) -> None:
         time.sleep(1000)
     elif kind == "sleep":
         time.sleep(1000)
+    elif kind == "endless":
+        import torch
+
+        torch.cuda._sleep(1 << 62)
     elif kind == "spin":
         ctypes.PyDLL(None).usleep(1_000_000_000)  # PyDLL holds the GIL while it waits
 

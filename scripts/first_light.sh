@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The first run on real GPUs: ./scripts/first_light.sh [options], on all GPUs of this machine, in at most ten minutes.
+# Each row has a time limit of its own, and those after one that fails run too. A Markdown table comes last.
+# --help lists the options.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$here/scripts/python.sh"
+python=$("$python" "$here/scripts/environment.py")
+cd "$here"
+exec "$python" scripts/first_light.py "$@"

@@ -1,0 +1,44 @@
+"""Compiled for a GPU (sm_90): blocks, FlexAttention and float8, by Triton and its ptxas."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.gpu.conftest import only_with_compile
+
+STEPS = (
+    "--compile.enable --training.steps=3 --training.seq_len=256 --training.local_batch_size=2 "
+    "--model.overrides.n_layers=2"
+)
+FLOAT8 = "--quantize.linear.float8.enable"
+ROWS = {
+    # options, and a kernel that has to be among those launched
+    "blocks": ("", "triton:triton_"),
+    "recomputed by operation": ("--activation_checkpoint.mode=selective", "triton:triton_"),
+    "FlexAttention": ("--training.document_mask", "triton:triton_tem_fused_"),
+    "float8": (FLOAT8, "cublasLtMatmul"),
+    "float8 by rows": (f"{FLOAT8} --quantize.linear.float8.recipe_name=rowwise", "triton:triton_"),
+}
+
+
+@only_with_compile
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_compiles_for_a_gpu_and_its_kernels_are_launched(train_on_gpus, tmp_path, row):
+    options, wanted = ROWS[row]
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    ran = train_on_gpus(tmp_path, 1, [*STEPS.split(), *options.split()], **cache)
+    assert ran.code == 0, ran.out
+    launched = {event.name for event in ran.traces[0].step(3).of("launch")}
+    assert any(name.startswith(wanted) for name in launched), launched
+    of_triton = {name.removeprefix("triton:") for name in launched if name.startswith("triton:")}
+    compiled = {}
+    for cubin in tmp_path.glob("triton/*/*.cubin"):
+        facts = json.loads(cubin.with_suffix(".json").read_text())
+        compiled[facts["name"]] = facts["target"]["arch"]
+    assert of_triton and of_triton <= compiled.keys(), of_triton - compiled.keys()
+    assert {*compiled.values()} == {90}
