@@ -96,6 +96,15 @@ def test_the_verdict_leaves_the_reserve_free():
     assert text.count("assumed") == text.count("  assumed:\n"), "once above each list"
 
 
+def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
+    hardware = load_hardware("h100-80g")
+    most = int(hardware.usable_bytes / (1 + hardware.reserve.beyond))
+    fits, does_not = (report(plan_of(peak)).splitlines()[3] for peak in (most, most + GIB))
+    assert fits.startswith("It fits without flushes of torch's cache")
+    assert does_not.startswith("It may not fit without flushes of torch's cache")
+    assert "takes up to 66.00 GiB" in report(plan_of(50 * GIB))
+
+
 def test_the_tables_name_the_moment_the_links_and_the_days():
     text = report(plan_of(50 * GIB, tokens=1e12))
     assert "peak, in head" in text and "50.00" in text

@@ -70,6 +70,11 @@ class Plan:
         return self.recording.peak <= self.hardware.usable_bytes
 
     @property
+    def without_flushes(self) -> float:
+        """Return the most bytes that torch's allocator takes if it never flushes its cache."""
+        return self.recording.peak * (1 + self.hardware.reserve.beyond)
+
+    @property
     def at_most(self) -> bool:
         return is_upper_bound(self.job)
 
@@ -128,6 +133,7 @@ class Plan:
                 "peak": recording.peak,
                 "moment": recording.moment,
                 "usable": self.hardware.usable_bytes,
+                "without_flushes": self.without_flushes,
                 "imbalance": self.imbalance,
                 "balanced_peak": self.balanced_peak,
                 "at_peak": {**dict.fromkeys(KINDS, 0), **recording.at_peak},

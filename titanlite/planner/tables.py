@@ -61,6 +61,7 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
     no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
     left = (hardware.usable_bytes - plan.recording.peak) / GIB
+    roomy = "It fits" if plan.without_flushes <= hardware.usable_bytes else "It may not fit"
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
     return (
         f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
@@ -70,7 +71,9 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"{'It fits' if plan.fits else no}: a step needs "
         f"{'at most ' * plan.at_most}{plan.recording.peak / GIB:.2f} GiB, "
         f"in {plan.recording.moment}; "
-        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}",
+        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}\n"
+        f"{roomy} without flushes of torch's cache: for that, "
+        f"its allocator takes up to {plan.without_flushes / GIB:.2f} GiB",
     )
 
 

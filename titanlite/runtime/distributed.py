@@ -120,8 +120,7 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 def gather_on_rank_0(value: T) -> list[T]:
     """Return every rank's value on rank 0, and elsewhere only this rank's."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return gather_objects(value, group, only_rank_0=True)
+    return gather_objects(value, dist.group.WORLD, only_rank_0=True)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, only_rank_0: bool = False) -> list[T]:

@@ -177,7 +177,7 @@ def shown_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _read_traces(folder: Path) -> int:
     """Print torch's analysis of a folder of dumps."""
-    dumps = [path.name for path in folder.glob(f"{_DUMP}*")] if folder.is_dir() else []
+    dumps = [path.name for path in folder.glob(f"{_DUMP}*")]
     if not dumps:
         expected = (
             f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into "

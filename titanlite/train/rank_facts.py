@@ -93,8 +93,8 @@ def facts_of(
     complaints = list[str]()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        software += f", NCCL {version} by {nccl_implementation()}"
+        software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        software += f" by {nccl_implementation()}"
         complaints = own_gpu_complaints() if rank.local_rank == 0 else []
     folder = Path(job.config.job.dump_folder).absolute()
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
