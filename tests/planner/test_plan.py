@@ -98,7 +98,7 @@ def test_the_verdict_leaves_the_reserve_free():
 
 def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
     hardware = load_hardware("h100-80g")
-    most = int(hardware.usable_bytes / (1 + hardware.reserve.beyond))
+    most = int(hardware.usable_bytes / hardware.reserve.allocator)
     fits, does_not = (report(plan_of(peak)).splitlines()[3] for peak in (most, most + GIB))
     assert fits.startswith("It fits without flushes of torch's cache")
     assert does_not.startswith("It may not fit without flushes of torch's cache")

@@ -51,8 +51,8 @@ class Efficiency:
 class Reserve:
     gib: Annotated[float, Field(ge=0, strict=True)]
     """Of a GPU's memory, for what no rehearsal counts."""
-    beyond: Positive
-    """Of a step's peak, what torch's allocator takes beside it where it has room."""
+    allocator: Positive
+    """Times a step's peak, what torch's allocator takes where it has room."""
     source: str
 
 

@@ -72,7 +72,7 @@ class Plan:
     @property
     def without_flushes(self) -> float:
         """Return the most bytes that torch's allocator takes if it never flushes its cache."""
-        return self.recording.peak * (1 + self.hardware.reserve.beyond)
+        return self.recording.peak * self.hardware.reserve.allocator
 
     @property
     def at_most(self) -> bool:

@@ -31,9 +31,10 @@ def ask_driver(*arguments: str) -> str:
     """Return what nvidia-smi prints, nothing where there is none; raise UserError where it does not
     end.
     """
-    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_SECONDS
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"nvidia-smi did not answer in {DRIVER_SECONDS} s") from None
     except OSError:

@@ -88,8 +88,8 @@ def flight_record() -> bytes:
 def nccl_implementation() -> str:
     """Return which class of torch talks to NCCL: 2.15 has two."""
     # torch 2.14; 2.15 read only. No public name.
-    group: Any = dist.group.WORLD
-    return type(group._get_backend(torch.device("cuda"))).__name__
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    return type(backend).__name__
 
 
 @contextmanager
